@@ -74,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _not_root() -> Iterator[None]:
-    """For root nothing is read-only: be nobody for a while."""
+    """For root nothing is read-only: be the user nobody for a while."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
@@ -180,7 +180,7 @@ def test_a_read_only_directory(open_place: Path, text: Path, capsys: Capture) ->
     assert list(read_only.iterdir()) == []
 
 
-def test_what_nobody_names_may_be_closed(
+def test_a_directory_that_is_not_named_may_be_closed(
     open_place: Path, text: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory that a run has by default is another user's here."""

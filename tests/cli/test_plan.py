@@ -420,7 +420,7 @@ def test_help_says_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None
             assert after.lstrip(": ").startswith(default), flag
 
 
-def test_nobody_reads_what_it_prints() -> None:
+def test_the_reader_of_its_output_is_gone() -> None:
     """As with `| head`: no traceback, and the exit code that a shell gives to a broken pipe."""
     command = [sys.executable, "-m", "zero_offload", "plan", "--model", "tiny"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

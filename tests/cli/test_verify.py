@@ -68,7 +68,7 @@ def test_every_flipped_bit_is_listed(number: int, nvme: Path, capsys: Capture) -
     for offset, _ in blocks:
         flip_bit(nvme / SWAP, offset + 9, bit=offset % 7)
     code, found = _verify(capsys, nvme)
-    # Of the older one nobody can say whether later steps have rightly written over it.
+    # Later steps may rightly have written over blocks of the older one: this cannot be told.
     assert code == (5 if number == 4 else 0)
     bad = {each["number"]: each["bad_blocks"] for each in found["generations"]}
     assert sorted((block["offset"], block["component"]) for block in bad[number]) == sorted(blocks)

@@ -1,7 +1,7 @@
 """The crash test has teeth: each order of a commit that lacks one barrier fails it.
 
 A variant is the real code with one piece taken out. What comes of it: "unrecoverable" (an error says so), "older than
-promised" (a reported step is gone) or "wrong states" (nobody is told).
+promised" (a reported step is gone) or "wrong states" (without an error).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _CarelessRun(Run):
 
 @dataclass
 class _Alone:
-    """As `CommitGroup`, but it waits for nobody."""
+    """As `CommitGroup`, but it does not wait for other ranks."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""What a directory may hold when a run starts in it: damage, another model, another run, somebody's files."""
+"""What a directory may hold when a run starts in it: damage, another model, another run, files of others."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_an_optimizer_with_other_groups(nvme: Path) -> None:
     assert assert_finishes(nvme, STEPS) == 3
 
 
-# Another run, somebody's files
+# Another run, files of others
 
 
 def test_a_directory_in_use_names_who_uses_it(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_discard_removes_our_files_and_no_others(nvme: Path) -> None:
     assert {name: (nvme / name).read_bytes() for name in foreign} == foreign
 
 
-def test_a_file_of_somebody_with_a_name_of_ours_is_not_overwritten(nvme: Path) -> None:
+def test_a_foreign_file_with_a_name_of_ours_is_not_overwritten(nvme: Path) -> None:
     (nvme / SWAP).write_bytes(b"precious")
     with pytest.raises(zo.StorageError, match=SWAP):
         open_model(nvme)

@@ -1,4 +1,4 @@
-"""Directories that cannot be used, or that somebody has prepared: refused in one line, and nothing there is touched."""
+"""Directories that cannot be used, or that another user has prepared: refused in one line, and not touched."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _offload(nvme: str) -> None:
     open_model(nvme)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else takes root")
-def test_somebody_elses_directory(open_place: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_directory_of_another_user(open_place: Path) -> None:
     theirs = open_place / "theirs"
     theirs.mkdir(mode=0o755)
     ended = run_in_child(_offload, str(theirs))

@@ -162,7 +162,7 @@ def test_a_file_that_seems_to_end(engine: str, nvme: Path) -> None:
     assert assert_finishes(nvme, STEPS) >= 3
 
 
-def test_a_file_that_somebody_truncates_meanwhile(nvme: Path) -> None:
+def test_a_file_that_is_truncated_meanwhile(nvme: Path) -> None:
     model, optimizer = open_model(nvme)
     train(model, optimizer, 0, 3)
     drain(model)
@@ -174,7 +174,7 @@ def test_a_file_that_somebody_truncates_meanwhile(nvme: Path) -> None:
 
 
 def test_nan_where_the_optimizer_keeps_its_moments(nvme: Path) -> None:
-    """Bytes of the right shape, but nobody's: they do not become part of an update."""
+    """Bytes of the right shape that no step wrote: they do not become part of an update."""
     write_run(nvme, 3)
     offset = next(offset for offset, component in committed_blocks(nvme) if component == "exp_avg_sq")
     with (nvme / SWAP).open("r+b") as file:
@@ -204,7 +204,7 @@ def test_what_a_second_try_mends_goes_unseen(fault: Fault, engine: str, nvme: Pa
 
 
 def _hold_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch, looks: int) -> list[float]:
-    """The next write is held until somebody has looked so often whether it is done; returns when they looked."""
+    """Hold the next write until it was looked at `looks` times; return the times of the looks."""
     engine, original, seen = engine_of(model), native.io_wait, []
 
     def look(handle: int, ticket: int, timeout_s: float, result: IoResultStruct) -> None:

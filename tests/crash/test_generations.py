@@ -191,7 +191,7 @@ def test_the_newest_missing_is_no_step_back(num_steps: int, record: Callable[[Pa
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_the_older_missing_holds_nobody_up(record: Callable[[Path], None], nvme: Path) -> None:
+def test_the_older_missing_stops_nothing(record: Callable[[Path], None], nvme: Path) -> None:
     write_run(nvme, 3)
     generation_file(nvme, 2).unlink()
     record(nvme)
@@ -230,7 +230,7 @@ def test_a_damaged_list_of_files_is_written_again(nvme: Path) -> None:
     write_run(nvme, 4)
     whole = (nvme / "run.json").read_bytes()
     flip_bit(nvme / "run.json", 90)
-    with pytest.raises(zo.IntegrityError, match="run.json"):  # what to delete, nobody knows
+    with pytest.raises(zo.IntegrityError, match="run.json"):  # it is unknown what to delete
         open_model(nvme, existing="discard")
     assert assert_finishes(nvme, STEPS) == 4
     assert (nvme / "run.json").read_bytes() == whole

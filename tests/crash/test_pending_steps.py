@@ -110,7 +110,7 @@ def test_an_interrupt_while_the_commit_of_the_step_before_has_not_begun(
     drain(model)
     committer, gate = runtime(model)._commits._commits, threading.Event()
     assert committer is not None
-    committer.submit(lambda: None if gate.wait(30) else pytest.fail("nobody has opened"))
+    committer.submit(lambda: None if gate.wait(30) else pytest.fail("the gate did not open"))
     train(model, optimizer, 2, 3)
 
     def interrupted(*args: object) -> None:

@@ -314,7 +314,7 @@ def look_at_resumed(rank: int, world_size: int, case: Case) -> tuple[int, Any]:
 def test_ranks_close_when_an_update_of_some_was_interrupted(
     interrupted: list[int], step: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    """Nobody waits for ever, and a step that some lack becomes no generation of the others."""
+    """No rank waits for ever, and a step that some ranks lack does not become a generation of the others."""
     case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "overlap": "none"}, num_steps=3)
     struck = RankPool(2)  # of their own: what is patched stays patched
     try:

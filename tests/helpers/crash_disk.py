@@ -95,7 +95,7 @@ class Disk:
             self.pending.append(op)
 
     def _make_room(self, op: Op) -> None:
-        """A new file is there at once; nobody finds it before its name is durable."""
+        """A new file is there at once; after a crash it can be found only if its name is durable."""
         if isinstance(op, Link):
             self.folders.setdefault(op.target, {}) if op.is_folder else self.files.setdefault(op.target, bytearray())
 
@@ -167,7 +167,7 @@ class Disk:
         return Disk(files, {ino: names for ino, names in self.folders.items() if ino in named})
 
     def digest(self) -> bytes:
-        """Equal for disks that nobody can tell apart."""
+        """Equal for disks with the same state."""
         state = hashlib.sha1(repr((sorted(self.folders.items()), self.pending)).encode())
         for ino, content in sorted(self.files.items()):
             state.update(b"%d:%d" % (ino, len(content)))

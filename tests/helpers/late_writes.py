@@ -1,4 +1,4 @@
-"""Commits that wait for the test, and writes that take place when somebody waits for them, of the bytes of then.
+"""Commits that wait for the test, and writes that take place when they are waited for, with the bytes of that moment.
 
 Memory that is changed before its write was waited for is then written changed, which a checksum does not notice: the
 file has other states than it should.

@@ -249,7 +249,7 @@ class Player(ABC):
 
     @abstractmethod
     def _left_broken(self) -> None:
-        """A backward broke off, and nobody dropped its gradients: what comes next does."""
+        """A backward broke off, and its gradients are still there: the next call drops them."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]: ...

@@ -197,7 +197,7 @@ def test_resume_makes_no_values(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> 
     _, expected = run(2)
 
     def make(recipe: Recipe) -> Tensor:
-        raise AssertionError("a value is made that nobody needs")
+        raise AssertionError("a value is made that is not needed")
 
     monkeypatch.setattr(Recipe, "make", make)
     _, found = run(0)

@@ -284,7 +284,7 @@ class FusedAtInput(TinyLM):
 
 @pytest.mark.parametrize("way", ["load_state_dict", "gathered"])
 def test_values_written_after_a_step_that_broke_off_are_kept(way: str, nvme: Path) -> None:
-    """A unit was in use: what is written then is not written to a copy that nobody keeps."""
+    """A unit was in use: values written then do not go to a copy that is dropped."""
     config = zo.OffloadConfig(params="nvme", precision="fp32", nvme=nvme, durability="scratch")
     model = zo.offload(build(FusedAtInput), config)
     optimizer = zo.AdamW(model.parameters())

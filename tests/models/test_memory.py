@@ -30,7 +30,7 @@ from zero_offload.storage.memory import arena as pages
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Only what nobody refers to is freed."""
+    """Only objects without a reference are freed."""
     gc.collect()
     gc.disable()
     try:

@@ -121,7 +121,7 @@ class SavesElsewhere(Wide):
 
 
 class Lists(Wide):
-    """Parameters in containers that nobody calls, of no dimension and of no element."""
+    """Parameters in containers that are never called; some have no dimension, some no element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def autocast_around_everything(model: nn.Module, optimizer: zo.AdamW) -> Iterato
 
 
 def a_group_added_later(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    """Until then its gradients add up: nobody drops them."""
+    """Until then its gradients add up, since no optimizer drops them."""
     late = zo.AdamW(model.embedding.parameters(), lr=1e-2)
     for seed in range(5):
         if seed == 2:

@@ -1,4 +1,4 @@
-"""Views of parameters that somebody keeps, and changes nobody announces: exact, or one clear error.
+"""Views of parameters that a model keeps, and changes without notice: exact, or one clear error.
 
 Without protection each of these is a segmentation fault, or a wrong number, where parameters leave memory.
 """

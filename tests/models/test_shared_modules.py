@@ -51,7 +51,7 @@ class Borrowed(TinyLM):
 
 
 class LeftoverAttention(TinyLM):
-    """MultiheadAttention outside of all blocks: nobody calls its `out_proj`."""
+    """MultiheadAttention outside of all blocks: its `out_proj` is never called."""
 
     def __init__(self) -> None:
         super().__init__(WIDE)

@@ -291,7 +291,7 @@ void test_io(uint32_t kind) {
     EXPECT(zo_io_stop(io) == ZO_OK && zo_io_stop(io) == ZO_OK && zo_io_close(io) == ZO_OK);
     if (!open_io(kind, 2, &io)) return;
 
-    // Closing waits for what nobody waited for.
+    // Closing waits for tickets that were not waited for.
     std::vector<std::vector<zo_io_block>> tables(50, blocks);
     uint64_t ticket = 0;
     for (auto &table : tables) {

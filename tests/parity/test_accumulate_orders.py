@@ -104,7 +104,7 @@ def sparing_all(rank: int) -> Steps:
     return [[Batch(10 * rank, frozenset() if rank else both), Batch(10 * rank + 1, both)]] * 2
 
 
-def nobody_has_any(rank: int) -> Steps:
+def no_rank_has_any(rank: int) -> Steps:
     both = frozenset([SPARED, SPARED + 1])
     return [[Batch(10 * rank, both), Batch(10 * rank + 1, both)], [Batch(10 * rank + 2), Batch(10 * rank + 3)]]
 
@@ -135,7 +135,7 @@ SCATTERED = [pytest.param(partial(scattered, seed), id=f"scattered {seed}") for 
 
 @pytest.mark.parametrize("grads", ["cpu", "nvme"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("steps", [turned, sparing_first, sparing_all, nobody_has_any, set_aside_twice, *SCATTERED])
+@pytest.mark.parametrize("steps", [turned, sparing_first, sparing_all, no_rank_has_any, set_aside_twice, *SCATTERED])
 def test_trains_as_the_loop(
     steps: Callable[[int], Steps], precision: str, grads: str, nvme: Path, pools: RankPools
 ) -> None:

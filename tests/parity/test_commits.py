@@ -1,7 +1,7 @@
 """Generations that are written while the next step runs: they hold their own step, and training does not notice.
 
-A gate keeps each commit from writing anything before the next step was taken, and writes take place as late as somebody
-waits for them: whatever of the next step could get into a generation does.
+A gate keeps each commit from writing anything before the next step was taken, and writes take place only when
+they are waited for: whatever of the next step could get into a generation does.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_steps_that_wait_for_a_commit_say_so(nvme: Path, monkeypatch: pytest.Mon
 
 
 def test_a_step_without_commit_is_written_behind_the_next_backward(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the program never calls `zo.commit`, nobody waits for it to do so."""
+    """Where the program never calls `zo.commit`, the write does not wait for that call."""
     model, optimizer = start(nvme, params="cpu", optimizer="cpu")
     step(model, optimizer, 0)
     assert runtime(model).store.snapshots.num_ended == 0

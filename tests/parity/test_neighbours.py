@@ -126,7 +126,7 @@ def test_sockets_give_the_same_bits(stage: int, pool: RankPool) -> None:
 # Ranks that do not come
 
 
-def wait_for_nobody(rank: int, world_size: int) -> None:
+def wait_in_vain(rank: int, world_size: int) -> None:
     """Rank 1 never takes its turn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "time_limit", lambda: timedelta(seconds=0.3))
@@ -137,7 +137,7 @@ def wait_for_nobody(rank: int, world_size: int) -> None:
 
 
 def test_who_waits_in_vain_is_told_when_time_is_up(pool: RankPool) -> None:
-    found = pool.call(wait_for_nobody)
+    found = pool.call(wait_in_vain)
     assert found[0] == found[2] == Failure("RuntimeError", "timed out after 0.3 s") and found[1] is None
 
 

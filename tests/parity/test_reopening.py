@@ -1,4 +1,4 @@
-"""Ranks that close a run: when the first of them returns, nobody holds the directory any more."""
+"""Ranks that close a run: when the first of them returns, none of them holds the directory."""
 
 from __future__ import annotations
 

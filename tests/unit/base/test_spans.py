@@ -102,7 +102,7 @@ def test_an_inner_wait_is_not_the_outer_one_s(clock: list[int]) -> None:
     ]
 
 
-def test_what_hinders_a_thread_that_nobody_waits_for_is_not_exposed(clock: list[int]) -> None:
+def test_what_hinders_a_thread_is_not_exposed_unless_training_waits_for_it(clock: list[int]) -> None:
     counters = Counters()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Bells and monitors: nobody misses what happens, and a signal's handler leaves nothing taken."""
+"""Bells and monitors: no waiting thread misses an event, and a signal's handler leaves no lock taken."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_all_who_wait_are_woken_and_look_again(monkeypatch: pytest.MonkeyPatch) 
         assert sorted(seen) == [1, 1, 2][: 2 * step]
 
 
-def test_who_waits_notices_what_nobody_has_told() -> None:
+def test_a_wait_notices_a_change_that_was_not_announced() -> None:
     monitor, ends = Monitor(), time.monotonic() + 0.05
     monitor.wait_for(lambda: time.monotonic() > ends)
 

@@ -23,7 +23,7 @@ def test_own_files_count_as_free_once_and_others_never(tmp_path: Path) -> None:
 
 
 def test_files_of_a_run_that_is_training_may_be_counted(tmp_path: Path) -> None:
-    """Its commits rename manifests all the time; whoever wants its directory is told so later, by the lock."""
+    """Its commits rename manifests all the time; a second run in its directory fails later, at the lock."""
     model, _ = open_model(tmp_path)
     (tmp_path / SWAP).rename(tmp_path / "moved")
     before = reusable_bytes([tmp_path])

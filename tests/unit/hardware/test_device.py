@@ -328,7 +328,7 @@ class _Clock:
         return made
 
 
-def test_copies_are_timed_on_the_gpu_while_somebody_records(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_timed_on_the_gpu_during_a_recording(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, spans = _Clock(), Spans()
     monkeypatch.setitem(ACCELERATORS, "cuda", replace(ACCELERATORS["cuda"], make_event=clock.event))
     monkeypatch.setattr(device, "now", lambda: 5 * 10**9)

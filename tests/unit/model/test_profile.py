@@ -109,7 +109,7 @@ class Separated(TinyLM):
         return x
 
 
-def test_what_lies_between_units_is_nobody_s_turn(nvme: Path) -> None:
+def test_time_between_units_belongs_to_no_unit(nvme: Path) -> None:
     config = zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=str(nvme), precision="fp32")
     model = zo.offload(build(partial(Separated, NARROW)), config)
     Between.times.clear()

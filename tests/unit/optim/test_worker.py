@@ -181,7 +181,7 @@ ENDINGS = {
         for _ in range(3):
             time.sleep(0.05)
             signal.pthread_kill(thread_named("zero_offload-update").ident, signal.SIGUSR1)
-            sum(range(20_000_000))  # in C, which lets nobody else run
+            sum(range(20_000_000))  # in C, so no other thread runs
         print("done")
     """,
     "submitting to one whose thread has ended": """

@@ -134,7 +134,7 @@ def test_errors_name_everything() -> None:
 
 
 def test_a_list_of_lists_is_looked_into() -> None:
-    """Nobody calls a list, so a hook on one would never run."""
+    """A list is never called, so a hook on one would never run."""
     model = nn.ModuleList(nn.ModuleList([Block(4), Block(4)]) for _ in range(2))
     assert find_units(model) == ("0.0", "0.1", "1.0", "1.1")
 

@@ -38,7 +38,7 @@ def test_activations_are_shown_where_they_move() -> None:
     assert "activations" not in first and "| activations: nvme 5 MiB |" in second
 
 
-def test_the_share_of_the_update_that_nobody_waited_for_is_shown() -> None:
+def test_the_hidden_share_of_the_update_is_shown() -> None:
     out = io.StringIO()
     progress = Progress(out, num_steps=2)
     progress.step(_row(1, update_s=0.4, exposed_s={"update": 0.1}))

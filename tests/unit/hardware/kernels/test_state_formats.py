@@ -208,7 +208,7 @@ def test_refuses_what_cannot_work_and_touches_nothing() -> None:
     before = image(compact.arrays + halved.arrays)
     buffers, segment = compact.buffers(), replace(SEGMENT, end=600)
     codes, scales = buffers.states, buffers.scales
-    room = torch.zeros(8192, dtype=torch.uint8)  # nobody else's: which two overlap is told
+    room = torch.zeros(8192, dtype=torch.uint8)  # its own memory: the error names the two that overlap
     free = room.data_ptr()
     refused = [
         (replace(buffers, scales=()), segment, "the first state's scales is NULL"),

@@ -170,7 +170,7 @@ def test_only_what_is_wanted_is_in_memory(bench: Bench) -> None:
     assert all(reference.expired() for reference in read)
 
 
-def test_what_nobody_wants_gives_its_blocks_back(bench: Bench) -> None:
+def test_an_unused_activation_gives_its_blocks_back(bench: Bench) -> None:
     for _ in range(5):
         aways = [bench.pack(noise(8 * MIB)) for _ in range(2)]
         bench.store.unpack(aways[1])  # fetches the other one ahead

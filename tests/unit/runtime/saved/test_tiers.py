@@ -1,4 +1,4 @@
-"""Memory under activations that came back: leased again once nobody views it and nothing is read to it."""
+"""Memory under activations that came back: leased again once it has neither a view nor a read under way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor_of(lease: Lease, nbytes: int) -> torch.Tensor:
     return lease.region.tensor(torch.uint8, nbytes)
 
 
-def test_what_nobody_views_is_leased_again() -> None:
+def test_memory_without_a_view_is_leased_again() -> None:
     arena = Arena(0)
     landing = Landing(arena)
     first = tensor_of(landing.lease(3 * MIB), 3 * MIB)

@@ -123,7 +123,7 @@ def test_ranks_join_and_the_last_one_ends_the_lock(tmp_path: Path) -> None:
     RunDirectory.open(tmp_path).close()
 
 
-def test_nobody_joins_what_no_run_holds(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_cannot_be_joined(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot join"):
         RunDirectory.join(tmp_path)
     RunDirectory.open(tmp_path).close()

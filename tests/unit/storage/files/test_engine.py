@@ -480,7 +480,7 @@ def test_a_drive_that_answers_after_it_was_given_up(
 def test_a_drive_that_answers_no_more_ends_the_close(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has waited for what it was asked."""
+    """The transfer under way was never waited for."""
     monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     memory = Memory(4 * BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
@@ -492,7 +492,7 @@ def test_a_drive_that_answers_no_more_ends_the_close(
 
 
 def _no_second_limit(*_: object) -> bool:
-    """In place of `StallWatch.is_over`: whoever waits for what was given up is told so at once."""
+    """In place of `StallWatch.is_over`: a wait for a transfer that was given up fails at once."""
     raise AssertionError("it waits for as long again")
 
 
@@ -616,7 +616,7 @@ def test_a_wait_that_is_interrupted_can_be_repeated(
 def test_what_is_launched_as_a_signal_strikes_has_ended_when_the_exception_arrives(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has its ticket, so nobody could know when its memory may be used again."""
+    """Its ticket is lost, so nothing could tell when its memory may be used again."""
     original = native.io_submit
 
     def interrupted(*args: Any) -> None:

@@ -119,7 +119,7 @@ def test_detached_twice_is_a_bug() -> None:
 
 @pytest.mark.parametrize("strike", [1, 2, 3])
 def test_what_a_ctrl_c_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch, strike: int) -> None:
-    """It strikes as a move returns: pages have gone that nobody has noted."""
+    """It strikes as a move returns: pages have gone and are not noted yet."""
     arena, move_frame, num_moves = Arena(3), pages.move_frame, 0
     buffer = MovableBuffer(arena, 3 * FRAME)
     view = buffer.region.tensor(torch.uint8, 3 * FRAME)

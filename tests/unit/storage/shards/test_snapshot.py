@@ -217,7 +217,7 @@ def test_snapshots_follow_one_another(nvme: Path) -> None:
 
 
 @pytest.mark.parametrize("waits", ["slots", "begin"])
-def test_a_failure_reaches_whoever_waits(waits: str, nvme: Path) -> None:
+def test_a_failure_reaches_the_thread_that_waits(waits: str, nvme: Path) -> None:
     with open_store(nn.Linear(64, 64), DISK, nvme) as store:
         fill(store, store.shards[0], 0)
         store.snapshots.begin()

@@ -40,7 +40,7 @@ def test_an_error_of_any_part_is_raised() -> None:
             in_parts(3, 3, work)
 
 
-def test_an_interrupt_leaves_nobody_at_work_on_the_memory() -> None:
+def test_after_an_interrupt_no_thread_works_on_the_memory() -> None:
     """The caller is interrupted while a helper works: it comes back when the helper has ended."""
     caller, helping, go_on = threading.get_ident(), threading.Event(), threading.Event()
     ended: list[int] = []
