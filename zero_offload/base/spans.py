@@ -1,4 +1,4 @@
-"""Who did what from when to when: spans on named lanes, for traces and for where a step went. Values only.
+"""What ran from when to when: spans on named lanes, for traces and for where a step went. Values only.
 
 Work of one thread has a site: `Spans.open` before and `close` after. It goes to `zo.profile`, while that records, as a
 tuple at the end of a ring, without a lock, so any thread may; and to torch.profiler, while that runs, as a range named

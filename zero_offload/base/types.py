@@ -83,7 +83,7 @@ class UpdateOverlap(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """Who moves the blocks of files."""
+    """What moves the blocks of files."""
 
     IO_URING = "io_uring"  # Linux's; many requests in flight from one thread
     THREADS = "threads"  # pread and pwrite on native threads: on every Linux, in every container

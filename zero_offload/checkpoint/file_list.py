@@ -131,7 +131,7 @@ class FileList:
         self._write()
 
     def load(self) -> None:
-        """Read what `run.json` says of an earlier run. Damage is an error for those who delete by it only."""
+        """Read what `run.json` says of an earlier run. Damage is an error only for callers that delete by it."""
         self._said, self._damage = {}, None
         try:
             self._said = read_manifest(self._home, RUN_NAME) or {}

@@ -98,7 +98,7 @@ class GenerationKeeper:
         self.found: Generation | None = None
         """The generation to resume from, if there is one."""
         self.weights: tuple[float, ...] = ()
-        """The directories' shares, which say where blocks lie; a generation that was found brings its own."""
+        """The directories' shares, which say where blocks lie; a generation that was found has its own."""
         self.recuts = False
         """True if that was cut for other ranks or directories than these."""
         self.rng: dict[str, Any] | None = None
@@ -149,7 +149,7 @@ class GenerationKeeper:
             return True
         if len(found.directories) != len(self._directories) or not stripe_weights_of(found, len(self._directories)):
             return True
-        # With other paths it may have been moved, or a drive replaced by another: who has the files?
+        # With other paths it may have been moved, or a drive replaced by another: which directory has the files?
         for place, path in enumerate(map(Path, found.directories)):
             directory = self._directories[place]
             if path == directory.path or not path.is_dir():

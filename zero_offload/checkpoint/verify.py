@@ -2,7 +2,7 @@
 
 Owns what is said of a block that is not what was written. Several reads are in flight, in memory of a few blocks,
 whatever the generation's size. Changes nothing; never decides what a bad block means. The calls: `verify`, then read
-the `Verdict`; `require_whole` for those who cannot go on otherwise.
+the `Verdict`; `require_whole` where a caller cannot go on otherwise.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _agreed(run_dir: Path, planned: Sequence[Cleaned]) -> bool:
             f"clean would delete {what}, and there is no terminal to ask at; nothing was deleted. Add --yes to delete "
             "them, or --dry-run to see them only"
         )
-    sys.stderr.write(f"Delete these {what}? They cannot be brought back. [y/N] ")
+    sys.stderr.write(f"Delete these {what}? They cannot be restored. [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

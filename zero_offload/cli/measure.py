@@ -40,7 +40,7 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.memory.arena import Arena
 
 _WIDTH, _SEQUENCE = 256, 128
-"""Of the block that is timed: small, since some processors have no instructions for a bf16 product."""
+"""Sizes of the block that is timed: small, since some processors have no instructions for a bf16 product."""
 _UPDATE_NUMEL = 1 << 22
 _DRIVE_BYTES = 128 * MIB
 _COPY_BYTES = 256 * MIB
@@ -193,7 +193,7 @@ def private_directory(path: Path) -> Iterator[Path]:
 
 
 def drive_rates(directory: Path) -> Table:
-    """Of the engine that a run would use."""
+    """The rates of the engine that a run would use."""
     region = Arena(0).allocate(_DRIVE_BYTES)
     with private_directory(existing_parent(directory)) as place, RunDirectory.look(place) as looked:
         settings = engines.pick("auto")

@@ -389,7 +389,7 @@ def _ns_between(begin: Any, end: Any) -> int:
 
 
 def numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Of the node that the GPU's slot is wired to; None where the system does not say."""
+    """The number of the NUMA node that the GPU's slot is wired to; None where the system does not say."""
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         node = int((devices / address / "numa_node").read_text())

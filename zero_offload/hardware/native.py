@@ -75,7 +75,7 @@ def missing() -> str | None:
 @functools.cache
 def lib() -> C.CDLL:
     """The library, loaded once. Raises LibraryMissing with the fix when it is missing or another version."""
-    # torch brings an OpenMP runtime; ours must find that one, or two thread pools compete for the cores.
+    # torch loads an OpenMP runtime; ours must find that one, or two thread pools compete for the cores.
     import torch  # noqa: F401
 
     try:

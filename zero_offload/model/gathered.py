@@ -1,6 +1,6 @@
 """`gathered()`: look at, or change, the full parameters of a module outside of its forward.
 
-Owns the meaning of its modes; `ParamPrefetcher` brings units, `OptimizerStates` writes changes. With several
+Owns the meaning of its modes; `ParamPrefetcher` fetches units, `OptimizerStates` writes changes. With several
 ranks every rank must enter, since parameters are gathered from all of them.
 """
 

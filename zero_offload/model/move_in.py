@@ -253,7 +253,7 @@ def _move_to(param: nn.Parameter, place: torch.Tensor) -> None:
     if not is_dtensor(param):
         if torch._has_compatible_shallow_copy_type(param, place):
             param.data = place
-        else:  # between the host and device types that torch does not bring itself
+        else:  # between the host and device types that torch does not convert itself
             made = _made_at(place, param.requires_grad)
             if param.grad_dtype != param.dtype:  # as the program has set it, None for any
                 made.grad_dtype = param.grad_dtype

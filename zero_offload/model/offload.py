@@ -295,7 +295,7 @@ def _make_unit(
 
 
 def _owners_in(model: object) -> list[Owner]:
-    """Of the parameters that are offloaded already."""
+    """The owners of the parameters that are offloaded already."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
     return list({id(owner): owner for param in params if (owner := owner_of(param)) is not None}.values())
 
@@ -522,7 +522,7 @@ def _outlook(
 def _unit_bytes(
     units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition
 ) -> Sequence[UnitBytes]:
-    """Of the units of `spec`, laid out."""
+    """The bytes of the units of `spec`, laid out."""
     numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
     return measure_units(numels, config, partition)
 

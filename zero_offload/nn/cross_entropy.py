@@ -102,8 +102,8 @@ class _TokenLosses(torch.autograd.Function):
 
     A Function, and not torch.utils.checkpoint around each chunk: that would leave the sum of the chunks' weight
     gradients to autograd, which adds them in the weight's dtype and holds two. Everything that backward needs is saved
-    by `save_for_backward`: hooks on saved tensors (an offloaded model has some) see the weight, and brings its
-    memory back before backward reads it. An attribute of `ctx` would pass them by.
+    by `save_for_backward`: hooks on saved tensors (an offloaded model has some) see the weight, and fetch its
+    memory before backward reads it. They would not see an attribute of `ctx`.
     """
 
     @staticmethod

@@ -443,7 +443,7 @@ def restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor],
 def steps_of(state: State) -> Tensor:
     """How many steps a state counts, as torch counts them: () fp32, on the host.
 
-    A dtype of fewer bits stops counting: bf16 has no number after 256 that is one more. A state dict may bring such.
+    A dtype of fewer bits stops counting: bf16 has no number after 256 that is one more. A state dict may have such.
     """
     step = state.get("step", 0.0)
     is_fp32 = isinstance(step, Tensor) and step.dtype == torch.float32 and step.device.type == "cpu"

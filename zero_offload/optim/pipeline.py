@@ -169,7 +169,7 @@ class UpdatePipeline:
 
     def _take_staging(self, sections: Sequence[SectionUpdate]) -> None:
         """Have what their chunks need. Nothing is under way."""
-        # An optimizer that was built since the last update may have brought further states.
+        # An optimizer that was built since the last update may have added states.
         state_bytes = self._store.state_staging_bytes * any(section.shard.on_disk for section in sections)
         grad_bytes = CHUNK_NUMEL * 4 * any(section.grads.comes_by_staging for section in sections)  # fp32
         if state_bytes + grad_bytes <= self._staging_bytes:

@@ -63,7 +63,7 @@ updated."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4
-"""Gradients that a device's update has brought up and not consumed, in chunks."""
+"""Gradients that a device's update has uploaded and not consumed, in chunks."""
 SNAPSHOT_CHUNKS_IN_FLIGHT = 2
 """Chunks of states in memory that a commit writes at once: no buffers for those on the host, but a queue that others
 stand in; one buffer each for those in a device's memory."""
@@ -224,8 +224,8 @@ def resting(
 def _params_of_device(
     unit: UnitBytes, nbytes: int, optimizer: Tier, partition: Partition
 ) -> Iterator[tuple[Tier, StateKind, int]]:
-    """A device is brought what it does not update itself from the host's memory; where ranks gather parameters for
-    each use, that is the only place that they rest in.
+    """Values that a device does not update itself come to it from the host's memory. Where ranks gather parameters for
+    each use, they rest in that memory alone.
     """
     trained, frozen = (
         divide_up(whole * partition.param_shards, partition.optimizer_shards)

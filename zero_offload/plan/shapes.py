@@ -52,7 +52,7 @@ class UnitWork:
         return self.boundary_values if self.keeps_inputs(recompute) else self.inside_values
 
     def forward_flops(self, sequence: int) -> float:
-        """Of one token among `sequence`, each of which attends to those before it."""
+        """Operations for one token among `sequence`, each of which attends to those before it."""
         return 2.0 * self.matmul_numel + 2.0 * self.attention_width * sequence
 
     def rerun_share(self, sequence: int, recompute: bool) -> float:

@@ -274,7 +274,7 @@ def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator
 
 
 def _made_bytes(job: Job, unit: UnitBytes) -> int:
-    """Of gradients that one backward brings to where they rest."""
+    """Bytes of gradients that one backward writes to where they rest."""
     if job.partition.world_size > 1:
         return unit.trained_numel * 4 // job.partition.grad_shards
     return unit.trained_bytes if job.batch.micro_batches == 1 else unit.grads_bytes

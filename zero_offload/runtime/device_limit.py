@@ -165,7 +165,7 @@ class DeviceLimit:
         return budget.frame_limit
 
     def _more_bytes(self, num_elements: int) -> int:
-        """What activations take beyond those of the largest inputs before; 0 for inputs that are no larger."""
+        """What activations take beyond those of the largest inputs before; 0 for inputs that are not larger."""
         if num_elements <= self._num_elements:
             return 0
         more = self._activations * num_elements // max(self._num_elements, 1) - self._activations

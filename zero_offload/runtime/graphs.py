@@ -40,7 +40,7 @@ def refuse_graph_modes(module: nn.Module) -> None:
 
 
 def _is_within_graphs() -> bool:
-    """Whether a compiled call with that setting is on this thread's stack."""
+    """True if a compiled call with that setting is on this thread's stack."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -52,7 +52,7 @@ def _is_within_graphs() -> bool:
 
 
 def _makes_graphs(module: nn.Module) -> bool:
-    """Whether it was compiled so, by `module.compile(...)` or by `torch.compile(module, ...)`."""
+    """True if it was compiled so, by `module.compile(...)` or by `torch.compile(module, ...)`."""
     config: Any = None
     for compiled in (module.__dict__.get("_compiled_call_impl"), module):
         if (describe := getattr(compiled, "__dict__", {}).get("get_compiler_config")) is not None:

@@ -103,7 +103,7 @@ def _collect(unit: Unit) -> None:
 
 
 def _let_go(unit: Unit) -> bool:
-    """Whether the views are gone soon: the thread of a process group drops tensors some time after its work is over."""
+    """True if the views are gone soon. The thread of a process group drops tensors some time after its work is over."""
     until = time.monotonic() + TRANSPORT_S
     while unit.lent and time.monotonic() < until:
         time.sleep(0.001)

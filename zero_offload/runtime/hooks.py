@@ -66,7 +66,7 @@ def install_hooks(
 
 
 class _Hook(functools.partial[Any]):
-    """A bound hook. Who pickles a module pickles its hooks before its parameters."""
+    """A bound hook. Pickling a module pickles its hooks before its parameters."""
 
     __reduce_ex__ = refuse_copy
 
@@ -80,7 +80,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether the module is marked for it."""
+    """True if the module is marked for recomputation."""
     return any(map(_is_mark, module._forward_pre_hooks.values()))
 
 

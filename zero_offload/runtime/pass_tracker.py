@@ -67,7 +67,7 @@ def in_backward() -> bool:
 
 
 class ModelLife:
-    """Whether a model can be used: in its own process, until it is closed, with the states of one whole step."""
+    """Knows if a model can be used: in its own process, until it is closed, with the states of one whole step."""
 
     def __init__(self, errors: FirstError) -> None:
         """`errors` has what the model's work has met."""
@@ -229,7 +229,7 @@ def _module_call() -> FrameType:
 
 
 def _lives(ending: Callable[[], object | None]) -> bool:
-    """Whether a backward does. A GPU's thread may let go of one that broke off a moment after its error is here."""
+    """True if the backward still runs. After an error, a GPU's thread may drop its backward a moment later."""
     for _ in range(50):
         if ending() is None:
             return False
@@ -273,7 +273,7 @@ class PassTracker:
         """Outermost forwards, or rounds, that have begun."""
         self._has_told_casts = False
         self._watches = False
-        """Whether changes of parameters by this one are looked for beyond torch's versions."""
+        """True if this cycle looks for changes of parameters that torch's versions do not show."""
         self._backward_runs = False
         """Or was left by an exception, and nothing has come since."""
         self._task = -1
@@ -286,7 +286,7 @@ class PassTracker:
         """A weak reference to what is called at the end of the backward that runs; None is its answer where none runs,
         or an exception has left it. It is asked on every sign of a backward, and then `note_backward` if need be."""
         self.any_leaves = False
-        """Whether it matters that a use ends, and who holds views of parameters."""
+        """True if units leave: then the end of a use matters, and so do views of parameters that the program holds."""
         self._trimmer: HeapTrimmer | None = None
         self._hole = hole
         self._updates = updates
@@ -305,7 +305,7 @@ class PassTracker:
 
     @property
     def active(self) -> bool:
-        """Whether parameters may be touched: a forward or backward of this model is running on this thread."""
+        """True if parameters may be touched: a forward or backward of this model is running on this thread."""
         return (bool(self.forwards) and threading.get_ident() == self._thread) or in_backward()
 
     # Forward

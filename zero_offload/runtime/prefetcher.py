@@ -170,7 +170,7 @@ class Evictor:
         self.num_evictions += 1
 
     def abandon(self, unit: Unit) -> None:
-        """End what brings the unit's values, so that its buffers may go or be filled anew."""
+        """End the fetch of the unit's values, so that its buffers may go or be filled anew."""
         if self._gatherer is not None:
             self._gatherer.abandon(unit)
         self._loader.abandon(unit)
@@ -294,7 +294,7 @@ class ParamPrefetcher:
         device_limit: DeviceLimit | None,
         drive_room: DriveRoom,
     ) -> None:
-        """`budget` is the compute device's memory for units; `loader` brings values into it.
+        """`budget` is the compute device's memory for units; `loader` fetches values into it.
         `device_limit` sets the limit of a device's own memory; None where a CPU computes."""
         self._units = units
         self._store = store
@@ -423,7 +423,7 @@ class ParamPrefetcher:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
                 self._evictor.abandon(unit)
-                # Frozen values that are here stay valid; a fetch that was given up brought none.
+                # Frozen values that are here stay valid; a fetch that was given up delivered none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
                 if unit.state is not UnitState.AWAITING:
@@ -465,7 +465,7 @@ class ParamPrefetcher:
                     self._evictor.evict(holders.pop())
 
     def holds_value(self, section: Section) -> bool:
-        """Whether a unit's buffer still has this rank's shard as it rests elsewhere, which is read."""
+        """True if a unit's buffer still has this rank's shard as it rests elsewhere. Reads the shard from there."""
         if section.buffer is None:
             return False  # it rests in the buffer
         value = self._store.read_component(section.shard, Component.VALUE)

@@ -51,8 +51,8 @@ Row = dict[str, Any]
 
 _MAY_CHANGE = ("ranks", "steps", "lr", "clip", "eval_every", "eval_batches", "sample_bytes")
 _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
-"""Of the settings of tiers and storage; a run may go on with any other value of the rest, as long as generations are
-kept or not kept."""
+"""Settings of tiers and storage that decide numbers. A run may go on with other values of the rest, as long as
+generations are still kept, or still not kept."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps this class for its compiler, whose import takes seconds."""
+        """True if torch wraps this class for its compiler, whose import takes seconds."""
         return False
 
     def defer(self, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
             replaced = self.defer(param, param.requires_grad)
         replaced.__dict__.update(param.__dict__)
         self._replaced[param] = replaced
-        # Who kept it must learn that it is no longer the module's.
+        # Code that kept the old parameter must learn that it is no longer the module's.
         param.__class__ = DeferredTensor
         param._is_param = True
         return replaced
@@ -581,7 +581,7 @@ _FILLS = {
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether its elements lie in one storage, by strides."""
+    """True if its elements lie in one storage, by strides."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
@@ -633,14 +633,14 @@ class Call:
 
     @property
     def only_renames(self) -> bool:
-        """Whether it makes a view, or changes nothing but a tensor's shape: no element is read or written."""
+        """True if it makes a view, or changes nothing but a tensor's shape: no element is read or written."""
         returns = self.func._schema.returns
         is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         return is_view or (torch.Tag.inplace_view in self.func.tags and not self.moves_storage)
 
     @property
     def only_casts(self) -> bool:
-        """Whether it is a change of dtype on the same device."""
+        """True if it is a change of dtype on the same device."""
         return self.func.overloadpacket is aten._to_copy and self.kwargs.get("device") is None
 
     @property
@@ -658,7 +658,7 @@ class Call:
         return [target] if is_whole else []
 
     def generator_state(self) -> Tensor | None:
-        """Of the generator that it draws from."""
+        """The state of the generator that it draws from."""
         given = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Generator)]
         if given:
             return given[0].get_state()

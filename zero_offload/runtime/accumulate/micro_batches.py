@@ -120,7 +120,7 @@ class MicroBatches:
         graph.begin_part(units, self._visit)
 
     def hold(self, unit: Unit) -> None:
-        """It stays for those who come to it next."""
+        """Keep it for the micro-batches that come to it next."""
         unit.forward_uses += 1
         self._held.append(unit)
 

@@ -47,7 +47,7 @@ _NAME = "zero_offload-micro-batch"
 
 
 def takes_turns() -> bool:
-    """Whether this thread runs a forward of a relay."""
+    """True if this thread runs a forward of a relay."""
     return threading.current_thread().name.startswith(_NAME)
 
 
@@ -89,7 +89,7 @@ class Relay:
         self._stopping = False
         self._caller: FrameType | None = None
         self.turn = self._runners[0]
-        """Who runs, or ran last."""
+        """The runner that runs, or ran last."""
 
     def run(self) -> None:
         """Until all forwards have returned. Raises what one of them raised."""
@@ -99,7 +99,7 @@ class Relay:
             for runner in self._runners:
                 self._start(runner)
             while waiting := [runner for runner in self._runners if not runner.done]:
-                # Those who took another way come together again at the first unit that they share.
+                # Runners that took another way come together again at the first unit that they share.
                 runner = min(waiting, key=lambda each: (each.wants != station, each.wants, each.number))
                 if runner.wants != station:
                     station = runner.wants

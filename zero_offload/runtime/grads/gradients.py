@@ -77,7 +77,7 @@ class Gradients:
         """True if backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
         self.coming: Mapping[int, Sized] = {}
-        """What this backward has still to bring, by the numbers of `arrive_together`; empty where that is unknown."""
+        """What this backward has still to deliver, by the numbers of `arrive_together`; empty where that is unknown."""
         self.loss_scale = 1.0
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
         self.overflowed = False

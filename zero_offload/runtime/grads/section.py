@@ -60,7 +60,7 @@ class GradSection:
     num_expected: int = 0
     """How many it will deliver at most."""
     awaits_more: bool = False
-    """True if it has delivered all of one micro-batch, and was to bring those of others; some never come."""
+    """True if it has delivered all of one micro-batch, and was to deliver those of others; some never come."""
     whole: bool = False
     """True if this backward, if it updates, has delivered all of them, reduced."""
     holding: set[int] = field(default_factory=set)

@@ -117,7 +117,7 @@ class Callers:
 
     @contextmanager
     def together_with(self, tensor_mesh: DeviceMesh | None) -> Iterator[None]:
-        """The same, and those who hold the other parts of a model divided over `tensor_mesh` are told as well."""
+        """As `together`; ranks that hold the other parts of a model divided over `tensor_mesh` are told as well."""
         row = None if tensor_mesh is None or tensor_mesh.ndim > 1 else tensor_mesh.get_group()
         members = [] if row is None else dist.get_process_group_ranks(row)
         with self.watch.together(row, members, CALL), self.together():

@@ -1,10 +1,10 @@
-"""Who is to blame when a rank waits in vain: every rank leaves its last words in the program's store.
+"""Which rank is to blame when another waits in vain: every rank leaves its last words in the program's store.
 
 A collective that fails says that a connection is gone, not whose fault that is. So each rank writes down where it runs,
-and, when its end comes, why: its own error, that it ended, or what it waited for. Who has waited in vain reads what
-the others wrote, looks after processes of this machine, and raises one `RankError` that names the culprit. The calls:
-`waiting` around every communication, `failed` where a program's error is caught; an uncaught error is found
-when the interpreter exits.
+and, when its end comes, why: its own error, that it ended, or what it waited for. A rank that waited in vain reads
+what the others wrote, looks after processes of this machine, and raises one `RankError` that names the culprit. The
+calls: `waiting` around every communication, `failed` where a program's error is caught. An uncaught error is found when
+the interpreter exits.
 """
 
 from __future__ import annotations

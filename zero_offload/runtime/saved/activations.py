@@ -45,7 +45,7 @@ Part = tuple[int, int]
 
 
 class VersionCheck:
-    """Whether a tensor was changed in place since; keeps none of its memory."""
+    """Tells if a tensor was changed in place since; keeps none of its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape = tuple(tensor.shape)
@@ -89,11 +89,11 @@ class Stored:
         self.num_saved = 0
         self.copy = copy
         self.here: Tensor | None = None
-        """(nbytes,) uint8 on the compute device, while some who saved it have still to read it."""
+        """(nbytes,) uint8 on the compute device, while a node that saved it has still to read it."""
         self._num_read = 0
 
     def read(self) -> Tensor:
-        """(nbytes,) uint8 on the compute device; kept until all who saved it have read it."""
+        """(nbytes,) uint8 on the compute device; kept until every node that saved it has read it."""
         memory = self.copy.finish() if self.here is None else self.here
         self._num_read = (self._num_read + 1) % self.num_saved
         self.here = memory if self._num_read else None
@@ -173,7 +173,7 @@ class Activations:
         self._num_stored = 0
         self._backward = -1
         self.part: Part = (0, 0)
-        """Set by who makes a backward of several: what it packs now. Parts are read from the last one down."""
+        """The part that is packed now, where one backward has several parts. They are read from the last one down."""
         self._in_parts = False
 
     def keep(self, buffers: Iterable[Tensor]) -> None:
@@ -291,7 +291,7 @@ class Activations:
                 stored.number = number
 
     def end_backward(self) -> None:
-        """Memory of what was not read by all who saved it goes: the graph may stay for long."""
+        """Free what some nodes that saved it have not read: the graph may stay for long."""
         self._in_parts = False
         self._give_back()
         for remains in list(self._by_number.values()):

@@ -1,7 +1,7 @@
-"""Tensors that autograd saves in a model's forward: which are views of parameters, and who is told when they are read.
+"""Tensors that autograd saves in a model's forward: which are views of parameters, and what is told when they are read.
 
 Owns the saved-tensor hooks. Never moves bytes: before a view of a unit's buffer is given back, its unit is asked for.
-Who is asked is known to the graph, not here: a cycle would keep a dropped model until the garbage collector comes by.
+The graph knows which object is asked, not this module: a cycle would keep a dropped model until garbage collection.
 The user's hooks, around the forward or inside of it, get every other tensor. At the end: which hooks are in place, and
 whether the call that entered them still runs.
 
@@ -68,13 +68,13 @@ class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
     def __init__(self, units: Sequence[Unit], store: Activations | None, *, always: bool = False) -> None:
-        """`store` takes tensors that are not views of parameters, if they may leave; `always`: it matters who reads
-        parameters in backward, even if they never leave."""
+        """`store` takes tensors that are not views of parameters, if they may leave; With `always`, reads of
+        parameters in backward are noticed even if they never leave."""
         self._store = store
         self._cast_units: list[Unit] = []
         """Those that leave and have fp32 parameters."""
         self._writes_casts = self._checks_casts = False
-        """Whether a program does; and whether this forward's are compared with what would be made again."""
+        """True if a program writes to casts; and if this forward's casts are compared with what would be made again."""
         self.cast_bytes = 0
         """Of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
         self._cast: set[int] = set()
@@ -234,7 +234,7 @@ def _param_of_cast(tensor: Tensor) -> Tensor | None:
 
 
 def _is_whole(param: Tensor, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the storage may be that of the parameter's cast, and of nothing else."""
+    """True if the storage may be that of the parameter's cast, and of nothing else."""
     same = param.dtype == torch.float32 and param.device == tensor.device and not is_dtensor(param)
     return same and param.is_contiguous() and storage.nbytes() == param.numel() * tensor.itemsize
 
@@ -271,12 +271,12 @@ _SECOND_PASSES = ("_recomputation_hook.", "Region.refill")
 
 
 def recomputed_later(hooks: SavingHooks | None) -> bool:
-    """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
+    """True if they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
     return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
 
 
 def runs_again(hooks: SavingHooks | None) -> bool:
-    """Whether they belong to the second pass of such a forward."""
+    """True if they belong to the second pass of such a forward."""
     name = getattr(hooks[0], "__qualname__", "") if hooks is not None and recomputed_later(hooks) else ""
     return name.startswith(_SECOND_PASSES)
 
@@ -298,7 +298,7 @@ _COLLECTOR = threading.RLock()
 
 
 def runs(frame: FrameType) -> bool:
-    """Whether a frame is one of our callers, or of another thread's: a GPU's backward has a thread of its own."""
+    """True if a frame is one of our callers, or of another thread's: a GPU's backward has a thread of its own."""
     return _calls(frame, sys._getframe()) or any(_calls(frame, top) for top in _current_frames().values())
 
 

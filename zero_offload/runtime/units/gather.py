@@ -23,14 +23,14 @@ class Gatherer:
         self._loader = loader
         self.agreement = collectives.agreement
         self.is_agreed = collectives.partition.any_branches and collectives.num_shards > 1
-        """Whether ranks use different units, and so agree which is next before each gather."""
+        """True if ranks use different units, and so agree which is next before each gather."""
         self._flying: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
         """By unit: gathers that are under way."""
         self._updating: set[int] = set()
         """Units whose update some rank may still be computing."""
 
     def needs(self, unit: Unit) -> bool:
-        """Whether bringing it takes all ranks."""
+        """True if a fetch of it takes all ranks."""
         return self._collectives.num_shards > 1 and any(_spread(unit.sections))
 
     def begin_update(self, order: Iterable[int]) -> None:
@@ -45,7 +45,7 @@ class Gatherer:
         self._updating.discard(unit.index)
 
     def may_run_ahead(self, unit: Unit) -> bool:
-        """Whether every rank knows that its part is in memory: no drive and no update to wait for."""
+        """True if every rank knows that its part is in memory: no drive and no update to wait for."""
         return (
             self._collectives.num_shards > 1
             and not self.is_agreed
@@ -55,7 +55,7 @@ class Gatherer:
         )
 
     def has(self, unit: Unit) -> bool:
-        """Whether its gathers are under way."""
+        """True if its gathers are under way."""
         return unit.index in self._flying
 
     def launch(self, unit: Unit) -> None:

@@ -190,7 +190,7 @@ def _set_data(param: nn.Parameter, values: Any) -> None:
 
 
 def _is_whole(values: Any, param: nn.Parameter) -> bool:
-    """Whether these are the parameter's values where they are, as `param.data` gives them."""
+    """True if these are the parameter's values where they are, as `param.data` gives them."""
     if values is param or not isinstance(values, View):
         return values is param
     if isinstance(values, Away):
@@ -227,7 +227,7 @@ def refuse_copy(self: object, *_: Any) -> NoReturn:
 
 
 def _copy_of(param: nn.Parameter) -> nn.Parameter:
-    """An ordinary parameter, where `zo.gathered` has brought the values."""
+    """An ordinary parameter, where `zo.gathered` has fetched the values."""
     owner = owner_of(param)
     if owner is None or not owner.access.is_gathered(param):
         refuse_copy(param)
@@ -352,7 +352,7 @@ class GuardedParameter(AtRest, nn.Parameter):  # type: ignore[misc]
 
 @functools.cache
 def class_at_rest(kind: type) -> type:
-    """What a parameter of class `kind` has for a class at rest. DTensor is imported by those who use it."""
+    """What a parameter of class `kind` has for a class at rest. DTensor is imported only where a model uses it."""
     if kind is nn.Parameter:
         return GuardedParameter
 
@@ -468,7 +468,7 @@ def _no_conversion(param: nn.Parameter) -> ZeroOffloadError:
 
 
 def _converts_module() -> bool:
-    """Whether `nn.Module.to`, `.half()` or one of their kin asks."""
+    """True if `nn.Module.to`, `.half()` or a similar method asks."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
@@ -617,7 +617,7 @@ class Away(View):
     meta: Tensor
     """A plain tensor on meta that lies as this one does."""
     as_param: bool
-    """Whether it lies as the parameter does."""
+    """True if it lies as the parameter does."""
 
     @staticmethod
     def of_param(param: nn.Parameter) -> Away:
@@ -691,7 +691,7 @@ class Away(View):
 
 
 def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) -> bool:
-    """Whether a conversion changes nothing. Elements lie as they lie in their section, whatever the format."""
+    """True if a conversion changes nothing. Elements lie as they lie in their section, whatever the format."""
     own = view.param.device
     same_place = device.type == own.type and (own.type == "cpu" or device.index == own.index)
     return same_place and dtype in (None, view.dtype)

@@ -27,7 +27,7 @@ from zero_offload.storage.shards.store import ShardStore
 
 class ParamLoader(Protocol):
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
-        """Begin to bring the values of these sections, or this rank's part of them."""
+        """Begin to fetch the values of these sections, or this rank's part of them."""
 
     def ahead(self, unit: Unit) -> AbstractContextManager[None]:
         """What is launched inside comes after the values are in the buffers, and compute need not; `finish` follows."""
@@ -81,7 +81,7 @@ class HostParamLoader:
 
 @dataclass
 class _Streams:
-    """Who computes with a unit's buffers."""
+    """The streams that compute with a unit's buffers."""
 
     home: Any
     """The allocator gives their memory to others in the order of this stream."""

@@ -1,4 +1,4 @@
-"""One unit at run time: its parameters, their flat buffers, and who is using them.
+"""One unit at run time: its parameters, their flat buffers, and the passes that use them.
 
 [Note: flat buffers]
 Each section has one buffer of constant identity on the compute device; every parameter is a view of it, made
@@ -59,7 +59,7 @@ class Section:
         """Tensors on the buffer that stay, once the unit is sealed."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor views the buffer."""
+        """True if the tensor views the buffer."""
         storage = storage_of(tensor)
         return storage is not None and bool(storage._cdata == self.storage)
 
@@ -105,7 +105,7 @@ class Unit:
         self.used_by_operations = False
         """True if single operations use it, outside of its modules or in backward: between two of them it may go."""
         self.saved_views: set[weakref.ref[Any]] = set()
-        """Tensors on its buffers that are saved for a backward, which brings the unit before it reads them."""
+        """Tensors on its buffers that are saved for a backward, which fetches the unit before it reads them."""
         self.kept = False
         """True if the program holds a view of its buffers: it stays, and is looked at again when a cycle begins."""
         self._versions: list[int] = []
@@ -149,12 +149,12 @@ class Unit:
 
     @property
     def runs(self) -> bool:
-        """Whether a forward or backward uses it."""
+        """True if a forward or backward uses it."""
         return self.forward_uses > 0 or self.backward_uses > 0
 
     @property
     def readable(self) -> bool:
-        """Whether its parameters, once updated, can be read at any time without a move."""
+        """True if its parameters, once updated, can be read at any time without a move."""
         return self.updates_in_place or (self.resident and self.state is UnitState.PRESENT)
 
     @cached_property
@@ -283,7 +283,7 @@ class Unit:
         self.used_by_operations = False
         self._versions, self._fingerprints = [], None
 
-    # Views that others hold. Who touches one while the unit is away gets a fault, not an exception.
+    # Views that others hold. Touching one while the unit is away is a fault, not an exception.
 
     def seal(self) -> None:
         """Every tensor that is to stay on the buffers is made, and no other one lives."""
@@ -322,7 +322,7 @@ def _equal(values: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 class UpdatesInBackward(Protocol):
-    """Who updates units in the backward that makes their gradients, and is told where that backward is."""
+    """Updates units in the backward that makes their gradients. It is told where that backward is."""
 
     def before_use(self, unit: Unit) -> None:
         """Backward is about to read parameters of this unit."""

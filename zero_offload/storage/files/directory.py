@@ -298,7 +298,7 @@ class RunDirectory:
         """Close and delete the lock's file; delete the directory too when nothing else is left in it."""
         empty = not self.names()
         with naming_errors("delete", self.path):
-            # While it is locked: who has opened this one meanwhile sees that it has no name any more.
+            # While it is locked: a process that has opened this one meanwhile sees that its name is gone.
             self.system.unlink(LOCK_NAME, self.dir_fd)
             if empty:
                 self.system.rmdir(self.path)

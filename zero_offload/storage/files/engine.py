@@ -153,7 +153,7 @@ class FileEngine(ABC):
         """Launch a transfer between blocks and consecutive memory at `address`.
 
         READ is verified against the checksums in the table, READ_UNVERIFIED is not. WRITE sets them before it is done.
-        Raises ConfigError for what is no block table, StorageError once closed.
+        Raises ConfigError for what is not a block table, StorageError once closed.
         """
 
     @abstractmethod

@@ -188,7 +188,7 @@ def move_frame(source: int, target: int) -> None:
 
 @functools.cache
 def moves_pages() -> bool:
-    """Whether the system moves pages and leaves their addresses reserved: Linux does from 5.7 on, gVisor does not."""
+    """True if the system moves pages and leaves their addresses reserved: Linux does from 5.7 on, gVisor does not."""
     source = _map(FRAME, _PROT_READ_WRITE)
     try:
         target = _map(FRAME, _PROT_NONE)
@@ -330,7 +330,7 @@ class Arena:
         self._pinner = pinner
         self._num_kept = num_kept
         self.claimed_frames = 0
-        """Frames that are with those who claimed them."""
+        """Frames that are claimed now."""
         self.frame_limit = frame_limit
         """Frames that may be taken from the system."""
         self.free_frames = 0

@@ -101,7 +101,7 @@ class HeapHole:
                 self._make(wanted)
 
     def _make(self, nbytes: int) -> None:
-        self._taken.clear()  # the next step brings the hole's own pages
+        self._taken.clear()  # the next step takes the hole's own pages
         if self._pin is not None:
             self._pin()
         pin = _make_hole(nbytes)

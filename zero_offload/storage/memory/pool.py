@@ -9,7 +9,7 @@ from zero_offload.storage.memory.arena import Arena, Region
 
 
 class Span(Protocol):
-    """Where a lease is; its `Region`, or who knows no more than this."""
+    """Where a lease is: its `Region`, or an object that knows this alone."""
 
     @property
     def address(self) -> int: ...
@@ -34,7 +34,7 @@ class SpanPool:
         """Spans (begin, end), in order, no two of them neighbours."""
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a lease of so many bytes can be had now."""
+        """True if a lease of so many bytes can be had now."""
         return nbytes == 0 or any(end - begin >= nbytes for begin, end in self._free)
 
     def lease(self, nbytes: int) -> Region:

@@ -16,7 +16,7 @@ from zero_offload.storage.memory.arena import num_frames
 
 
 class Budget(Protocol):
-    """Who hands out frames: `Arena` on a CPU, `FrameBudget` on a GPU."""
+    """Hands out frames: `Arena` on a CPU, `FrameBudget` on a GPU."""
 
     @property
     def free_frames(self) -> int: ...

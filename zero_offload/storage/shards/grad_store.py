@@ -49,7 +49,7 @@ class GradMemory:
     downloads: GradDownloads | None
     """The way from a GPU; None where a CPU computes."""
     num_threads: int = field(default_factory=kernel_threads)
-    """Of the kernels that write gradients: torch's setting, as it was when the last forward began."""
+    """Threads of the kernels that write gradients: torch's setting, as it was when the last forward began."""
     keeps_small: bool = False
     """True where nothing of the model leaves memory: gradients may leave holes in the heap, for the next forward."""
 
@@ -81,7 +81,7 @@ class GradStore:
     on_device = False
     """True if they are in the compute device's own memory."""
     comes_by_staging = False
-    """True if `chunks` may have to bring gradients to staging memory."""
+    """True if `chunks` may have to copy gradients to staging memory."""
 
     def __init__(self, memory: GradMemory, layout: SectionLayout, tier: Tier, unit: str, *, sums_up: bool) -> None:
         """`layout` says how long the array is: a section cut into one shard has it whole. `unit` is the unit's name.
@@ -123,7 +123,7 @@ class GradStore:
         """Have the pages of fp32 gradients, where they come and go. All ranks do, whether or not they have any."""
 
     def flush(self, *, changed: bool = True) -> None:
-        """The section is complete, or what `view` has brought is used: pages that only that needs go. What has
+        """The section is complete, or what `view` has fetched is used: pages that only that needs go. What has
         `changed` is written first, if gradients rest elsewhere."""
 
     # To the update

@@ -259,7 +259,7 @@ def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
 
 
 def not_adopted(call: str, names: Sequence[str]) -> ConfigError:
-    """Of these parameters of an offloaded model."""
+    """The error for `call`: these parameters of an offloaded model are not adopted."""
     some = ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
     return ConfigError(
         f"{call}: {len(names)} trained parameters were added to the model after zo.offload ({some}). No rank reduces "

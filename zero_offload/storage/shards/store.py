@@ -1,7 +1,7 @@
-"""Where every shard's bytes are: the only one who knows.
+"""Where every shard's bytes are: nothing else knows.
 
 Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
-nothing. The calls, and who makes them:
+nothing. The calls, and what makes them:
     `lay_out`, or `restore` each section of a generation; `place_memory`, `write_components`   (offload);
     `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
@@ -79,7 +79,7 @@ class OpenChunks:
         self.shard.wait_for_copies()
 
     def addresses_of(self, row: int) -> dict[Component, int]:
-        """Of the arrays of one of the chunks."""
+        """Addresses of the arrays of one of the chunks."""
         if row == self.rows.start:
             return self.addresses
         return {
@@ -231,7 +231,7 @@ class ShardStore:
         return slots
 
     def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
-        """Take memory for the components that rest in memory; `existing` brings those that have it already."""
+        """Take memory for the components that rest in memory; `existing` has those that have it already."""
         shard.memory.update(existing)
         self._take_memory(shard, shard.components)
 
