@@ -1,9 +1,9 @@
 """Threads that wait for each other, while a Ctrl-C may strike the one that computes.
 
-`Condition`, `Event`, `Semaphore` and `Future` of the standard library take and give back their locks in Python, where a
-signal's handler may raise first: the lock stays taken, and other threads wait for ever, and with them the end of the
-program. What is here holds nothing but locks of C, which a `with` gives back whatever strikes. A waiting thread looks
-by itself now and then, should an interrupt have kept others from waking it.
+`Condition`, `Event`, `Semaphore` and `Future` of the standard library take and release their locks in Python. A
+signal's handler may raise before the release. Then the lock stays taken, other threads wait for ever, and the program
+does not end. The classes here hold only locks of C, which a `with` releases whatever strikes. A waiting thread looks by
+itself now and then, should an interrupt have kept others from waking it.
 """
 
 from __future__ import annotations

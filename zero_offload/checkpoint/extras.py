@@ -5,12 +5,11 @@ Buffers (running statistics, ...) are what a state dict has beside parameters. T
 a generation has them in its manifest: of several ranks rank 0's, which all get back. They are compressed, since those
 that are large are masks. Generators are Python's, numpy's, torch's and the devices'.
 
-What JSON has no form for is wrapped, so that it comes back as it was: numbers and tuples as keys, as in the milestones
-of a scheduler, infinities, as in the best loss of another, tuples, NumPy's numbers, and tensors of one number, as in
-the rates of schedulers whose optimizer has such a learning rate. What comes back equals what was given; of a class
-derived from dict, list, tuple, text or number it is the plain one.
-The calls: `capture_buffers`, `capture_rng`, `to_json` when a step is complete; `check_buffers` before anything is
-replaced, `restore_buffers`, `restore_rng`, `from_json` after.
+Values that JSON has no form for are wrapped, so that they come back as they were. Schedulers have such: numbers and
+tuples as keys (milestones), infinities (a best loss), tensors of one number (learning rates). Tuples and NumPy's
+numbers are wrapped too. What comes back equals what was given. A class derived from dict, list, tuple, text or number
+comes back as the plain one. The calls: `capture_buffers`, `capture_rng`, `to_json` when a step is complete;
+`check_buffers` before anything is replaced, `restore_buffers`, `restore_rng`, `from_json` after.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ their digests, the model's fingerprint and the optimizer's scalars. A rank's man
 holds it, and for each component where its blocks are and their checksums. Sizes and names are checked before use;
 nothing in these files is ever executed.
 
-The newest generation is the one with the highest number. A manifest that cannot be read, or that is missing although
-it was committed, is never passed over in silence: it may have been the newest, so choosing raises and names the
-generation that is left. The calls: `History.read`, then `choose`.
+The newest generation is the one with the highest number. A manifest that cannot be read, or is missing although it was
+committed, may have been the newest. It is never passed over in silence: choosing raises and names the generation that
+is left. The calls: `History.read`, then `choose`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Commits and resumes the running generation: the swap files themselves, seen at one step.
 
-Owns the order of a commit: every write complete, flushed if asked for, this rank's manifest, all ranks' digests,
-the global manifest by rank 0 (the commit point), and only then the older slots are free. `commit` runs on
-a thread of its own, behind forward and backward; everything else on the control thread. Never deletes a file
-that no manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `begin` a run, or `restore`
-one (where its files are cut anew: `prepare_recut` and `commit`) and `tidy` what is left; `commit` per generation.
+Owns the order of a commit. First every write is complete, and flushed if asked for. Then come this rank's manifest, all
+ranks' digests, and the global manifest by rank 0 (the commit point). Only then the older slots are free. `commit` runs
+on a thread of its own, behind forward and backward; everything else on the control thread. Never deletes a file that no
+manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `begin` a run, or `restore` one (where
+its files are cut anew: `prepare_recut` and `commit`) and `tidy` what is left; `commit` per generation.
 """
 
 from __future__ import annotations

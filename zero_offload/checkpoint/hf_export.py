@@ -1,9 +1,9 @@
 """Writes Hugging Face folders of safetensors files piece by piece: no tensor needs to be in memory whole.
 
-Owns which tensor goes into which file and where, and a folder that appears under its name only when it is complete:
-until then everything is in a directory beside it, removed when something fails. Where each byte lies is known before
-the first is written, so pieces may come in any order. The calls: `export_saved` for a generation, without its model;
-else `plan_files`, then inside of `new_folder` a `FolderWriter`: `write` until every element has been written, `finish`.
+Owns which tensor goes into which file and where. The folder appears under its name only when it is complete. Until then
+everything is in a directory beside it, which an error removes. Where each byte lies is known before the first is
+written, so pieces may come in any order. The calls: `export_saved` for a generation, without its model; else
+`plan_files`, then inside of `new_folder` a `FolderWriter`: `write` until every element has been written, `finish`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class RunFiles:
         durability = config.effective_durability
         keeper = GenerationKeeper(directories, layout, ranks, durability)
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
-        # under way, and the number of a closed descriptor soon stands for another file.
+        # under way. The number of a closed descriptor soon stands for another file.
         self._opened.callback(self._close_files)
         if durability is not Durability.SCRATCH:
             with ranks.together():

@@ -135,8 +135,8 @@ READ_NUMEL = 1 << 18
 class ComponentSource:
     """Feeds `write_components`: values from `fill`, the optimizers' states from `states` or zero.
 
-    What a call returns is valid until the next: buffers are used again, since chunks that come and go would leave
-    holes of several times their size in the heap.
+    What a call returns is valid until the next call. Buffers are used again: chunks that come and go would leave holes
+    of several times their size in the heap.
     """
 
     def __init__(self, shard: Shard, fill: FillMaster, states: Mapping[Component, torch.Tensor] | None = None) -> None:

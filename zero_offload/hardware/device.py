@@ -1,11 +1,11 @@
 """The compute device, and the lanes on which bytes move to and from it.
 
 Nothing is initialised at import. On a CPU the device is the host itself: buffers are read into and computed on in
-place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run on two streams beside compute, and
-whatever is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take`
-makes a stream wait, and not the host: before host memory that an upload reads is written or given away, the host
-synchronizes with its event. What differs between device types is in `accelerators.py`.
-Tests run all this on a fake GPU in host memory (tests/fake_gpu), which runs late and reports races.
+place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run on two streams beside compute. Whatever
+is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take` makes a
+stream wait, and not the host: before host memory that an upload reads is written or given away, the host synchronizes
+with its event. What differs between device types is in `accelerators.py`. Tests run all this on a fake GPU in host
+memory (tests/fake_gpu), which runs late and reports races.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from zero_offload.base.types import GIB, format_bytes
 from zero_offload.hardware.accelerators import ACCELERATORS, present_type
 
 PIN_PIECE_BYTES = 16 * GIB
-"""Host memory is registered in pieces of so much: drivers from r580 on refuse 512 GiB in one call, and each piece takes
-the driver 1 to 2 s, after which progress is told."""
+"""Host memory is registered in pieces of this size, since drivers from r580 on refuse 512 GiB in one call. Each piece
+takes the driver 1 to 2 s, after which progress is told."""
 PIN_TOLD_BYTES = 2 * PIN_PIECE_BYTES
 """From so much on, progress is told."""
 
@@ -179,8 +179,8 @@ class HostDevice(Device):
 def _current(device: torch.device) -> AbstractContextManager[None]:
     """Makes a device this thread's current one.
 
-    Every thread begins with the first: a call that names no device, or a stream that is set back, would make a context
-    there, which takes half a GiB of a GPU that is another rank's.
+    Every thread begins with the first device. A call that names no device, or a stream that is set back, would make a
+    context there. That takes half a GiB of a GPU that is another rank's.
     """
     return torch.accelerator.device_index(device.index)
 
@@ -343,8 +343,8 @@ class AcceleratorDevice(Device):
             print(f"zero_offload: pinning {format_bytes(max(of, done))} of CPU memory: {progress}", file=sys.stderr)
 
     def _cannot_pin(self, why: str, advice: str) -> None:
-        # Copies from and to pageable memory pass through the driver's own staging, and a launch returns when the host's
-        # memory is done with: slower, and nothing runs beside it, but every Handoff is valid.
+        # Copies from and to pageable memory pass through the driver's own staging. A launch returns when the host's
+        # memory is done with. That is slower, and nothing runs beside it, but every Handoff is valid.
         if self._pins_all:
             warn_user(
                 f"CPU memory is not pinned: {why}. Copies to and from the GPU go through pageable memory, slower and "

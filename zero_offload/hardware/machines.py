@@ -1,7 +1,7 @@
 """What machines can do in a second: GPUs, hosts and drives by name, and one rank's share of them.
 
-Owns the table of public specifications and the shares of them that programs achieve. Never looks at the machine at
-hand. Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
+Owns the table of public specifications and the shares of them that programs achieve. Never looks at this machine.
+Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
 
 GPUs: data sheets and architecture papers of NVIDIA and AMD: memory, its bandwidth, dense bf16 arithmetic (no sparsity)
 with fp32 sums, and fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told), the link to the host (per

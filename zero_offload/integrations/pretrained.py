@@ -1,10 +1,10 @@
 """`load_pretrained()` and `export_pretrained()`: weights from and to local Hugging Face folders, streamed.
 
-Owns the way between a model's names and its shards. Neither ever holds the model: values pass chunk by chunk, from the
-files into this rank's shards (each rank reads what it holds), and from the shards, or with several ranks unit by unit
-from the compute device, into the files, which rank 0 writes. Formats and files are `checkpoint/hf_*`'s. The calls
-of a load: check everything, write every section, forget the copies on the device. Of an export: plan the files, make
-them beside the target, fill them, rename.
+Owns the way between a model's names and its shards. Neither ever holds the model. A load passes values chunk by chunk
+from the files into this rank's shards; each rank reads what it holds. An export passes them from the shards into the
+files, which rank 0 writes. With several ranks they come unit by unit from the compute device. Formats and files are
+`checkpoint/hf_*`'s. The calls of a load: check everything, write every section, forget the copies on the device. Of an
+export: plan the files, make them beside the target, fill them, rename.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def accumulate(
 ) -> list[torch.Tensor]:
     """Forward and backward of several micro-batches, each unit for all of them before the next one; their losses.
 
-    The gradients are, bit for bit, those of `for batch in micro_batches: loss_fn(model, batch).backward()`, but a unit
-    that rests elsewhere comes to the device twice, however many micro-batches there are. What forwards keep for
+    The gradients are, bit for bit, those of `for batch in micro_batches: loss_fn(model, batch).backward()`. But a unit
+    that rests elsewhere comes to the device only twice, however many micro-batches there are. What forwards keep for
     backward is kept for all of them at once: mark blocks by `zo.checkpoint`, and it is their inputs, which rest where
     `activations=` says. Several ranks each add up their gradients and reduce once, as in that loop with all but the
     last micro-batch in `zo.no_sync`. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the
@@ -66,8 +66,8 @@ def accumulate(
     device, micro-batches run one after the other, with the same bits.
 
     Where nothing draws random numbers, losses and gradients equal that loop's. Where dropout or other code draws them,
-    they are the same on every placement for one seed, but they are not the loop's: the first micro-batch goes on with
-    the generators, and each other one has its own, seeded by a number drawn from them at the start. So it is for
+    losses and gradients are the same on every placement for one seed, but not the loop's. The first micro-batch goes on
+    with the generators. Each other one has its own, seeded by a number drawn from them at the start. So it is for
     torch's default generators, Python's `random` and `numpy.random`; afterwards they stand where the first micro-batch
     has left them, and after an error as before the call. Not covered are generator objects that the program holds:
     micro-batches share those, in an order that depends on the placement. Raises ConfigError with overlap="backward".
@@ -133,12 +133,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of `model`, a part of it, or parameters by their 2-norm; returns the norm, fp32 scalar.
 
-    As torch.nn.utils.clip_grad_norm_, with one norm over all that is given: parameters of offloaded models, and
-    ordinary ones beside them, whose gradients count once if they are the same on every rank. Offloaded gradients are
-    not touched: the next `step` multiplies them by the clip factor in its one pass. With them `norm_type` is 2, and
-    `foreach` changes nothing. Ordinary parameters alone go to torch's function. With several ranks every rank calls.
-    Raises ConfigError for another norm, for a parameter that an offloaded model has got since zo.offload, and for
-    ordinary gradients that differ between ranks; NonFiniteError if asked to.
+    As torch.nn.utils.clip_grad_norm_, with one norm over parameters of offloaded models and ordinary ones beside them.
+    Ordinary gradients count once if they are the same on every rank. Offloaded gradients are not touched: the next
+    `step` multiplies them by the clip factor in its one pass. With them `norm_type` is 2, and `foreach` changes
+    nothing. Ordinary parameters alone go to torch's function. With several ranks every rank calls. Raises ConfigError
+    for another norm, for a parameter that an offloaded model has got since zo.offload, and for ordinary gradients that
+    differ between ranks; NonFiniteError if asked to.
     """
     call = "zo.clip_grad_norm_"
     params = params_of(call, model)

@@ -1,9 +1,9 @@
 """overlap="backward": units are updated in the backward that makes their gradients, one by one, while it goes on.
 
 It is there for host memory: gradients of five units instead of all. A transformer of 319M parameters in bf16 (128
-tokens, no clipping, two cores) peaks at 4.17 instead of 4.77 GB with all states in memory, and at 1.19 instead of 1.71
-with the optimizer on NVMe; steps are as long as with overlap="forward". grads="nvme" saves as much, needs a drive, and
-made the first of these steps 20% longer.
+tokens, no clipping, two cores) peaks at 4.17 instead of 4.77 GB with all states in memory. With the optimizer on NVMe
+it peaks at 1.19 instead of 1.71 GB. Steps are as long as with overlap="forward". grads="nvme" saves as much, needs a
+drive, and made the first of these steps 20% longer.
 
 Owns which units a backward is done with, and the hyperparameters that it began with. Launches through `Updates`; moves
 no bytes. The calls: `add_trainer` for each optimizer; in backward `arriving` before each gradient is taken,
@@ -11,11 +11,12 @@ no bytes. The calls: `add_trainer` for each optimizer; in backward `arriving` be
 `abandon` after a backward that broke off; `forget` when all states have been replaced.
 
 [Note: when a backward is done with a unit]
-All its gradients are there and reduced, nothing uses it (`Unit.in_use`: its part of backward has begun and ended), and
-no node that has still to run has saved a view of it. Autograd makes a parameter's gradient once, after all nodes that
-add to it. Only reentrant checkpoints make it in pieces, one per region: there a unit that forwards have used more than
-once waits for the end of backward, as does whatever else is not known to be done. A hook of the user's on a gradient
-sees old values: a unit is updated when backward is elsewhere. What reads a unit all the same, after its update, raises.
+Three things are true. All its gradients are there and reduced. Nothing uses it (`Unit.in_use`): its part of backward
+has begun and ended. No node that has still to run has saved a view of it. Autograd makes a parameter's gradient once,
+after all nodes that add to it. Only reentrant checkpoints make it in pieces, one per region. There a unit that forwards
+have used more than once waits for the end of backward. So does any other unit that is not known to be done. A hook of
+the user's on a gradient sees old values: a unit is updated when backward is elsewhere. What reads a unit all the same,
+after its update, raises.
 """
 
 from __future__ import annotations

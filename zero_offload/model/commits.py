@@ -112,8 +112,9 @@ class Commits:
     def complete(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
 
-        A generation may have that step already: states were replaced since, or the program has something else to say,
-        unless it is `in_step`, on its way to the next one, whose gradients no generation has.
+        A generation may have that step already. It is written again if states were replaced since, or the program says
+        something else. With `in_step` it is not: the program is on its way to the next step, whose gradients no
+        generation has.
         """
         self.completes = True
         is_further = self._latest is None

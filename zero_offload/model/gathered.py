@@ -112,8 +112,8 @@ def _changed_params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Va
 def _taken(places: Sequence[Place], given: Values) -> tuple[Values, list[str]]:
     """Copies of what a program has left in these parameters, and what is wrong with some.
 
-    They count as they are, whatever memory they are in: `param.data = values` and `param.set_(values)` replace it, and
-    are taken with their dtype, so that an fp32 master has all their bits.
+    Values count as they are, whatever memory they are in: `param.data = values` and `param.set_(values)` replace it.
+    They are taken with their dtype, so that an fp32 master has all their bits.
     """
     values, wrong = {}, []
     for place in places:

@@ -95,13 +95,13 @@ def offload(
     With a generation in the directory and existing="resume", parameters and states are the generation's.
 
     A model that has got parameters since (adapters, a new head, a module around it) is offloaded again, between two
-    steps: the second call adopts them, frozen ones too, as units of their own, and moves nothing else. It needs no
+    steps. The second call adopts them, frozen ones too, as units of their own. It moves nothing else. It needs no
     `config`, or the same. Optimizers go on; the next generation has the new parameters. A resume makes the same calls
     in the same order.
 
     Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
-    CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
-    ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
+    CheckpointError. The model is then as it was, unless reading a generation back failed half-way. Values that had
+    moved to the tiers and cannot be read back, as with several ranks, are NaN, and a warning says so.
     """
     owners = _owners_in(model)
     if owners:

@@ -1,8 +1,8 @@
 """Cross entropy of a linear head, without ever holding the logits of all tokens.
 
-Owns the order of the computation: chunk after chunk of tokens, in forward and again in backward, so that of the
-(tokens, vocabulary) logits only one chunk exists at a time. Keeps nothing of them from forward to backward: a third of
-the head's work more, three times a chunk in memory. Never fetches: an offloaded weight comes because it is touched.
+Owns the order of the computation: chunk after chunk of tokens, in forward and again in backward. So only one chunk of
+the (tokens, vocabulary) logits exists at a time. Keeps no logits from forward to backward: the head's work grows by a
+third, and memory holds three times a chunk. Never fetches: an offloaded weight comes because it is touched.
 
 In memory at the peak, beside what goes in and comes out: three chunks of fp32 logits; the weight's gradient in fp32
 where its dtype has 16 bits; and one slice of a 16-bit product. `_Sizes` says how large chunks and slices are, by where
@@ -39,8 +39,8 @@ CPU_SIZES = _Sizes(48 * MIB, 1 << 22)
 """144 MiB of logits at the peak, and slices of 8 MiB: memory is what a CPU saves, and small products are as fast."""
 DEVICE_SIZES = _Sizes(256 * MIB, 1 << 28)
 """768 MiB of logits at the peak, and slices of 512 MiB. Each chunk reads and writes the weight's whole gradient, and
-each product is some launches: with 128k words and 32k tokens the sizes of a CPU are 512 chunks of 126 products, seconds
-of a GPU's time; these are 64 chunks of one or two."""
+each product takes some launches. Take 128k words and 32k tokens: a CPU's sizes make 512 chunks of 126 products, seconds
+of a GPU's time. These sizes make 64 chunks of one or two."""
 GRAIN = 64
 """Chunks and slices chosen here are multiples of it: kernels like it, and the fp32 products tried then round alike."""
 
@@ -74,9 +74,10 @@ def chunked_cross_entropy(
     of the inputs (or autocast's) and widened to fp32; fp64 stays fp64.
 
     With one chunk, loss and gradients are torch's, bit for bit, but for label smoothing, which changes the order of
-    some additions. With several, the loss is the same as far as a product of fewer rows rounds alike (on the CPU tried:
-    bf16 always, fp32 with multiples of 16 tokens), and gradients of `weight` and `bias` are summed over chunks in fp32
-    at least, then rounded to their dtype. Backward makes the logits again; a second derivative raises torch's error.
+    some additions. With several, the loss is the same as far as a product of fewer rows rounds alike. On the CPU tried
+    it does: bf16 always, fp32 with multiples of 16 tokens. Gradients of `weight` and `bias` are summed over chunks in
+    fp32 at least, then rounded to their dtype. Backward makes the logits again; a second derivative raises torch's
+    error.
 
     With an offloaded `weight`, call it inside the model's forward; inside the forward of a module that holds the
     weight, the weight leaves memory as soon as the backward through that module is over.
@@ -186,8 +187,8 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
-    # nll_loss of one class per token is the sum or mean of the tokens that count, in the order in which torch's cross
-    # entropy adds them: losses.sum() would differ in the last bits.
+    # nll_loss of one class per token is the sum or mean of the tokens that count. It adds them in the order of torch's
+    # cross entropy: losses.sum() would differ in the last bits.
     return F.nll_loss(-losses.unsqueeze(1), -ignored.long(), ignore_index=-1, reduction=reduction)
 
 

@@ -1,5 +1,5 @@
-"""The update of states in a device's memory: launched in the order of compute, parameter by parameter where Triton has
-one launch for each, else for small neighbours together, since torch's operations take a hundred launches or more.
+"""The update of states in a device's memory, launched in the order of compute. Triton takes one launch for each
+parameter. torch's operations take a hundred or more, so there small neighbours are updated together.
 
 Owns what gradients pass through on their way up. Runs on the control thread, whose stream compute is launched on, so
 that forward finds new values without a wait: nothing is moved but gradients that rest on the host. `run` returns when
@@ -162,8 +162,8 @@ def _as_one(group: Sequence[GradPiece]) -> GradPiece:
 
 
 def _joined(rule: Rule, segments: Sequence[Segment], grad: torch.Tensor) -> list[Segment]:
-    """Neighbours that share their hyperparameters as one, with the padding between them: values and states are zero
-    there, and these rules keep them so, since the padding of `grad` becomes zero."""
+    """Neighbours that share their hyperparameters as one, with the padding between them. Values and states are zero in
+    the padding. These rules keep them so, since the padding of `grad` becomes zero."""
     found: list[Segment] = []
     for each in segments:
         before = found[-1] if found else None

@@ -44,15 +44,15 @@ from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted,
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """On offloaded parameters master and states are kept as the model's `Precision` says: an fp32 master (bf16 compute:
-    the bf16 half and a residual) and fp32, bf16 or compact states, wherever they rest. They begin at zero with each
-    optimizer that is built; after a resume or a load they are what was loaded.
+    """On offloaded parameters master and states are kept as the model's `Precision` says, wherever they rest. The
+    master is fp32 (bf16 compute: the bf16 half and a residual); states are fp32, bf16 or compact. They begin at zero
+    with each optimizer that is built; after a resume or a load they are what was loaded.
 
-    On ordinary parameters it is a plain optimizer. Contiguous fp32 and bf16 ones are updated in one fused pass each: on
-    a CPU by the kernels of offloaded parameters, on a GPU that Triton compiles for by the same arithmetic. That is
-    launched on the device's current stream, and the host waits for nothing, unless a learning rate is a tensor there.
-    States are fp32, and bf16 parameters get an fp32 master by the same means as offloaded ones, kept in `state`. All
-    other parameters, DTensors among them, and all on a GPU without Triton, are updated by torch's functions, with
+    On ordinary parameters it is a plain optimizer. Contiguous fp32 and bf16 parameters are updated in one fused pass
+    each. A CPU uses the kernels of offloaded parameters. A GPU that Triton compiles for uses the same arithmetic. That
+    is launched on the device's current stream, and the host waits for nothing, unless a learning rate is a tensor
+    there. States are fp32, and bf16 parameters get an fp32 master by the same means as offloaded ones, kept in `state`.
+    All other parameters, DTensors among them, and all on a GPU without Triton, are updated by torch's functions, with
     states in the parameter's dtype.
     """
 

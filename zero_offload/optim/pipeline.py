@@ -2,9 +2,9 @@
 
 Owns the order of an update and its staging memory. Chunks whose states rest on disk are read, updated by one fused
 kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all. Gradients on a disk, or in
-the memory of a GPU, come by staging too. States in memory are updated in place: a whole shard in one pass, since Python
-takes as long for a chunk as for a shard, and keeps the thread that drives a GPU waiting; chunk by chunk while a commit
-needs the shard. `run` works on whatever thread calls it, and completes the future of each unit.
+the memory of a GPU, come by staging too. States in memory are updated in place, a whole shard in one pass. Python takes
+as long for a chunk as for a shard, and the thread that drives a GPU waits meanwhile. While a commit needs the shard,
+the update goes chunk by chunk. `run` works on whatever thread calls it, and completes the future of each unit.
 """
 
 from __future__ import annotations

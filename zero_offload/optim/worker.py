@@ -1,10 +1,10 @@
 """A thread that runs jobs in the order in which they were submitted: updates on one, commits on another.
 
 [Note: how the thread ends]
-It ends when its `Worker` is shut down or dropped, and after the main thread, once the queue is empty: what was
-submitted is complete before the process is gone. It looks after the main thread by itself, since a Ctrl-C can strike
-while a thread is being started: one that waited to be told would then keep the process for ever. What is submitted
-after its end (by the other worker, which may have had more to do) runs on the thread that submits.
+It ends when its `Worker` is shut down or dropped, and after the main thread, once the queue is empty. So what was
+submitted is complete before the process is gone. It watches the main thread by itself. A Ctrl-C can strike while a
+thread is being started: a thread that waited to be told would then keep the process for ever. What is submitted after
+its end (by the other worker, which may have had more to do) runs on the thread that submits.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Job:
 class _Jobs:
     """What submitter and thread share.
 
-    No `SimpleQueue`: in Python 3.11 its `get` waits without end where a signal comes to the waiting thread and the
-    interpreter is another's until the time is over: what is left of it is negative then.
+    It is not a `SimpleQueue`, whose `get` can wait without end in Python 3.11. That happens when a signal comes to the
+    waiting thread, and another thread has the interpreter until the time is over: the time left is negative then.
     """
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class _Jobs:
 class Worker:
     """A queue of jobs on one thread. The first error stops everything: every wait raises it.
 
-    The queues are short by construction: a step submits one update (with overlap="backward" one per unit) and at most
-    one commit, and waits for the previous update of every unit before it submits; a commit begins when the one before
-    has ended (`Snapshots.begin`).
+    The queues are short by construction. A step submits one update (with overlap="backward" one per unit) and at most
+    one commit. Before that it waits for the previous update of every unit. A commit begins when the one before has
+    ended (`Snapshots.begin`).
     """
 
     def __init__(self, errors: FirstError, name: str = "zero_offload-update") -> None:

@@ -3,8 +3,8 @@
 Owns what `Precision.modules` means for a model. A module has the dtype of the innermost module, from itself up to the
 root, that a key matches (by class, or by name with the wildcards of fnmatch; of several keys that match one module the
 last counts), else the compute dtype; one with running statistics that no key matches itself has theirs, since torch
-computes with both in one dtype, and buffers keep theirs. Its parameters have it too, but for those that a pattern which
-matches no module matches by their own names: these have that dtype, and nothing is cast for them. Where the dtype
+computes with both in one dtype, and buffers keep theirs. Its parameters have it too. But a pattern that matches no
+module may match parameters by their own names: these have that dtype, and nothing is cast for them. Where the dtype
 changes between a module that is called and the one around it, floating inputs and outputs are cast. Pure; never touches
 data. The call: `resolve`.
 """

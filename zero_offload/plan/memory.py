@@ -57,9 +57,9 @@ GRADS_IN_FLIGHT = 2
 STAGED_SECTIONS = 3
 """Of the largest sections, whose gradients the host adds or converts, in its staging memory at once."""
 GRAD_RING_UNITS = 5
-"""Units whose gradients are in memory at once where the update runs inside of backward: the one that backward fills,
-a leftover that it completes at its end, one whose sums a GPU is still making, one whose update waits, and one that is
-updated."""
+"""Units whose gradients are in memory at once where the update runs inside of backward. They are: the one that backward
+fills, a leftover that it completes at its end, one whose sums a GPU still makes, one whose update waits, and one that
+is updated."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4

@@ -111,8 +111,8 @@ class ModelSpec:
 def find_units(root: nn.Module) -> tuple[str, ...]:
     """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential.
 
-    Blocks are alike. Where such children grow, and consist of blocks themselves, they are the stages of a pyramid
-    (Swin, ConvNeXt), and the blocks in them are the units: the last stage can be most of a model.
+    Blocks are alike. Children that grow, and consist of blocks themselves, are the stages of a pyramid (Swin,
+    ConvNeXt). There the blocks inside are the units, since the last stage can be most of a model.
     """
     return tuple(_repeated_blocks(root, ""))
 

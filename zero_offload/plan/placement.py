@@ -146,8 +146,8 @@ def assign_tiers(
 def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]:
     """A tier for each weight.
 
-    Dealing in model order spreads every tier over the depth: slow and fast units alternate, so the
-    prefetch of a slow one hides behind the compute of the fast ones around it.
+    Dealing in model order spreads every tier over the depth. Slow and fast units alternate, so the prefetch of a slow
+    one hides behind the compute of the fast ones around it.
     """
     dealer = Dealer({tier: fractions[tier] for tier in Tier if tier in fractions})
     return [dealer.deal(weight) for weight in weights]

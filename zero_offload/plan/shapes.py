@@ -7,9 +7,9 @@ Face, for gpt3-175b Brown et al. (2020), table 2.1, for mt-nlg-530b Smith et al.
 Left out of counts: position tables of rotary models (none are trained) and the extra layer that DeepSeek-V3 predicts a
 second token with. Activations are what a block keeps for backward with attention that keeps no scores.
 
-`work_of` guesses the same of a module from its parameters' shapes, without running it: every parameter of two
-dimensions or more multiplies each token once, but for tables of embeddings, of which a token reads one row. A table
-that another module multiplies with (a tied head) counts in its own unit.
+`work_of` guesses the same of a module from its parameters' shapes, without running it. Every parameter of two
+dimensions or more multiplies each token once, except tables of embeddings: a token reads one row. A table that another
+module multiplies with (a tied head) counts in its own unit.
 """
 
 from __future__ import annotations

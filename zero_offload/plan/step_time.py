@@ -9,9 +9,9 @@ backward; what comes between the last backward and the next forward. Lanes work 
 long as its busiest lane, and as long as one unit takes on the others, before that lane begins and after it ends.
 Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a lane's total.
 
-[Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer, in
-640 lines more, gave the same step within 1.2% for 21 published runs and within 8% for 13 placements on a CPU, and was
-no nearer to what was measured (`docs/BENCHMARKS.md`).
+[Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer took
+640 lines more. It gave the same step within 1.2% for 21 published runs, and within 8% for 13 placements on a CPU. It
+was not nearer to what was measured (`docs/BENCHMARKS.md`).
 
 Pure, for any number of placements at once: `placement` ranks all its candidates by one call. The calls: `predict` for
 one placement; `Totals`, then `step_times`.

@@ -1,8 +1,8 @@
 """How much of a device's own memory parameters may take.
 
 Owns the limit of the units' frames, and why it has fallen; moves nothing. A `device_memory` that is given stands, until
-the device runs out of memory. Without one a first step keeps the units in flight, so that the peak of everything else
-can be measured, and from the next step on parameters take what is free beside that peak and a margin. From then on the
+the device runs out of memory. Without one, a first step keeps only the units in flight, so that the peak of everything
+else can be measured. From the next step on parameters take what is free beside that peak and a margin. From then on the
 limit only falls:
 
 * inputs are larger than before: by what the measured activations grow in proportion, before the forward runs;

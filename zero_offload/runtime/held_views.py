@@ -1,9 +1,9 @@
 """Views of parameters that the program holds: the units under them stay in memory until the views are gone.
 
-Reading a view whose unit is away is a fault that Python never sees: `self.kept = self.up.weight[:2]` read by another
-module, a view in a list, what a backward saved past our hooks. No guard class is in the way, but torch counts the
-tensors on a storage; so before a unit goes, its count is compared with the tensors that are ours. Owns which units are
-kept, and says so once. Never moves bytes.
+Reading a view whose unit is away is a fault that Python never sees. Such views are `self.kept = self.up.weight[:2]`,
+read by another module, a view in a list, or what a backward saved past our hooks. No guard class is in the way, but
+torch counts the tensors on a storage; so before a unit goes, its count is compared with the tensors that are ours. Owns
+which units are kept, and says so once. Never moves bytes.
 """
 
 from __future__ import annotations

@@ -170,12 +170,12 @@ def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
 class InputsWatch:
     """A tensor hook of a forward's inputs: runs `then` in every backward, when that forward's own is over.
 
-    It is over as soon as one input's gradient is complete, since autograd runs nodes in the reverse order of their
-    making: the forward's are younger than all of its inputs. Others may have far to go, such as an encoder's output
+    It is over as soon as one input's gradient is complete. Autograd runs nodes in the reverse order of their making,
+    and the forward's nodes are younger than all of its inputs. Others may have far to go, such as an encoder's output
     that every block of a decoder takes.
 
-    torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in: every forward
-    would stay in memory until Python's garbage collector has found it, one module at a time.
+    torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in. Every forward would stay
+    in memory until Python's garbage collector has found it, one module at a time.
     """
 
     then: Callable[[], None]

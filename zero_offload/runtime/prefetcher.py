@@ -194,8 +194,8 @@ class MemoryPool:
 
     [Note: frames for gradients]
     Where one rank computes on a CPU, gradients have as many of the units' frames as they had at once in the backwards
-    before: in forward units have them all; in backward, which has less need of units fetched far ahead, those are
-    kept. Where they would be more than half, they come on top. Elsewhere `Arena` keeps frames for gradients at all
+    before. In forward units have them all. In backward they are kept for gradients: it has less need of units fetched
+    far ahead. Where they would be more than half, they come on top. Elsewhere `Arena` keeps frames for gradients at all
     times.
     """
 
@@ -482,8 +482,8 @@ class ParamPrefetcher:
         if unit.kept:
             self.bring(unit)
 
-    # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a
-    # collective: so decisions look at pages and the schedule, never at what happens to be complete.
+    # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a collective. So
+    # decisions look at pages and the schedule, never at what happens to be complete.
 
     def _look_ahead(self) -> None:
         """Attach units in the order of the schedule as far as the budget goes; launch what can be read."""

@@ -1,11 +1,11 @@
 """Gradients on their way to where they rest: store or accumulate, and the sum of squares of the result, in one pass.
 
-Owns nothing. A sum of squares is added up along a fixed tree ([Note: the tree] in csrc/reduce/reduce.h), so that the
-same values give the same bits on every machine and for every number of threads. It is of the values written, after
+Owns nothing. A sum of squares is added up along a fixed tree ([Note: the tree] in csrc/reduce/reduce.h). So the same
+values give the same bits on every machine and for every number of threads. The sum is of the values written, after
 rounding. On the host there is one call for each gradient: `store_grad` or `accumulate_grad`, by addresses.
 
-A device adds up chunks, each by itself: `launch_sums` for the gradients of a section, in as few launches as one
-gradient takes, by Triton's kernel where Triton is (`triton_sums`), else by torch's operations. The host adds up the
+A device adds up chunks, each by itself. `launch_sums` does it for the gradients of a section, in as few launches as one
+gradient takes: by Triton's kernel if there is Triton (`triton_sums`), else by torch's operations. The host adds up the
 sums of chunks when they are there: `total`. Nothing waits for the device before that.
 """
 

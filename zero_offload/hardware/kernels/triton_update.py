@@ -1,11 +1,10 @@
 """The fused updates of all optimizers on a GPU, compiled by Triton: csrc/optim on tensors of a device.
 
 Imported, and triton with it, only when `choice.has_device_update` asks for it. One pass, as on a CPU: gradient, master
-and states are read, states, master and value written, in whatever format they rest. The operations
-and their roundings are those of [Note: rounding] in csrc/optim/rules.inl, one by one, so that the bits are those of the
-native kernels: `tl.fma` is the only fused one (a launch forbids others), divisions and roots are the rounded ones, and
-subnormal numbers are kept. Nothing waits for the device. Triton keeps what it has compiled in files, for the next
-process too.
+and states are read, states, master and value written, in whatever format they rest. The operations and their roundings
+are those of [Note: rounding] in csrc/optim/rules.inl, one by one. So the bits are those of the native kernels. `tl.fma`
+is the only fused operation (a launch forbids others). Divisions and roots are rounded correctly, and subnormal numbers
+are kept. Nothing waits for the device. Triton keeps what it has compiled in files, for the next process too.
 """
 
 from __future__ import annotations

@@ -4,17 +4,17 @@ Owns where it is cut, and gradients on their way between parts. Never knows othe
 `begin_part` in forward, `plan` when the loss is there, then `run` for each of `left`, from the last part to the first.
 
 [Note: parts]
-A part is what forward made between coming to one unit and coming to the next: autograd numbers its nodes as they are
-made, so a part is a range of numbers, and one backward through the whole graph runs all nodes of a part before any of
-an earlier one. `run` asks autograd for the gradients at the part's ends: parameters, cuts, and nodes of earlier parts.
+A part is what forward made between coming to one unit and coming to the next. Autograd numbers its nodes as they are
+made, so a part is a range of numbers. One backward through the whole graph runs all nodes of a part before any of an
+earlier one. `run` asks autograd for the gradients at the part's ends: parameters, cuts, and nodes of earlier parts.
 They wait, and with the next part that has the same end they go in first. So each sum is added up in the order in which
 one backward adds it up, and each node runs once.
 
 [Note: cuts]
 Autograd does not stop at an end that leads to another end: it would run both. So what a unit's module is given becomes,
 in place, an input of the graph: a node that leads nowhere. Views cannot be cut in place, and what passes a unit unseen
-is not. What flows into such ends is taken out of autograd's hands by hooks, so that it sees no gradient there: where
-one leads to another, nodes between them run to no effect, and again in their own part.
+is not. Hooks take the gradients that flow into such ends out of autograd's hands, so that it sees none there. Where one
+end leads to another, nodes between them run to no effect, and again in their own part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Two ranks that meet in different collectives would hang, or read each other's bytes as something else. So every
 collective is announced by `same`, which raises on all ranks where they differ. With branches="any" a rank may want a
-unit that others do not: then `next_unit` says which one all gather next, and `next_unit_at` a place that every
-rank comes to (the end of a forward) returns None when all are there. Control thread only; blocking.
+unit that others do not. Then `next_unit` says which unit all ranks gather next. `next_unit_at` a place that every rank
+comes to (the end of a forward) returns None when all are there. Control thread only; blocking.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
-Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
-gradients and flags travel. Parameters and gradients have a lane each: launched here, waited for by calling what the
-launch returned. A lane has a process group of its own, so that what one carries never waits for another's. In host
-memory ranks exchange their parts and each adds up its own, in the order of ranks: half the bytes of gloo's
-reduce-scatter, which reduces everything everywhere, and bits that depend on no ring. On a GPU the backend's collectives
-run on the group's stream. Buffers belong to the lane from the launch to the end of the wait.
+Counts the bytes that cross the network. With stage 0 every rank has all shards, and only gradients and flags travel.
+Parameters and gradients have a lane each: launched here, waited for by calling what the launch returned. A lane has a
+process group of its own, so that what one carries never waits for another's. In host memory ranks exchange their parts,
+and each adds up its own in the order of ranks. That is half the bytes of gloo's reduce-scatter, which reduces
+everything everywhere, and the bits do not depend on a ring. On a GPU the backend's collectives run on the group's
+stream. Buffers belong to the lane from the launch to the end of the wait.
 
 Flags and sums are blocking calls. All on the control thread, each announced to `Agreement`; beside them only
 `CommitGroup` communicates, on a process group of its own because commits have a thread of their own.

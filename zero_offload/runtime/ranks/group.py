@@ -1,9 +1,9 @@
 """The ranks that train one model: all of them, or those of a device mesh; and their process groups.
 
 A mesh has one dimension, over which the states are divided (with stage 0: over which they are whole), or two,
-(replicate, shard): hybrid sharding. Ranks are numbered by their place in the mesh; so the first ones are the shards
-of the first replica. Where parameters are DTensors, these ranks hold the same part of the model: a column of the
-whole run, whose other columns hold the other parts and see the same data. Communicates only to make groups.
+(replicate, shard): hybrid sharding. Ranks are numbered by their place in the mesh; so the first ones are the shards of
+the first replica. Where parameters are DTensors, these ranks hold the same part of the model. They are a column of the
+whole run; its other columns hold the other parts and see the same data. Communicates only to make groups.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class Stored:
 class _Remains(weakref.ref[Stored]):
     """What is to be given back when a `Stored` has died; `told` gets it then.
 
-    `told` is a method of C: Python drops what a signal's handler raises in a finalizer, so a Ctrl-C in C++ code that
-    frees a graph would be lost in `__del__`.
+    `told` is a method of C. Python drops what a signal's handler raises in a finalizer: a Ctrl-C in C++ code that frees
+    a graph would be lost in `__del__`.
     """
 
     __slots__ = ("key", "number", "part", "origin", "copy")

@@ -49,8 +49,8 @@ class Saved:
     """A tensor that autograd saved, and the unit whose buffer it views, if any.
 
     One is made for every tensor that a forward saves: it has no `__init__`, whose call would cost as much as all else.
-    A unit learns of its end by a callback of C: Python drops what a signal's handler raises in a finalizer, and
-    `__del__` is where a Ctrl-C in C++ code that frees a graph would come out.
+    A unit learns of its end by a callback of C. Python drops what a signal's handler raises in a finalizer: a Ctrl-C in
+    C++ code that frees a graph would be lost in `__del__`.
     """
 
     __slots__ = ("kept", "version", "unit", "cast", "__weakref__")

@@ -4,7 +4,7 @@ A tier owns memory or blocks of constant size, which are leased to pieces of one
 nothing grows once a step has taken what it needs. It decides nothing. The calls: `put` launches the way out; of what it
 returns, `start` launches the way back as far as there is room, `finish` gives the bytes, `release` drops them.
 
-On a GPU both ways go over the copy lanes. A tensor keeps its memory on the device until its download is done, so a host
+On a GPU both ways go over the copy lanes. A tensor keeps its memory on the device until its download is done. So a host
 that launches ahead of the GPU waits for downloads: else all of forward would be there at once. On the way to a file
 bytes pass through page-aligned host memory of constant size, `ACTIVATION_BLOCKS_OUT` blocks; on the way back to a GPU
 through `ACTIVATION_BLOCKS_BACK`, and more for larger tensors. A CPU computes on what they were read to (`Landing`).
@@ -507,7 +507,7 @@ class _Leased(NamedTuple):
 class Landing:
     """Slabs, of which each tensor's memory is a part: the most that was in use at once.
 
-    The C library's heap would do, but tensors of all sizes leave holes there, which are given back to the system, and
+    The C library's heap would do, but tensors of all sizes leave holes there. Those are given back to the system, and
     the page faults cost more than reading the drive. A part is free again when no tensor views it and nothing is read
     to it any more. That is seen when the next one is leased: what a finalizer is told may be lost.
     """

@@ -9,8 +9,8 @@ The hooks switch the class to plain `nn.Parameter` for the time a unit is in use
 
 [Note: views for reading]
 Views of parameters that are handed out outside of forward and backward are for reading. What is written to one is lost
-where the parameter only visits memory. Where it rests there, it is one half of an fp32 master, and with the other half
-of the old one it makes a number that no operation has computed, maybe NaN. So these views have a class that computes
+where the parameter only visits memory. Where it rests there, it is one half of an fp32 master. With the other half of
+the old master it makes a number that no operation has computed, maybe NaN. So these views have a class that computes
 like a plain tensor's, and raises before it changes anything. NumPy's arrays of them refuse writes too. Addresses
 (`data_ptr()`, DLPack) are not protected.
 """

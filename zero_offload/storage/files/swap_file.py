@@ -1,11 +1,11 @@
 """One rank's bytes on disk: where every array lies in preallocated files, one file per directory, and what goes to and
 from them.
 
-Owns the files and the map of extents; never knows what the bytes mean. An extent's table is what the file engine reads:
-a write stores a block's checksum in it, a read is verified against it, and a manifest is a copy of it. Blocks are dealt
-to the directories by their weights, so several drives work at once and end at the same time.
-The calls: `allocate` every extent, `create` (or `open_existing`), `launch_read` / `launch_write` and `Transfer.wait`,
-`sync`, `close`; to go on from a manifest, `restore_copies` of all that it names before anything else is allocated.
+Owns the files and the map of extents; never knows what the bytes mean. The file engine reads an extent's table. A write
+stores a block's checksum in it, a read is verified against it, and a manifest is a copy of it. Blocks are dealt to the
+directories by their weights, so several drives work at once and end at the same time. The calls: `allocate` every
+extent, `create` (or `open_existing`), `launch_read` / `launch_write` and `Transfer.wait`, `sync`, `close`; to go on
+from a manifest, `restore_copies` of all that it names before anything else is allocated.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def prefer_node(address: int, nbytes: int, node: int) -> None:
 def spread_over_nodes(address: int, nbytes: int, nodes: Sequence[int]) -> None:
     """Ask for pages of these NUMA nodes in turn; before they are touched.
 
-    What threads of several nodes work on, one behind the other on the same ranges and not bound to their cores, is near
-    to none of them: spread, it has the bandwidth of all.
+    Threads of several nodes work on the same ranges, one behind the other, and are not bound to their cores. So such
+    memory is near to none of them; spread, it has the bandwidth of all.
     """
     _ask_for_nodes(address, nbytes, _MPOL_INTERLEAVE, nodes)
 
@@ -175,7 +175,7 @@ def move_frame(source: int, target: int) -> None:
     """Move the page(s) of one frame to another reserved address, without a copy; `source` stays reserved.
 
     Where the system cannot (`moves_pages`), `source` gives its pages back, with what they hold, and `target` gets new
-    ones on first touch: as little memory, and the time to fill it with zeros.
+    ones on first touch. That takes no more memory, but the time to fill it with zeros.
     """
     if moves_pages():
         if _libc.mremap(source, FRAME, FRAME, MREMAP_MAYMOVE_FIXED_DONTUNMAP, target) == _FAILED:

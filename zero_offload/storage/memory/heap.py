@@ -1,9 +1,9 @@
 """The C library's heap: gives back the holes in it where memory is short, and keeps one where it is not.
 
-glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size: where
+glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size. Where
 units leave memory, `HeapTrimmer` returns them (`begin` with each backward, `freed` with what it is through with).
-Larger blocks are mapped anew each time, unless a hole takes them: where all is in memory, `HeapHole` keeps one
-(`begin` with each step; it goes with the object).
+Larger blocks are mapped anew each time, unless a hole takes them: where all is in memory, `HeapHole` keeps one (`begin`
+with each step; it goes with the object).
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class HeapHole:
     """A hole in the heap that stays, for the large tensors that come and go with each step: logits, their gradients.
 
     A program that holds its gradients to the end of a step has such holes where they were. A hole is addresses: it
-    takes memory as far as something was in it, and then keeps it. Of what the system has given anew in each of the last
-    two steps half is there at once, as a rule: so large is the hole, or as the gradients that a step leaves in the heap
-    anyway. If more than it is given anew in spite of it, it grows by so much.
+    takes memory as far as something was in it, and then keeps it. As a rule, half of what the system gives anew in a
+    step is there at once. So the hole is half of what the lesser of the last two steps took anew. It is larger where
+    the gradients that a step leaves in the heap are more. If steps still take more anew than the hole's size, it grows
+    by so much.
     """
 
     def __init__(self, grad_bytes: int, free_bytes: Callable[[], int]) -> None:

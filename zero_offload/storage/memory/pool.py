@@ -21,9 +21,9 @@ class Span(Protocol):
 class SpanPool:
     """`nbytes` of memory, taken from the arena on first use, all at once, and kept.
 
-    A lease takes what it needs, rounded up to a sector: with one size for all, as large as the largest unit, an
-    embedding beside small blocks would make most of every lease a waste. Piece by piece, when it is needed, the last
-    would be registered with the device in the middle of some later step.
+    A lease takes what it needs, rounded up to a sector. With one size for all, that of the largest unit, an embedding
+    beside small blocks would make most of every lease a waste. Piece by piece, when it is needed, the last would be
+    registered with the device in the middle of some later step.
     """
 
     def __init__(self, arena: Arena, nbytes: int) -> None:

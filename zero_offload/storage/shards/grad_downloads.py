@@ -4,9 +4,9 @@ where the host has something to do with them.
 The calls: `make_room` before gradients are gathered, then `place` or `stage`; `advance` at each sign of
 backward; `land` where a section is wanted; `drain` where all are; or `drop`.
 
-What is being read on the GPU is kept here, as much at a time as most sections have (`plan.memory.leaving_bytes`):
-compute waits until the oldest has left before it gathers the next, and its memory goes back in the order of compute. So
-the host waits for nothing, however far it is ahead, and gradients never fill the GPU. Staging has room for the
+What is being read on the GPU is kept here, as much at a time as most sections have (`plan.memory.leaving_bytes`).
+Compute waits until the oldest has left before it gathers the next. Its memory goes back in the order of compute. So the
+host waits for nothing, however far it is ahead, and gradients never fill the GPU. Staging has room for the
 `STAGED_SECTIONS` largest sections, as the plan counts them, and for a larger one when it comes; the host waits where it
 is full.
 """

@@ -29,7 +29,7 @@ from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads,
 from zero_offload.storage.shards.store import ShardStore
 
 LARGE_BYTES = 32 * MIB
-"""From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
+"""From this size on malloc gives a tensor pages of its own. Keeping a gradient is then cheaper than a copy, and leaves
 no hole in the heap when it goes."""
 
 KEPT_MEAN_BYTES = 256 * KIB

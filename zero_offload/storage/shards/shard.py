@@ -248,8 +248,8 @@ class Shard:
     writes: list[Transfer] = field(default_factory=list)
     """Writes not yet known to be complete."""
     last_copy: Event | None = None
-    """Between values in host memory, which may be part of a replica, and the compute device: none that came before it
-    ends later, and for all the host knows it is under way."""
+    """A copy between values in host memory, which may be part of a replica, and the compute device. Earlier copies do
+    not end later than it. For all the host knows it is under way."""
 
     @property
     def components(self) -> tuple[Component, ...]:

@@ -20,8 +20,8 @@ def function(body: Function, *, name: str = "", cache: bool = False) -> Function
     """Compile at the first call, to run without the interpreter's lock.
 
     Nothing is contracted or reordered, and a division by 0 is an infinity. A caller that makes several functions of one
-    `def` gives each a `name`: numba's symbols have names and a number, which begins anew in each process, and a symbol
-    from a file would be taken for one of this process that has the same name.
+    `def` gives each a `name`. numba's symbols have a name and a number, which begins anew in each process. So a symbol
+    from a file would be taken for one of this process with the same name.
 
     With `cache` the result is kept in a file for the next process, where numba finds a folder that it may write to.
     Numba looks at one file only to see whether what it has kept is stale. So names of functions that are kept end in a

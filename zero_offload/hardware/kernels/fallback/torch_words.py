@@ -41,8 +41,9 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def sqrt(x: Any) -> Any:
-    """A root in fp64 that is a unit off, or two, is rounded to the right fp32: from the middle of two of those the root
-    of an fp32 is at least four units away. One in fp32 may be wrong: on a CPU torch asks a library that is a unit off.
+    """A root in fp64 that is one or two units off is rounded to the right fp32. The root of an fp32 is at least four
+    units away from the middle of two neighbouring fp32. A root in fp32 may be wrong: on a CPU torch asks a library that
+    is a unit off.
     """
     return torch.sqrt(x.to(torch.float64)).to(torch.float32)
 
