@@ -66,10 +66,10 @@ class OffloadConfig:
     durability: str = "process"
     commit_every: int | str = 1
     """Between two generations: optimizer steps, a duration such as "30s", "2min" or "1h" by rank 0's clock, or "auto":
-    the shortest duration with which commits take at most 2% of the time from training, by measurement."""
+    the shortest duration with which commits, as measured, take at most 2% of the time from training."""
     io_engine: str = "auto"
-    """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles", or "auto": the fastest, by a
-    short measurement in the directory where a step moves 1 GiB or more."""
+    """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles" or "auto". "auto" is the fastest,
+    by a short measurement in the directory if a step moves 1 GiB or more."""
     overlap: str = "auto"
     """What the update runs behind: the next "forward"; the "backward" that makes the gradients, of which few are held
     then, and which knows no clipping and no loss scale; "none"; or "auto": forward, where that gains anything."""

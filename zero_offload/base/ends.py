@@ -1,7 +1,7 @@
 """The end of this process, and its forks, told to objects that may be gone by then.
 
-`atexit` keeps a place for every callback, even after it was unregistered, and `os.register_at_fork` takes none back: a
-program that builds many models would gather them. So each is asked once, and what is told is held weakly here.
+`atexit` keeps a place for every callback, even after it was unregistered. `os.register_at_fork` does not take any back.
+A program that builds many models would gather them. So each is asked once, and what is told is held weakly here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How problems are reported: those of settings all at once, unknown names with the nearest known one, and warnings at
-the program's line that led to them.
+"""How problems are reported. Problems of settings come all at once, unknown names with the nearest known one, and
+warnings at the program's line that led to them.
 
 Owns the wording that `OffloadConfig` and the recipes share. Never knows a setting.
 """

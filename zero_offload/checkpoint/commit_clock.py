@@ -23,7 +23,7 @@ PLAIN_MIN = 3
 BESIDE_MAX = 16
 """Of so many steps at least one runs without a commit, so that there is something to compare with."""
 GROWTH_MAX = 4
-"""An interval has at most so many times the length of the one before: after one commit that met a busy drive, a crash
+"""An interval is at most this many times as long as the one before. So after one commit that met a busy drive, a crash
 does not cost hours."""
 _WARM_UP_STEPS = 1
 """The first step records the trace and fills pools."""

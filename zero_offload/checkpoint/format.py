@@ -3,7 +3,7 @@
 Owns the words shared by writing, resuming and loading, and the choice of the generation that a run goes on from. Reads
 manifests only; changes nothing.
 
-`generation-0.json` or `generation-1.json`, in turn, is the commit point: it names the step, the ranks' manifests with
+`generation-0.json` or `generation-1.json`, in turn, is the commit point. It names the step, the ranks' manifests with
 their digests, the model's fingerprint and the optimizer's scalars. A rank's manifest says for every section which slot
 holds it, and for each component where its blocks are and their checksums. Sizes and names are checked before use;
 nothing in these files is ever executed.
@@ -203,8 +203,8 @@ class History:
     def choose(self, number: int | None) -> Generation | None:
         """Generation `number`, or the newest; None when there is none at all.
 
-        Raises IntegrityError when a manifest is damaged and no number was given (of a manifest that another version
-        wrote: CheckpointError), and CheckpointError when the number is not there.
+        Raises IntegrityError when a manifest is damaged and no number was given; if another version wrote the manifest,
+        CheckpointError. Raises CheckpointError when the number is not there.
         """
         if number is None:
             for error in self.damaged.values():

@@ -3,7 +3,7 @@
 Owns the words of the format (names of dtypes, header, names of files), reading, and the one error that lists everything
 that does not fit. A file is 8 bytes with the length of the header, a JSON header (name -> dtype, shape, range of
 bytes), and the tensors' bytes. A folder has one file `model.safetensors`, or shards and an index that says which file a
-tensor is in. Sizes and ranges are checked before a byte is believed; nothing is executed, and no file is mapped: a
+tensor is in. Sizes and ranges are checked before a byte is believed; nothing is executed, and files are not mapped. A
 range is read into memory of its own, so that what a caller holds is all there is. The calls: `open_weights`, `match`,
 then `StoredTensor.read` as often as wanted.
 """

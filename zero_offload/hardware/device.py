@@ -3,7 +3,7 @@
 Nothing is initialised at import. On a CPU the device is the host itself: buffers are read into and computed on in
 place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run on two streams beside compute. Whatever
 is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take` makes a
-stream wait, and not the host: before host memory that an upload reads is written or given away, the host synchronizes
+stream wait, and not the host. Before host memory that an upload reads is written or given away, the host synchronizes
 with its event. What differs between device types is in `accelerators.py`. Tests run all this on a fake GPU in host
 memory (tests/fake_gpu), which runs late and reports races.
 """

@@ -3,11 +3,11 @@
 Owns the table of public specifications and the shares of them that programs achieve. Never looks at this machine.
 Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
 
-GPUs: data sheets and architecture papers of NVIDIA and AMD: memory, its bandwidth, dense bf16 arithmetic (no sparsity)
-with fp32 sums, and fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told), the link to the host (per
-direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s) and to each other (NVLink or Infinity Fabric per direction; the same
-PCIe where there is neither). Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC 7003: 205 GB/s a socket) or of
-twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600. Networks:
+GPUs, from data sheets and architecture papers of NVIDIA and AMD: memory and its bandwidth; dense bf16 arithmetic (no
+sparsity) with fp32 sums; fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told). The link to the
+host, per direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s. The link to each other, per direction: NVLink or Infinity
+Fabric; the same PCIe where there is neither. Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC 7003: 205 GB/s a
+socket) or of twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600. Networks:
 InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
 
 Achieved shares: of arithmetic, what a published training run reached on the card (`Share`; tests/helpers/published.py

@@ -59,11 +59,11 @@ def accumulate(
 
     The gradients are, bit for bit, those of `for batch in micro_batches: loss_fn(model, batch).backward()`. But a unit
     that rests elsewhere comes to the device only twice, however many micro-batches there are. What forwards keep for
-    backward is kept for all of them at once: mark blocks by `zo.checkpoint`, and it is their inputs, which rest where
-    `activations=` says. Several ranks each add up their gradients and reduce once, as in that loop with all but the
-    last micro-batch in `zo.no_sync`. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the
-    loop; it runs on a thread per micro-batch, one at a time, and runs no backward itself. Where no parameter leaves the
-    device, micro-batches run one after the other, with the same bits.
+    backward is kept for all of them at once. For blocks marked by `zo.checkpoint` that is their inputs alone, which
+    rest where `activations=` says. Several ranks each add up their gradients and reduce once, as in that loop with all
+    but the last micro-batch in `zo.no_sync`. `loss_fn` is any code that ends in one scalar loss, divided or scaled as
+    in the loop; it runs on a thread per micro-batch, one at a time, and runs no backward itself. Where no parameter
+    leaves the device, micro-batches run one after the other, with the same bits.
 
     Where nothing draws random numbers, losses and gradients equal that loop's. Where dropout or other code draws them,
     losses and gradients are the same on every placement for one seed, but not the loop's. The first micro-batch goes on

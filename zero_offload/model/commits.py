@@ -1,10 +1,10 @@
 """Which steps become generations, and how they get there behind the next step.
 
 Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
-thread when the update is complete, which fixes what the generation is made of, and goes on on a thread of its own.
-Moves no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change, `add` per
-step, `complete` where the program has more to say, `launch_due`; `set_aside` when the program has written states
-itself; `forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
+thread when the update is complete, which fixes what the generation is made of. It goes on on a thread of its own. Moves
+no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change, `add` per step,
+`complete` where the program has more to say, `launch_due`; `set_aside` when the program has written states itself;
+`forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
 
 [Note: how ranks commit the same steps]
 A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone

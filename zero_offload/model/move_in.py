@@ -1,8 +1,8 @@
 """The parameters of a model move into their sections: values to where they rest, parameters to views of buffers.
 
 Owns which parameters can be moved, whether all ranks have built the same ones, and what becomes of each. A plain one
-stays the object it is. The values of one that `deferred_init` has left to be made are made here, one parameter at a
-time, and a plain parameter takes its place in every module. Decides nothing about tiers, and takes no memory but for
+stays the object it is. Values that `deferred_init` has left to be made are made here, one parameter at a time. A plain
+parameter then takes the deferred one's place in every module. Decides nothing about tiers, and takes no memory but for
 values on their way.
 """
 

@@ -363,8 +363,8 @@ class ModelRuntime:
             )
 
     def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
-        """Of parameters whose gradient the program has set to zeros: a step with a learning rate of 0 is how
-        torch.distributed.checkpoint has an optimizer make its states. Here it is neither a step nor a generation."""
+        """For parameters whose gradient the program has set to zeros. torch.distributed.checkpoint has an optimizer
+        make its states by a step with a learning rate of 0. Here it is neither a step nor a generation."""
         if (moved := next((param for param, hyper in hypers.items() if hyper.lr), None)) is not None:
             raise ZeroOffloadError(
                 f"the gradient of {self.places.name_of(moved)} was assigned zeros, and a step with a learning rate "

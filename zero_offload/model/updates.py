@@ -139,8 +139,8 @@ class Updates:
             self._prefetcher.pool.drive_room.settle()
 
     def await_worker(self) -> None:
-        """Return when the update's thread is idle: a commit of the step before notes there what it is made of, and has
-        to before this thread changes states."""
+        """Return when the update's thread is idle. A commit of the step before notes there what it is made of. It must
+        do so before this thread changes states."""
         with self._store.counters.waiting(Cause.COMMIT) if self._worker.busy else nullcontext():
             self._worker.drain()
 

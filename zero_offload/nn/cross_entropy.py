@@ -101,10 +101,10 @@ def chunked_cross_entropy(
 class _TokenLosses(torch.autograd.Function):
     """hidden (tokens, features), weight, bias, targets (tokens,) int64 -> losses (tokens,) in fp32, ignored ones 0.
 
-    A Function, and not torch.utils.checkpoint around each chunk: that would leave the sum of the chunks' weight
+    A Function, and not torch.utils.checkpoint around each chunk. That would leave the sum of the chunks' weight
     gradients to autograd, which adds them in the weight's dtype and holds two. Everything that backward needs is saved
-    by `save_for_backward`: hooks on saved tensors (an offloaded model has some) see the weight, and fetch its
-    memory before backward reads it. They would not see an attribute of `ctx`.
+    by `save_for_backward`. An offloaded model's hooks on saved tensors see the weight there, and fetch its memory
+    before backward reads it. They would not see an attribute of `ctx`.
     """
 
     @staticmethod
@@ -178,8 +178,8 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return left @ right if total is None else total.addmm_(left, right)
     if total is None:
         total = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device)
-    # 16-bit products are tensors of their own before they are added, and a CPU's kernels take fp32 scratch of the
-    # same size: some rows at a time.
+    # 16-bit products are tensors of their own before they are added, and a CPU's kernels take fp32 scratch of the same
+    # size. So they are made some rows at a time.
     num_rows = max(GRAIN, _sizes_for(left).product_numel // max(1, right.shape[1]) // GRAIN * GRAIN)
     for some_total, some_left in zip(total.split(num_rows), left.split(num_rows), strict=True):
         some_total.add_(some_left @ right)

@@ -2,8 +2,8 @@
 parameter. torch's operations take a hundred or more, so there small neighbours are updated together.
 
 Owns what gradients pass through on their way up. Runs on the control thread, whose stream compute is launched on, so
-that forward finds new values without a wait: nothing is moved but gradients that rest on the host. `run` returns when
-those have been read, and the update is launched.
+that forward finds new values without a wait. Only gradients that rest on the host are moved. `run` returns when those
+have been read, and the update is launched.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> States:
-        """What is kept of each parameter. Of offloaded ones an entry shows what rests on their tiers: reading takes the
-        memory of one parameter, and what is changed, replaced or deleted is so on the tier.
+        """What is kept of each parameter. The entry of an offloaded one shows what rests on its tier. Reading takes the
+        memory of one parameter. A change, a replacement or a deletion takes place on the tier.
 
         Raises ConfigError, and changes nothing, for entries that the optimizer could not go on with. Values of
         parameters that several ranks divide are not read: ZeroOffloadError; entries are deleted there on all ranks.
@@ -244,8 +244,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As that of torch's optimizer (one rank). States of offloaded parameters are tensors that are read from their
         tiers when their values are asked for, or just before those change.
 
-        Beside bf16 parameters there is the "residual" that completes them to their fp32 master, and beside offloaded
-        fp16 ones their "master": with the model's own state dict nothing is lost.
+        bf16 parameters have a "residual" that completes them to their fp32 master. Offloaded fp16 parameters have their
+        "master". With the model's own state dict nothing is lost.
         """
         hypers = self.hypers()
         self._hand_over(hypers)

@@ -1,10 +1,11 @@
 """The update pass: read | compute | write, for every chunk of every unit, with bounded staging.
 
 Owns the order of an update and its staging memory. Chunks whose states rest on disk are read, updated by one fused
-kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all. Gradients on a disk, or in
-the memory of a GPU, come by staging too. States in memory are updated in place, a whole shard in one pass. Python takes
-as long for a chunk as for a shard, and the thread that drives a GPU waits meanwhile. While a commit needs the shard,
-the update goes chunk by chunk. `run` works on whatever thread calls it, and completes the future of each unit.
+kernel pass, and written back while the next ones are computed. At most `CHUNKS_IN_FLIGHT` are under way. Gradients on a
+disk, or in the memory of a GPU, come by staging too. States in memory are updated in place, a whole shard in one pass.
+Python takes as long for a chunk as for a shard, and the thread that drives a GPU waits meanwhile. While a commit needs
+the shard, the update goes chunk by chunk. `run` works on whatever thread calls it, and completes the future of each
+unit.
 """
 
 from __future__ import annotations

@@ -271,8 +271,8 @@ class Keeper(Protocol):
 
 
 class Entry(MutableMapping[str, Any]):
-    """What an optimizer keeps of one offloaded parameter, as it is now: `step`, its states, and what completes the
-    value to its fp32 master ("residual" of bf16, "master" of fp16).
+    """What an optimizer keeps of one offloaded parameter, as it is now. It has `step`, the states, and what completes
+    the value to its fp32 master ("residual" of bf16, "master" of fp16).
 
     Where torch's entry would be one that the optimizer has no more, it has its values in memory, as a plain dict.
     """

@@ -50,7 +50,7 @@ class _Jobs:
     """What submitter and thread share.
 
     It is not a `SimpleQueue`, whose `get` can wait without end in Python 3.11. That happens when a signal comes to the
-    waiting thread, and another thread has the interpreter until the time is over: the time left is negative then.
+    waiting thread, and another thread has the interpreter until the time is over. The time left is negative then.
     """
 
     def __init__(self) -> None:

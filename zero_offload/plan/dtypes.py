@@ -56,8 +56,8 @@ class ComputeDtypes:
 def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> ComputeDtypes:
     """The dtypes of `root` under `config.precision`.
 
-    Raises ConfigError, all problems at once, for a key that matches nothing, if it is `strict`, and for a parameter or
-    module with several names that would have several dtypes.
+    Raises ConfigError, with all problems at once. A problem is a key that matches nothing, if it is `strict`, or a
+    parameter or module with several names that would have several dtypes.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     asked = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}

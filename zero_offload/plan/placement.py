@@ -1,11 +1,11 @@
 """Which tier every unit's parameters, gradients and optimizer states rest on.
 
-Owns the choice. Pure: it never allocates, and the same input gives the same placement on every rank.
-The calls in order: `tier_budget` joins the user's budgets with the machine, `assign_tiers` deals units to
-tiers, `place` does both and raises CapacityError when the result does not fit.
+Owns the choice. Pure: it never allocates, and the same input gives the same placement on every rank. The calls in
+order: `tier_budget` joins the user's budgets with the machine; `assign_tiers` deals units to tiers. `place` does both,
+and raises CapacityError when the result does not fit.
 
 For "auto", `_Search` looks for the tiers that make a step shortest. A candidate gives each automatic kind its shares of
-the tiers, in a few steps. Shares are dealt to units in an order that spreads each of them over the depth, and a larger
+the tiers, in a few steps. Shares are dealt to units in an order that spreads each of them over the depth. A larger
 share keeps what a smaller one had. All candidates are ranked by `step_time`, and the first that fits is taken. More
 memory only adds candidates.
 """

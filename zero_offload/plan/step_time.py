@@ -6,7 +6,7 @@ case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, 
 
 A step is a few phases, one after the other: the first forward, with the update beside it; each later forward; each
 backward; what comes between the last backward and the next forward. Lanes work side by side in a phase. It lasts as
-long as its busiest lane, and as long as one unit takes on the others, before that lane begins and after it ends.
+long as its busiest lane, plus what one unit takes on the other lanes before that lane begins and after it ends.
 Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a lane's total.
 
 [Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer took

@@ -1,8 +1,8 @@
 """Parameters that are divided over other ranks already: DTensors, as torch's tensor parallelism makes them.
 
-Such a rank holds a part of the model, and the ranks that see other data hold the same part: for all that follows,
-the part is the parameter. Owns what may be known of a DTensor without communication. Never imports torch's DTensor,
-which takes half a second: a program that has one has imported it.
+Such a rank holds a part of the model, and the ranks that see other data hold the same part. For all that follows, the
+part is the parameter. Owns what may be known of a DTensor without communication. Never imports torch's DTensor, which
+takes half a second: a program that has one has imported it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs of a device's work are refused: they run again with the addresses of when they were recorded, and a parameter
+"""Graphs of a device's work are refused. They run again with the addresses of when they were recorded, and a parameter
 moves each time its unit comes.
 
 Owns nothing. A capture is seen at the next use of a unit. What torch.compile records by itself is seen by its settings:

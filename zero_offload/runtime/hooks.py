@@ -59,8 +59,8 @@ def install_hooks(
         _put_mark_around(module)
     for param in params:
         if param.requires_grad:
-            # A weak reference: the cycle parameter -> hook -> runtime -> parameter passes through C++, where the
-            # garbage collector cannot follow, and would keep a dropped model for ever.
+            # A weak reference. The cycle parameter -> hook -> runtime -> parameter passes through C++, where the
+            # garbage collector cannot follow. It would keep a dropped model for ever.
             register: Any = param.register_post_accumulate_grad_hook
             undo.callback(register(_WeakCall(grad_ready)).remove)
 

@@ -4,8 +4,8 @@ Owns these files' names and formats, and the rule by which a second start contin
 storage directory is: private, locked, and a name of ours that is a link or no file is refused. Never touches the NVMe
 tier, which may lie below it and guards itself.
 
-Calls, in order: `RunDir.held` around the whole run, `RunDir.find_existing` before anything is written, `RunDir.create`
-once the tier's lock is held, `Metrics.open` with the committed step, `Metrics.append` per step. `read_run` for a
+Calls, in order: `RunDir.held` around the whole run; `RunDir.find_existing` before anything is written; `RunDir.create`
+once the tier's lock is held; `Metrics.open` with the committed step; `Metrics.append` per step. `read_run` for a
 command that only looks.
 """
 

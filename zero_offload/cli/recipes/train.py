@@ -3,11 +3,10 @@
 Owns the order of a step and of a run's start and end. Never knows how a shard moves: that is
 `zero_offload.model.offload`'s; nor how a run directory is written: that is `run_dir`'s.
 
-A run, in order: check the run directory -> offload the model (takes the directory's lock) -> resume ->
-per step: micro-batches, clip, update, metrics line, commit -> validation loss and sample -> close, which makes
-the last step a generation.
-The metrics line goes out before the commit: what a generation has seen is never missing from the file, and
-a line too many is dropped on resume.
+A run, in order: check the run directory -> offload the model (takes the directory's lock) -> resume -> per step:
+micro-batches, clip, update, metrics line, commit -> validation loss and sample -> close, which makes the last step a
+generation. The metrics line goes out before the commit. So what a generation has seen is never missing from the file,
+and a line too many is dropped on resume.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ values give the same bits on every machine and for every number of threads. The 
 rounding. On the host there is one call for each gradient: `store_grad` or `accumulate_grad`, by addresses.
 
 A device adds up chunks, each by itself. `launch_sums` does it for the gradients of a section, in as few launches as one
-gradient takes: by Triton's kernel if there is Triton (`triton_sums`), else by torch's operations. The host adds up the
-sums of chunks when they are there: `total`. Nothing waits for the device before that.
+gradient takes. It uses Triton's kernel if there is Triton (`triton_sums`), else torch's operations. The host adds up
+the sums of chunks when they are there: `total`. Nothing waits for the device before that.
 """
 
 from __future__ import annotations

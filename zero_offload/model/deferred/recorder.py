@@ -6,10 +6,10 @@ knows modules and parameters; `Tracer` runs every operation on real values and n
 when values are made: `zo.offload` does, from the recipes that are in the registry when the recording ends.
 
 [Note: faces]
-A tensor in a recording is real, or a *face*: a meta tensor, whose storage stands for values that are in memory only
-while operations use them. An operation on a face runs on its real values, so it does what it does in a plain program:
-errors, random numbers and results that depend on data included. Values that were dropped are replayed first, unless
-they are about to be filled.
+A tensor in a recording is real, or a *face*: a meta tensor. Its storage stands for values that are in memory only while
+operations use them. An operation on a face runs on its real values. So it does what it does in a plain program: errors,
+random numbers and results that depend on data included. Values that were dropped are replayed first, unless they are
+about to be filled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ VALUES = ("init", "skip")
 def deferred_init(values: str = "init") -> Iterator[None]:
     """Modules built inside have their parameters on meta; `zo.offload` makes the values, unit by unit.
 
-    They are those of a plain build with the same seed, bit for bit: what is done to parameters inside is noted, and
+    They are those of a plain build with the same seed, bit for bit. What is done to parameters inside is noted, and
     done again where they rest. The random number generators end up as after a plain build. Buffers and all other
     tensors are real. Inside, parameters may be read and written; after it, only `zo.offload` and `zo.plan` take them.
     In a recording nested in another the outer one rules.

@@ -1,11 +1,11 @@
 """One section's gradients in this step: which have arrived, and what holds them while backward makes them.
 
-`GradSection` is a value that the rest of this folder shares: `Gradients` enters what arrives and ends it. On one rank
-a GPU's gradients are in `FreshGrads` until the section is complete, and leave in few copies. What goes over ranks is a
-section's gradients whole, on the compute device, with zeros where there are none: `HostPartial` copies each gradient as
-it comes, `DevicePartial` holds them until the section is complete, and copies them together. Launches cost the host
-more than memory. The calls of a partial sum: `open` before a section's first gradient; `put` for each; `add_local` for
-sums of earlier backwards; `fill` when no more come; `drop` when the sum is at rest.
+`GradSection` is a value that the rest of this folder shares: `Gradients` enters what arrives and ends it. On one rank a
+GPU's gradients are in `FreshGrads` until the section is complete, and leave in few copies. Ranks reduce a section's
+gradients whole, on the compute device, with zeros where there are none. `HostPartial` copies each gradient as it comes.
+`DevicePartial` holds them until the section is complete, and copies them together. Launches cost the host more than
+memory. The calls of a partial sum: `open` before a section's first gradient; `put` for each; `add_local` for sums of
+earlier backwards; `fill` when no more come; `drop` when the sum is at rest.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def use(device: Device, fresh: Iterable[Fresh]) -> None:
 def side_by_side(grads: Mapping[int, torch.Tensor], parts: Mapping[int, slice], numel: int) -> torch.Tensor:
     """One tensor, (numel,), in the widest of the gradients' dtypes: each lies at its part, with zeros between them.
 
-    `parts` are in order. This is one launch, and one for the zeros: on a GPU a copy of each gradient by itself would
+    `parts` are in order. This is one launch, and one for the zeros. On a GPU a copy of each gradient by itself would
     cost the host more than the bytes cost the device.
     """
     found, gaps, at = list[torch.Tensor | int](), [0], 0

@@ -1,7 +1,7 @@
 """Ranks of one machine tell each other words in pages that all of them map.
 
-A message through sockets wakes three threads on its way. Here a rank writes its words into its own page, posts the
-number of its turn, and spins a little until the others have posted theirs. A system may forbid shared pages
+A message through sockets wakes three threads on its way. Here a rank writes its words into its own page and posts the
+number of its turn. Then it spins a little until the others have posted theirs. A system may forbid shared pages
 (containers), or the native library may be missing: `open_channel` tries once, and all ranks learn of the result.
 Control thread only.
 """

@@ -6,7 +6,7 @@ for a tensor it saves, `unpack` when a node reads it. Backward runs against the 
 before the tensor that is wanted now is fetched ahead.
 
 Parameters and buffers stay, and so does what is smaller than `SMALLEST_BYTES`. How many bytes a forward will save is
-not known before it runs, so fractions are met storage by storage: each goes to the tier that lags most.
+not known before it runs. So fractions are met storage by storage: each goes to the tier that lags most.
 """
 
 from __future__ import annotations

@@ -303,8 +303,9 @@ def runs(frame: FrameType) -> bool:
 
 
 def _current_frames() -> dict[int, FrameType]:
-    """The top frame of each thread. Python before 3.11.9 holds its list of threads locked meanwhile: a garbage
-    collection that begins there and lets another thread run, which ends, waits for ever (python/cpython#106883)."""
+    """The top frame of each thread. Python before 3.11.9 holds its list of threads locked meanwhile. A garbage
+    collection may begin there and let another thread run. If that thread ends meanwhile, the program waits for ever
+    (python/cpython#106883)."""
     with _COLLECTOR:
         collects = gc.isenabled()
         try:

@@ -1,8 +1,8 @@
 """Where activations go between forward and backward: pinned host memory beside a GPU, or blocks of a file.
 
-A tier owns memory or blocks of constant size, which are leased to pieces of one storage's bytes and given back with it:
-nothing grows once a step has taken what it needs. It decides nothing. The calls: `put` launches the way out; of what it
-returns, `start` launches the way back as far as there is room, `finish` gives the bytes, `release` drops them.
+A tier owns memory or blocks of constant size. They are leased to pieces of one storage's bytes and given back with it.
+Nothing grows once a step has taken what it needs. A tier decides nothing. The calls: `put` launches the way out; of
+what it returns, `start` launches the way back as far as there is room, `finish` gives the bytes, `release` drops them.
 
 On a GPU both ways go over the copy lanes. A tensor keeps its memory on the device until its download is done. So a host
 that launches ahead of the GPU waits for downloads: else all of forward would be there at once. On the way to a file

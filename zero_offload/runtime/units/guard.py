@@ -1,11 +1,11 @@
 """The class of an offloaded parameter while no forward or backward uses it.
 
-A tensor whose storage is away must not be read: on a CPU that is a fault, on a GPU it is freed memory. So at
-rest a parameter's class is `GuardedParameter` (switched like torch.nn.UninitializedParameter's, no attribute
-added), whose `__torch_function__` asks the owner about every function. Which functions need data no table says: where
-the data is away a function runs on an `Away` in the parameter's place, a tensor without memory. What it asks of shape,
-dtype and device is answered, views are views without memory, and the first operation that would read data raises.
-The hooks switch the class to plain `nn.Parameter` for the time a unit is in use.
+A tensor whose storage is away must not be read: on a CPU that is a fault, on a GPU it is freed memory. So at rest a
+parameter's class is `GuardedParameter` (switched like torch.nn.UninitializedParameter's, no attribute added), whose
+`__torch_function__` asks the owner about every function. No table lists the functions that need data. Where the data is
+away, a function runs on an `Away` in the parameter's place: a tensor without memory. What it asks of shape, dtype and
+device is answered, views are views without memory, and the first operation that would read data raises. The hooks
+switch the class to plain `nn.Parameter` for the time a unit is in use.
 
 [Note: views for reading]
 Views of parameters that are handed out outside of forward and backward are for reading. What is written to one is lost

@@ -1,8 +1,8 @@
 """How a unit's values get from their tier into its flat buffers.
 
-`HostParamLoader` reads straight into the buffers. `DeviceParamLoader` uploads: values in CPU memory go from where they
-rest, values on disk by way of pinned landing regions, with room for `UNITS_IN_FLIGHT` of the largest units. After its
-`finish` copies may be under way for all the host knows: `Shard.last_copy`.
+`HostParamLoader` reads straight into the buffers. `DeviceParamLoader` uploads. Values in CPU memory go from where they
+rest. Values on disk go by way of pinned landing regions, with room for `UNITS_IN_FLIGHT` of the largest units. After
+its `finish` copies may be under way for all the host knows: `Shard.last_copy`.
 """
 
 from __future__ import annotations

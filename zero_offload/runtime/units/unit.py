@@ -1,9 +1,9 @@
 """One unit at run time: its parameters, their flat buffers, and the passes that use them.
 
 [Note: flat buffers]
-Each section has one buffer of constant identity on the compute device; every parameter is a view of it, made
-once. Autograd keeps such views, so the buffer is never replaced: away means that its pages (on a CPU) or its
-storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `ParamPrefetcher` decides when to move.
+Each section has one buffer of constant identity on the compute device; every parameter is a view of it, made once.
+Autograd keeps such views, so the buffer is never replaced. Away means that its pages (on a CPU) or its storage (on a
+GPU) are gone, not the tensor. `Unit` knows states and uses; `ParamPrefetcher` decides when to move.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Unit:
         self._is_replaced = False
         """At the end of the last use some parameter was in other memory."""
         self.is_set = False
-        """Some parameter had another version after a use and the same value, as where a parametrization sets it to
-        itself: from then on its values are looked at in every use."""
+        """True once a parameter had another version after a use and the same value, as where a parametrization sets it
+        to itself. From then on its values are compared in every use."""
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
         self.writable: list[Sequence[nn.Parameter]] = []

@@ -2,9 +2,9 @@
 
 Owns the words (`BLOCK_DTYPE`, `Ticket`, `Urgency`, `EngineSettings`, `FileEngine`), when an engine counts as stalled,
 and the errors of transfers: file, offset, block, reason, remedy. It moves no byte itself. A block table is both the map
-and the checksums of an extent: a write fills the checksum of each row, a read is verified against it. Files are the
-caller's: opened, sized, named and closed elsewhere.
-The calls in order: `engines.open_engine`, `name_file` for each file, `submit`, `wait`, `close`.
+and the checksums of an extent. A write fills the checksum of each row, and a read is verified against it. Files are the
+caller's: opened, sized, named and closed elsewhere. The calls in order: `engines.open_engine`, `name_file` for each
+file, `submit`, `wait`, `close`.
 """
 
 from __future__ import annotations

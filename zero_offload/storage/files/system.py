@@ -1,5 +1,5 @@
-"""The system calls that directories and manifests are made of, in one place, so that tests can put a disk under them
-that loses, tears and refuses at will.
+"""The system calls that directories and manifests are made of, in one place. Tests can put a disk under them that
+loses, tears and refuses at will.
 
 Owns nothing but the list. A call is the one of `os` or `fcntl` of the same name and raises what that raises, OSError;
 those of another name say what they do. Data blocks do not pass here: they are a `FileEngine`'s.

@@ -447,8 +447,8 @@ class Arena:
 class MovableBuffer:
     """A reserved address range; pages are under it only between `attach` and `detach`.
 
-    The address never changes, so tensors that view it stay valid while the pages are away (touching them
-    then is a fault: the guard class and the hooks prevent it).
+    The address never changes, so tensors that view it stay valid while the pages are away. Touching them then is a
+    fault, which the guard class and the hooks prevent.
     """
 
     def __init__(self, arena: Arena, nbytes: int, *, claims: bool = False) -> None:

@@ -115,8 +115,8 @@ class ResizableBuffer:
     def attach(self) -> bool:
         """Take memory; False when the budget has too little. The contents are undefined.
 
-        Raises torch.OutOfMemoryError, and has taken nothing, where the device has too little for what it promised:
-        activations, and whatever else computes there, are in no budget.
+        Raises torch.OutOfMemoryError, and has taken nothing, where the device has less than it promised: the budget
+        does not count activations, nor whatever else computes there.
         """
         if self._attached:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
             self.detach()

@@ -1,9 +1,9 @@
 """Gradients at rest in the memory of a GPU.
 
-Owns a tensor for each parameter that has a gradient: a part of one that has those of its neighbours too, so that a
-section is widened, sent and used as one. None outlives the update that uses it, so forward has the memory for
-activations. It has no array and no `add`: a GPU's gradients come together, are adopted, and added to where they are.
-An update on the host takes a chunk by way of staging memory, beside whatever the device computes.
+Owns a tensor for each parameter that has a gradient. It is a part of a tensor that has the neighbours' gradients too,
+so that a section is widened, sent and used as one. None outlives the update that uses it, so forward has the memory for
+activations. It has no array and no `add`: a GPU's gradients come together, are adopted, and added to where they are. An
+update on the host takes a chunk by way of staging memory, beside whatever the device computes.
 """
 
 from __future__ import annotations

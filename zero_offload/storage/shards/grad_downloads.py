@@ -1,5 +1,5 @@
-"""Gradients on their way from a GPU to the host: beside backward, straight to where they rest, or into pinned staging
-where the host has something to do with them.
+"""Gradients on their way from a GPU to the host, beside backward. They go straight to where they rest, or into pinned
+staging where the host has something to do with them.
 
 The calls: `make_room` before gradients are gathered, then `place` or `stage`; `advance` at each sign of
 backward; `land` where a section is wanted; `drain` where all are; or `drop`.

@@ -427,8 +427,8 @@ class ShardStore:
     # Whole shards
 
     def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
-        """The array of one chunk, host: a copy of where it rests on the device, a view of where it rests in host
-        memory, or of staging until the next read."""
+        """The array of one chunk, on the host: a copy of a device's memory, or a view of host memory where it rests.
+        What rests on disk is a view of staging, valid until the next read."""
         if component in shard.memory:
             return _on_host(shard, shard.array(component, row))
         shard.settle()

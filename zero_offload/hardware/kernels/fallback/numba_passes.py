@@ -412,8 +412,8 @@ def largest(row: Any, count: Any) -> Any:
 
 @kept
 def sum_chunks(kinds: Any, mode: Any, arrays: Any, numel: Any, found: Any, first: Any, last: Any) -> None:
-    """Chunks [first, last) of dst and src, (numel,) each: store src as `mode` says, and fill their rows of `found`:
-    sums of squares (chunks,) fp64, the largest bits of a magnitude (chunks,) uint32."""
+    """Chunks [first, last) of dst and src, (numel,) each: store src as `mode` says, and fill their rows of `found`.
+    Those are sums of squares (chunks,) fp64, and the largest bits of a magnitude (chunks,) uint32."""
     sums, tops = found
     block, lanes = np.empty((2, BLOCK), np.float32), np.empty(LANES, np.float64)
     for chunk in range(first, last):

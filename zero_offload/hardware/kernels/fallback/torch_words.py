@@ -4,8 +4,8 @@
 `u32` to cut. fp32 and fp64 numbers see +, -, *, quotients of two tensors and conversions: those torch rounds correctly
 on a GPU too, subnormal numbers included. Each is a kernel of its own, so nothing is fused. Of roots only those in fp64
 are taken; see `sqrt`. What looks alike and is not used: `addcmul`, `lerp` and `rsqrt` round as they like; a GPU divides
-by a number of the host with a product of its reciprocal, and with a `where` of one the host waits until it is copied
-there. Both get a tensor.
+by a number of the host with a product of its reciprocal. A `where` of such a number makes the host wait until it is
+copied there. Both get a tensor.
 """
 
 from __future__ import annotations
