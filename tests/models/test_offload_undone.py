@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
+from tests.helpers.failing import fail_at, hooks_of
 from tests.helpers.models import TinyLM, build, tokens_of
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.model import move_in
@@ -50,37 +51,6 @@ AFTER = [
     (RunFiles, "settle", 1),
     (OFFLOAD, "trim_heap", 1),
 ]
-
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, nth: int, error: BaseException) -> None:
-    """Have the `nth` call of `place.name` raise."""
-    real, calls = getattr(place, name), 0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == nth:
-            raise error
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(place, name, call)
-
-
-def hooks_of(model: nn.Module) -> list[Any]:
-    of_modules = [
-        list(found.values())
-        for module in model.modules()
-        for found in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        )
-    ]
-    of_params = [list((param._post_accumulate_grad_hooks or {}).values()) for param in model.parameters()]
-    return [hook for found in of_modules + of_params for hook in found]
 
 
 def threads() -> set[threading.Thread]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
+from tests.helpers.failing import fail_at, hooks_of
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Result, run_both, run_offloaded, run_plain
@@ -21,6 +23,7 @@ from zero_offload.cli.main import main
 from zero_offload.storage.shards.registry import owner_of
 from zero_offload.storage.shards.store import ShardStore
 
+OFFLOAD = importlib.import_module("zero_offload.model.offload")  # the package's attribute is the function
 Rows = Callable[[int], Tensor]
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {},
@@ -454,30 +457,37 @@ def test_what_cannot_be_adopted(tmp_path: Path) -> None:
         zo.offload(model)
 
 
-def test_an_error_on_the_way_undoes_an_adoption(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever write fails: the adapters are plain again, the model trains on, and the next call adopts them."""
+@pytest.mark.parametrize(
+    ("place", "name", "nth"),
+    [
+        (ShardStore, "write_components", 4),
+        (OFFLOAD, "register", 2),
+        (OFFLOAD, "install_hooks", 1),
+        (OFFLOAD, "install_walk_hooks", 1),
+        (OFFLOAD, "_hook", 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_an_error_on_the_way_undoes_an_adoption(
+    place: Any, name: str, nth: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters are plain again, the model trains on, and the next call adopts them."""
     model, plain = build(make), build(make)
     zo.offload(model, zo.OffloadConfig(precision="fp32", **settings))
     optimizers = [zo.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
     adapters = [adapt(each, "up") for each in (model, plain)]
-    write, num_writes = ShardStore.write_components, 0
-
-    def fails(store: ShardStore, *given: Any) -> None:
-        nonlocal num_writes
-        num_writes += 1
-        if num_writes == 4:
-            raise zo.StorageError("the fourth write")
-        write(store, *given)
-
-    monkeypatch.setattr(ShardStore, "write_components", fails)
-    with pytest.raises(zo.StorageError, match="the fourth write"):
-        zo.offload(model)
+    num_hooks = len(hooks_of(model))
+    given = nn.Sequential(model)  # around the model: it gets hooks of its own, last
+    fail_at(monkeypatch, place, name, nth, zo.StorageError("injected"))
+    with pytest.raises(zo.StorageError, match="injected"):
+        zo.offload(given)
     monkeypatch.undo()
+    assert len(hooks_of(model)) == num_hooks and hooks_of(given) == hooks_of(model)
     assert all(owner_of(param) is None for param in adapters[0])
     assert all(map(torch.equal, *adapters))
     for (mine, theirs), is_adopted in zip([(model, plain)] * 2, (False, True), strict=True):
         if is_adopted:
-            zo.offload(model)
+            zo.offload(given)
             for optimizer, params in zip(optimizers, adapters, strict=True):
                 optimizer.add_param_group({"params": params})
         losses = [

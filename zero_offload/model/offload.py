@@ -308,8 +308,7 @@ def _install(
     casts: Mapping[str, Cast],
     undo: contextlib.ExitStack,
 ) -> None:
-    """Units that are filled get their owner, guards and hooks. `spec` describes the last units of the model."""
-    first = len(owner.units) - len(spec.units)
+    """Units that are filled get their owner, guards and hooks. `spec` describes them."""
     for unit in units:
         undo.callback(unguard, unit.params)
         for param in unit.params:
@@ -317,7 +316,7 @@ def _install(
             register(param, owner)
         unit.seal()
         unit.close()
-    points = {point.module: [owner.units[first + i] for i in point.units] for point in spec.hook_points}
+    points = {point.module: [units[i] for i in point.units] for point in spec.hook_points}
     if not owner.has_root(root):
         points = {"": [], **points}
     params = [param for unit in units for param in unit.params]
@@ -332,11 +331,11 @@ def _hook(
     casts: Mapping[str, Cast],
     undo: contextlib.ExitStack,
 ) -> None:
-    """The model of `owner` has these points, parameters and casts; what else it has hooks already."""
+    """The model of `owner` has these points, parameters and casts; its other modules have their hooks."""
     new_casts = {name: cast for name, cast in casts.items() if root.get_submodule(name) not in owner.modules}
     install_hooks(root, points, params, owner.tracker, new_casts, owner.grad_ready, owner, undo)
     install_walk_hooks([each for each in root.modules() if each not in owner.modules], undo)
-    owner.add_root(root)
+    owner.add_root(root, undo)
 
 
 def _adopt(
@@ -408,12 +407,13 @@ def _adopt(
             owner.activations.keep(root.buffers())
         limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)
         on_host, on_device = (FrameLimits(*map(operator.sub, after, earlier)) for after, earlier in limits)
-        store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
-        owner.frames.widen(on_device.chosen, on_device.most, on_device.least)
-        owner.grow(layout, sizes, new, buffers.landing_bytes(), steps)
         _install(root, owner, new, spec, dtypes.casts, undo)
         if model not in owner.modules:  # around the root: what it does with parameters is a forward too
             _hook(model, owner, {"": []}, (), {}, undo)
+        # Nothing from here on fails, so nothing of it is undone.
+        store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
+        owner.frames.widen(on_device.chosen, on_device.most, on_device.least)
+        owner.grow(layout, sizes, new, buffers.landing_bytes(), steps)
         if not awaited:
             owner.life.lacks_weights |= skips_values
             owner.left_out |= left_out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -226,10 +226,13 @@ class ModelRuntime:
         wanted = set(map(id, params))
         return next((root for root in self._live_roots() if wanted <= set(map(id, root.parameters()))), None)
 
-    def add_root(self, module: nn.Module) -> None:
+    def add_root(self, module: nn.Module, undo: ExitStack) -> None:
         if not self.has_root(module):
             self._roots.append(weakref.ref(module))
-        self.modules.update(module.modules())
+            undo.callback(self._roots.pop)
+        new = [each for each in module.modules() if each not in self.modules]
+        undo.callback(self.modules.difference_update, new)
+        self.modules.update(new)
 
     def prepare_growth(self) -> None:
         """Raise where parameters cannot be adopted now; updates and commits are over."""
