@@ -112,7 +112,7 @@ def offload(
         builder.open_files()
         with builder.ranks.together():
             builder.make_units()
-            builder.make_transfers()
+            builder.make_movers()
             owner = builder.make_runtime()
             undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
             _install(model, owner, owner.units, builder.spec, builder.casts, undo)
@@ -194,12 +194,12 @@ class Builder:
             _make_unit(index, self.buffers, self.store, device, self.frames, self.errors, self.collectives.shard_index)
             for index in range(len(self.layout.units))
         ]
-        passes = config.overlap == UpdateOverlap.BACKWARD
-        self.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes()) if passes else None
+        updates_in_backward = config.overlap == UpdateOverlap.BACKWARD
+        self.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes()) if updates_in_backward else None
 
-    def make_transfers(self) -> None:
-        """Make what moves bytes, and move the model in. Parameters come last: frozen ones that a smaller dtype rounds
-        cannot be given back."""
+    def make_movers(self) -> None:
+        """Make what moves bytes, start the workers, and move the model in. Parameters come last: frozen ones that a
+        smaller dtype rounds cannot be given back."""
         config, device, store, collectives, files = self.config, self.device, self.store, self.collectives, self.files
         collectives.counters = store.counters
         device.record_to(store.counters.spans)
@@ -482,7 +482,7 @@ def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
     free_bytes = device.free_bytes()
     for directory in config.nvme_dirs:
         with naming_errors("reach", directory):
-            directory.exists()
+            directory.exists()  # raises if it cannot be reached
     with naming_errors("read", Path("/proc")):
         found = probe_hardware(config.nvme_dirs, device_name=device.name, device_memory_bytes=free_bytes)
     return count_reusable(found, config.nvme_dirs)

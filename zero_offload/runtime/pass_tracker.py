@@ -1,7 +1,7 @@
 """What happens when: forwards, backwards and touches of one offloaded model, whatever order they come in.
 
 Owns the uses of units. Hooks need not pair: recompute enters a forward inside backward, and any of them may
-be left by an exception; so forwards push and pop a stack, backwards are counted, and the next outermost
+be left by an exception; so forwards push and pop a stack, uses of units are counted, and the next outermost
 forward starts from a clean state. Never moves bytes: it asks `ParamPrefetcher` for units and lets go of them.
 
 [Note: when a unit is needed in backward]
@@ -56,6 +56,7 @@ _IN_ANOTHER_THREAD = (
 
 
 _NO_BACKWARD = weakref.ref(set[None]())
+"""A dead reference."""
 
 TOLD_CASTS_BYTES = 64 * MIB
 """From so many bytes on that autocast's cache keeps, a warning says so."""
@@ -136,7 +137,7 @@ class Scope:
     """Runs as long as this forward does."""
     touched: list[Unit] = field(default_factory=list)
     saving: saved_tensors_hooks | None = None
-    """Entered because it began under hooks of the user."""
+    """Our hooks for saved tensors, where others or none were in place."""
     opened: Opened | None = None
     """Since its units are here, where it is recorded."""
 
@@ -273,9 +274,9 @@ class PassTracker:
         """Outermost forwards, or rounds, that have begun."""
         self._has_told_casts = False
         self._watches = False
-        """True if this cycle looks for changes of parameters that torch's versions do not show."""
+        """True if this forward looks for changes of parameters that torch's versions do not show."""
         self._backward_runs = False
-        """Or was left by an exception, and nothing has come since."""
+        """True while a backward runs, and after one that broke off, until the next forward or backward."""
         self._task = -1
         """Autograd's number of it; -1 until it is known. See [Note: backwards inside of a backward]."""
         self._inner_forwards: list[Scope] = []
@@ -283,8 +284,8 @@ class PassTracker:
         self._inner_uses: dict[int, list[Unit]] = {}
         """What backwards inside of it have begun to use, by their numbers."""
         self.ending: Callable[[], object | None] = _NO_BACKWARD
-        """A weak reference to what is called at the end of the backward that runs; None is its answer where none runs,
-        or an exception has left it. It is asked on every sign of a backward, and then `note_backward` if need be."""
+        """Weak reference to the callback at the end of the running backward; returns None if none runs, or one broke
+        off. Every sign of a backward asks it, and calls `note_backward` if it returns None."""
         self.any_leaves = False
         """True if units leave: then the end of a use matters, and so do views of parameters that the program holds."""
         self._trimmer: HeapTrimmer | None = None
@@ -331,7 +332,7 @@ class PassTracker:
             self.round.enter(units, inputs)
         thread = threading.get_ident()
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
-            # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
+            # Not a module that calls itself: an earlier forward ended without its exit hook, as after a Ctrl-C.
             self.abandon()
         with self._pushing:
             is_outermost = not self.forwards
@@ -493,14 +494,14 @@ class PassTracker:
         self._prefetcher.begin_cycle(kind, sum(sizes))
 
     def settle(self) -> None:
-        """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients
-        are not whole, and none may be used; units that it used are at rest then."""
+        """Called before a norm, a step, or a read or write of values from outside. Gradients of a backward that broke
+        off are dropped, since some are not whole, and the units that it used go to rest."""
         self._life.check_alive()
         if self._backward_runs and not self.active:
             self._recover()
 
     def _recover(self, *, in_forward: bool = False) -> None:
-        """Of a backward, or forwards, that an exception has left; with `in_forward` there are others that run."""
+        """Clean up after a backward, or forwards, that broke off; with `in_forward` other forwards run now."""
         broken = self._backward_runs
         if broken and _lives(self.ending):
             raise ZeroOffloadError(f"a backward {_IN_ANOTHER_THREAD}")
@@ -647,7 +648,7 @@ class PassTracker:
         return ending
 
     def begin_part(self) -> None:
-        """The next sign is of a backward that is inside of no other: of one that begins, or of the next part of it."""
+        """Take the running backward as the outermost one: it begins here, or its next part does."""
         self._task = torch._C._current_graph_task_id()
 
     def _end_backward(self) -> None:

@@ -46,7 +46,7 @@ class FetchSchedule:
         self.position = 0
         """In `uses`: the next one."""
         self.next_use: dict[int, int] = {}
-        """By unit: the first position from here on that uses it, or `NEVER`; units that are not predicted lack."""
+        """By unit: the first position from here on that uses it, or `NEVER`; no entry for units not predicted."""
         self.num_departures = 0
         """Uses in this cycle that were not predicted."""
         self._following: list[int] = []
@@ -101,8 +101,9 @@ class FetchSchedule:
 class Evictor:
     """Chooses the unit that leaves the compute device when another one needs its memory, and takes it away.
 
-    First units that are not in use leave, the one with the furthest next use before others; then units that have not
-    arrived; then, on one rank, units between two operations. A unit under a view that the program holds stays.
+    `choose` takes units that are not in use, the one with the furthest next use first. For a use that cannot wait,
+    `evict_one` goes on to units that have not arrived; then, on one rank, to units between two operations. A unit under
+    a view that the program holds stays; several ranks raise.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Evictor:
 
     def unused(self) -> list[Unit]:
         """Units that are here, may leave, and are not in use."""
-        # Looks at all units at most uses: attributes, no properties.
+        # Runs at most uses, over all units: plain attributes, since properties are slow.
         return [
             u
             for u in self._units
@@ -153,7 +154,7 @@ class Evictor:
         if victim is None:
             return False
         if victim.state is UnitState.PRESENT:
-            victim.break_off()  # a use that is being fetched for goes on: it attaches the unit anew
+            victim.break_off()  # what uses it fetches it again
         self.evict(victim)
         return True
 
@@ -218,9 +219,9 @@ class MemoryPool:
         self.is_of_host = budget is arena
         """True if units and gradients share the host's memory."""
         self.drive_room = drive_room
-        self.measure()
+        self.restart()
 
-    def measure(self) -> None:
+    def restart(self) -> None:
         """Begin anew: the limits were raised for further units."""
         self._keeps_in_backward = self.is_of_host and self._arena.kept_frames == 0
         self._for_units = self._budget.frame_limit
@@ -245,7 +246,7 @@ class MemoryPool:
         )
 
     def attach(self, buffer: MovableBuffer) -> None:
-        """Put pages under a host buffer of gradients. Raises CapacityError."""
+        """Put frames under a host buffer of gradients. Raises CapacityError."""
         if self.is_of_host:
             self.reserve(buffer.num_frames, "a gradient buffer", for_grads=True)
         if not buffer.attach() and not (self.drive_room.settle() and buffer.attach()):
@@ -280,8 +281,9 @@ class MemoryPool:
 class ParamPrefetcher:
     """Moves units between their tier and the compute device.
 
-    The calls: `begin_cycle`; `acquire` before every use; `begin_update` when `step` has begun an update. `acquire`,
-    `bring`, `meet` and `refresh_kept` wait; the others only launch.
+    In a step: `begin_cycle` as an outermost forward begins; `acquire` before every use; `begin_update` when `step` has
+    begun an update, then `refresh_kept`. Beside a step: `bring`, `forget`, `holds_value`. Where ranks use different
+    units: `meet`. `begin_update` only launches; the others may wait for drives, updates or ranks.
     """
 
     def __init__(
@@ -299,7 +301,8 @@ class ParamPrefetcher:
         self._units = units
         self._store = store
         self.spans = store.counters.spans
-        self._is_alone = collectives.num_shards == 1
+        self._has_whole_units = collectives.num_shards == 1
+        """True if nothing is gathered: one rank, or stages that divide no parameters."""
         self._shard_index = collectives.shard_index
         self.gatherer = Gatherer(collectives, loader)
         self._loader = loader
@@ -315,7 +318,7 @@ class ParamPrefetcher:
         """Evictions so far when all units were last seen to be here, if no update has begun since."""
         self.schedule = FetchSchedule()
         self._held_views = HeldViews(units, collectives.world_size)
-        gatherer = None if self._is_alone else self.gatherer
+        gatherer = None if self._has_whole_units else self.gatherer
         self._evictor = Evictor(
             units, self.schedule, self._held_views, loader, self.streams, gatherer, collectives.world_size
         )
@@ -328,11 +331,11 @@ class ParamPrefetcher:
             self._uploader.make_room(landing_bytes)
         if self.device_limit is not None:
             self.device_limit.measure()
-        self.pool.measure()
+        self.pool.restart()
 
     def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
         """A forward starts, with inputs of so many elements; `kind` tells cycles apart that use units differently."""
-        if not self._is_alone:
+        if not self._has_whole_units:
             self.gatherer.agreement.begin()
         self._store.read_lazy()  # a forward may change values where they rest
         self._store.counters.add("departures", self.schedule.num_departures)
@@ -356,7 +359,7 @@ class ParamPrefetcher:
         self.bring(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
-        if not self._is_alone:
+        if not self._has_whole_units:
             self._gather_ahead(unit)
 
     def _gather_ahead(self, in_use: Unit) -> None:
@@ -379,27 +382,27 @@ class ParamPrefetcher:
                 self.streams.use(unit)
             return
         with self._store.counters.waiting(Cause.PARAMS, unit.name):
-            if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
+            if not self.gatherer.agrees_per_unit or not self.gatherer.needs(unit):
                 self._fetch(unit)
             while unit.state is not UnitState.PRESENT or (unit.update is not None and not unit.update.is_done):
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
 
     def meet(self, place: str) -> None:
         """Where ranks use different units: take part in what others gather, until all have come to `place`."""
-        if self.gatherer.is_agreed:
+        if self.gatherer.agrees_per_unit:
             for index in self.gatherer.wanted_units(place):
                 self._fetch(self._units[index])
 
     def _fetch(self, unit: Unit) -> None:
-        """Bring the unit here now, or, where other ranks want it, send our part of it."""
+        """Bring the unit here now; where other ranks alone want it, take part in its gather."""
         unit.wait_for_update()
         if unit.state is UnitState.AWAY:
-            self._reserve_now(unit)
+            self._attach_now(unit)
         if unit.state is UnitState.AWAITING:
             self._resolve(unit, Urgency.URGENT)
         if unit.state is UnitState.FETCHING:
             self._finish(unit)
-        elif self.gatherer.is_agreed:
+        elif self.gatherer.agrees_per_unit:
             self.gatherer.finish(unit)
 
     def begin_update(self, order: Sequence[int], *, in_backward: bool = False) -> None:
@@ -429,7 +432,7 @@ class ParamPrefetcher:
                 if unit.state is not UnitState.AWAITING:
                     unit.advance(UnitState.AWAITING)
                 self._offer(unit)
-        # The step counts by now, and must not break off for what is only ahead: its next use asks for memory again.
+        # The step is counted: lack of memory for a mere prefetch must not fail it. The next use asks for memory again.
         try:
             if in_backward:
                 self._look_ahead()
@@ -438,7 +441,7 @@ class ParamPrefetcher:
                 if unit.state is UnitState.AWAY:
                     if unit.num_frames > self._budget.free_frames or self._is_refused:
                         break
-                    self._reserve(unit)
+                    self._attach(unit)
         except torch.OutOfMemoryError:
             self._note_refusal()
 
@@ -465,7 +468,7 @@ class ParamPrefetcher:
                     self._evictor.evict(holders.pop())
 
     def holds_value(self, section: Section) -> bool:
-        """True if a unit's buffer still has this rank's shard as it rests elsewhere. Reads the shard from there."""
+        """True if the section's buffer equals this rank's values at rest, which are read; False if they rest in it."""
         if section.buffer is None:
             return False  # it rests in the buffer
         value = self._store.read_component(section.shard, Component.VALUE)
@@ -482,8 +485,8 @@ class ParamPrefetcher:
         if unit.kept:
             self.bring(unit)
 
-    # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a collective. So
-    # decisions look at pages and the schedule, never at what happens to be complete.
+    # Moves. `_finish` is a collective: what leads to it must be the same on all ranks, so it follows frames and the
+    # schedule, never what happens to be complete. When a local read begins may differ.
 
     def _look_ahead(self) -> None:
         """Attach units in the order of the schedule as far as the budget goes; launch what can be read."""
@@ -501,9 +504,9 @@ class ParamPrefetcher:
                 if self._is_refused:
                     return
                 try:
-                    self._reserve(unit)
+                    self._attach(unit)
                 except torch.OutOfMemoryError:
-                    if not self._is_alone:
+                    if not self._has_whole_units:
                         raise  # the others go on to gather it
                     self._note_refusal()
                     return  # its use asks for memory again
@@ -521,17 +524,17 @@ class ParamPrefetcher:
             return False
         return all(write.done() for section in unit.sections for write in section.shard.writes)
 
-    def _reserve_now(self, unit: Unit) -> None:
-        """Reserve for a use that cannot wait: where the device refuses memory, units leave that are not in use."""
+    def _attach_now(self, unit: Unit) -> None:
+        """Attach for a use that cannot wait: where the device refuses memory, units leave that are not in use."""
         while True:
             self.pool.reserve(unit.num_frames, unit.name)
             try:
-                self._reserve(unit)
+                self._attach(unit)
                 return
             except torch.OutOfMemoryError:
                 self._note_refusal()
-                # With several ranks a unit leaves on all of them.
-                if not self._is_alone or (self._is_refused and not self._evictor.evict_one()):
+                # Where ranks gather, a unit leaves on all of them.
+                if not self._has_whole_units or (self._is_refused and not self._evictor.evict_one()):
                     raise
 
     @property
@@ -543,7 +546,7 @@ class ParamPrefetcher:
     def _note_refusal(self) -> None:
         """The device had no memory for a unit: several ranks lower their limits when they next agree."""
         self._refused_at = self._evictor.num_evictions
-        if self._is_alone and self.device_limit is not None:
+        if self._has_whole_units and self.device_limit is not None:
             self.device_limit.ran_out()
             self._shrink()
 
@@ -552,8 +555,8 @@ class ParamPrefetcher:
         while self._budget.free_frames < 0 and self._evictor.evict_one():
             pass
 
-    def _reserve(self, unit: Unit) -> None:
-        """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
+    def _attach(self, unit: Unit) -> None:
+        """Attach frames for an absent unit; a queued update delivers into them, else they are read into."""
         attached = unit.attach()
         assert attached
         if self.streams is not None:
@@ -564,7 +567,7 @@ class ParamPrefetcher:
 
     def _offer(self, unit: Unit) -> None:
         """Let the update deliver into the unit's buffers, if they are host memory and hold whole sections."""
-        if not self._is_alone or not self.pool.is_of_host:
+        if not self._has_whole_units or not self.pool.is_of_host:
             return
         if unit.update is not None and unit.update.deliver_to(tuple(s.flat.data_ptr() for s in unit.sections)):
             unit.to_read = tuple(section for section in unit.to_read if not section.layout.trainable)
@@ -590,7 +593,7 @@ class ParamPrefetcher:
 
     def _finish(self, unit: Unit) -> None:
         self._loader.finish(unit)
-        if not self._is_alone:
+        if not self._has_whole_units:
             self.gatherer.finish(unit)
         if self.streams is not None:
             self.streams.arrived(unit)

@@ -22,7 +22,7 @@ class Gatherer:
         self._collectives = collectives
         self._loader = loader
         self.agreement = collectives.agreement
-        self.is_agreed = collectives.partition.any_branches and collectives.num_shards > 1
+        self.agrees_per_unit = collectives.partition.any_branches and collectives.num_shards > 1
         """True if ranks use different units, and so agree which is next before each gather."""
         self._flying: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
         """By unit: gathers that are under way."""
@@ -48,7 +48,7 @@ class Gatherer:
         """True if every rank knows that its part is in memory: no drive and no update to wait for."""
         return (
             self._collectives.num_shards > 1
-            and not self.is_agreed
+            and not self.agrees_per_unit
             and unit.index not in self._updating
             and unit.index not in self._flying
             and all(s.shard.replica is None and Component.VALUE in s.shard.memory for s in unit.sections)
@@ -65,8 +65,8 @@ class Gatherer:
         """
         sections: list[Section] = []
         if self._collectives.num_shards > 1:
-            sections = list(_spread(unit.sections if self.is_agreed else unit.to_read))
-        if sections and not self.is_agreed:
+            sections = list(_spread(unit.sections if self.agrees_per_unit else unit.to_read))
+        if sections and not self.agrees_per_unit:
             self.agreement.same(f"the gather of parameters of {unit.name}")
         self._flying[unit.index] = [(s, self._collectives.launch_gather(s.flat, unit.name)) for s in sections]
 

@@ -3,10 +3,11 @@
 A `GradStore` is chosen for each section when the model is offloaded: `HostGrads` (here) in host memory, `DriveGrads` on
 a drive, `DeviceGrads` in a GPU's memory; with overlap="backward" the first two have a part of the ring (`ring_grads`).
 A store owns values, their sums of squares, and the factors by which the update multiplies them. Values are in the
-compute dtype while a step has one micro-batch, and fp32 from the first addition on: this switch is exact. The calls:
-`add` for each gradient that backward has made in host memory, or `add_shard` for several that lie in one tensor;
-`flush` when the section is complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`.
-Between them `view`, `measure` and `apply_factor` work on gradients where they rest.
+compute dtype until the first addition of a second micro-batch, and in fp32 from then on, in later steps too: this
+switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`), or
+`add_shard` for several that lie in one tensor; `flush` when the section is complete; then `lend` to an update, which
+takes `chunks` and calls `release`; or `drop`. Between them `view`, `measure` and `apply_factor` work on gradients where
+they rest.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class GradStore:
     def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Take a parameter's gradient, in host memory: `adds` to the one here, or is the first.
 
-        On return autograd may have `grad` back, unless nothing else is in its memory.
+        The store may keep `grad` itself if it fills its storage; else it copies, and autograd may reuse the memory.
         """
         raise NotImplementedError
 
