@@ -171,7 +171,7 @@ def arm(place: str, count: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     names = {"rename": "replace", "unlink": "unlink"}
-    owner, name = (SwapFile, place) if place in ("read", "write") else (os, names[place.split()[1]])
+    owner, name = (SwapFile, f"launch_{place}") if place in ("read", "write") else (os, names[place.split()[1]])
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)

@@ -36,6 +36,7 @@ class TwoUnits(nn.Module):
 
 def measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Three steps of two micro-batches, so that sums of gradients are in fp32 as the plan of several ranks has them."""
+    torch.manual_seed(0)
     model, config = TwoUnits(), zo.OffloadConfig(**settings)
     plan = zo.plan(model, config)
     zo.offload(model, config)
