@@ -100,7 +100,7 @@ class Laps:
 
 
 class _Thread(threading.local):
-    """Of each thread: the waits that it is in, and for each the nanoseconds of waits inside it."""
+    """For each thread, the waits that it is in, and for each wait the nanoseconds of waits inside it."""
 
     def __init__(self) -> None:
         self.inner_ns: list[int] = []

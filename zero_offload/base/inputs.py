@@ -37,7 +37,7 @@ def check_optimizer(call: str, optimizer: object) -> None:
 
 
 def params_of(call: str, given: object) -> list[nn.Parameter]:
-    """Of a module, an iterable of parameters, or one parameter."""
+    """The parameters of a module, an iterable of parameters, or one parameter."""
     if isinstance(given, nn.Module):
         return list(given.parameters())
     params: list[Any] = [given] if isinstance(given, torch.Tensor) else []

@@ -100,7 +100,7 @@ class Opened:
 
 
 class Spans:
-    """Of one model on one rank."""
+    """The spans of one model on one rank."""
 
     def __init__(self) -> None:
         self.on = False

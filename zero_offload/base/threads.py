@@ -18,7 +18,7 @@ from zero_offload.base.spans import Cause
 
 LOOK_S = 0.1
 THREAD_PREFIX = "zero_offload"
-"""Of the names of threads that do a model's work."""
+"""The prefix of the names of threads that do a model's work."""
 NO_THREAD = "Raise the limit on threads: see 'ulimit -u', and pids.max of the container or cgroup"
 """What to type where the system starts no thread."""
 

@@ -14,7 +14,7 @@ from zero_offload.base.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 STAGES = (0, 1, 2, 3)
-"""Of ZeRO; `plan.partition` says what each divides."""
+"""The stages of ZeRO; `plan.partition` says what each divides."""
 SECTOR = 4096
 """Bytes that O_DIRECT takes whole, on drives with sectors of 512 bytes too."""
 FRAME = 2 * MIB

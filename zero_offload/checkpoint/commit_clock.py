@@ -21,7 +21,7 @@ COST_SHARE_MAX = 0.02
 PLAIN_MIN = 3
 """Steps without a commit that are measured before the first commit."""
 BESIDE_MAX = 16
-"""Of so many steps at least one runs without a commit, so that there is something to compare with."""
+"""At least one of so many steps runs without a commit, so that there is something to compare with."""
 GROWTH_MAX = 4
 """An interval is at most this many times as long as the one before. So after one commit that met a busy drive, a crash
 does not cost hours."""
@@ -31,7 +31,7 @@ _STEPS_KEPT, _COSTS_KEPT = 16, 3
 
 
 class CommitClock:
-    """Of one model."""
+    """The clock of one model's commits."""
 
     def __init__(self, every: str) -> None:
         """`every`: a duration such as "2min", or "auto"."""

@@ -54,7 +54,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def capture_buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of those with values of their own, at places of their own: not of meta, distributed and sparse tensors."""
+    """Buffers with values and places of their own; not meta, distributed and sparse tensors."""
     return {
         name: _encoded(buffer)
         for name, buffer in persistent_buffers(model).items()

@@ -133,7 +133,7 @@ class Generation:
 
     @property
     def names(self) -> list[str]:
-        """Of its parameters, section by section."""
+        """The names of its parameters, section by section."""
         params = self.payload.get("params")
         return [entry["name"] for entry in params] if isinstance(params, list) else []
 
@@ -145,7 +145,7 @@ class Generation:
 
     @classmethod
     def parse(cls, payload: Mapping[str, Any], name: str) -> Generation:
-        """Of the manifest `name`. Raises IntegrityError when a field is missing or of the wrong type."""
+        """The generation of the manifest `name`. Raises IntegrityError when a field is missing or of the wrong type."""
         fields = {
             "run_id": str,
             "number": int,

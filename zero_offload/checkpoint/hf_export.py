@@ -102,7 +102,7 @@ def plan_files(entries: Sequence[TensorEntry], nbytes_max: int) -> tuple[FilePla
 
 
 def written_dtype(own: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    """Of a parameter in the files: floating ones are rounded to `target`, unless it is None."""
+    """The dtype of a parameter in the files: floating ones are rounded to `target`, unless it is None."""
     return target if target is not None and own.is_floating_point else own
 
 

@@ -56,7 +56,7 @@ NAMES_SHOWN = 10
 
 
 def shard_name(number: int, count: int) -> str:
-    """Of file `number`, from 1 on, of `count`."""
+    """The name of file `number`, from 1 on, of `count`."""
     return SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -69,7 +69,7 @@ class StoredTensor:
     dtype_name: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """The offset of its first byte in the file."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -248,7 +248,7 @@ def match(
 
 
 def adapter_names(names: Iterable[str]) -> list[str]:
-    """Of parameters' names, those that only a model with adapters of peft has."""
+    """Those names that only a model with adapters of peft has."""
     return [name for name in names if ".base_layer." in name or name.startswith("base_model.")]
 
 

@@ -108,7 +108,7 @@ def _join_new(path: Path) -> RunDirectory:
 
 
 def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:
-    """Make the checkpoint's file; whether it can share blocks with the run's."""
+    """Make the checkpoint's file. True if it can share blocks with the run's."""
     resting = next((shard for shard in store.shards if shard.on_disk), None)
     if resting is None or not can_share(next(iter(resting.slots[resting.current].values())), directory):
         swap.create()

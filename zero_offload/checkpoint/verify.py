@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Of a command that found this: damage goes before a drive that does not answer."""
+        """The exit code of a command that found this: damage goes before a drive that does not answer."""
         codes = {error.exit_code for error in (*self.problems, *self.errors)}
         return IntegrityError.exit_code if IntegrityError.exit_code in codes else max(codes, default=0)
 

@@ -46,7 +46,7 @@ _DRIVE_BYTES = 128 * MIB
 _COPY_BYTES = 256 * MIB
 _DRIVE_S = 2.0
 _LOST_S = 0.25
-"""Of the products beside which bytes are moved."""
+"""Seconds of the products beside which bytes are moved."""
 _APART = 0.75
 """Reads and writes that together take less than this share of one after the other do not take turns."""
 ROUNDS = 5
@@ -235,7 +235,7 @@ def device_rates(device: Device, nbytes: int) -> Table:
     """
 
     def seconds(call: Callable[[], object]) -> float:
-        """Until the GPU has done what the call launches."""
+        """Seconds until the GPU has done what the call launches."""
 
         def launch_and_wait() -> None:
             call()
@@ -262,7 +262,7 @@ def device_rates(device: Device, nbytes: int) -> Table:
 
 
 def median_s(rounds: int, call: Callable[[], object]) -> float:
-    """Of a few calls after a first one, which takes memory and starts threads."""
+    """The median of a few calls after a first one, which takes memory and starts threads."""
     call()
     times = []
     for _ in range(rounds):
@@ -289,7 +289,7 @@ def block_flops(target: torch.device, dtype_name: str, width: int, sequences: in
 
 
 def _training_flops(target: torch.device, dtype_name: str, seconds: Seconds) -> float:
-    """Of the first size whose call is long enough."""
+    """FLOP/s of the first size whose call is long enough."""
     width, sequences, length, flops = 256, 1, 128, 0.0
     while True:
         flops = block_flops(target, dtype_name, width, sequences, length, seconds)

@@ -88,7 +88,7 @@ def as_text(report: Report) -> str:
 
 
 def _shares(report: Report, kind: StateKind) -> dict[str, float]:
-    """Of a kind's bytes, by tier."""
+    """Shares of a kind's bytes, by tier."""
     sizes = [
         {
             StateKind.PARAMS: unit.params_bytes,

@@ -52,7 +52,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}
 SEQUENCE_USUAL = 4096
 RAM_SHARE, GPU_SHARE = 0.9, 0.95
-"""Of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
+"""Shares of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
 _SELDOM = 1000
 """Steps between generations, hardly any commits."""
 MORE_GIB_MAX = 64
@@ -151,7 +151,7 @@ class Request:
         return self.gpu is not None or self.gpu_here is not None
 
     def kept_bytes(self, tier: Tier) -> int:
-        """Of what is saved for backward, on this tier at once."""
+        """Bytes of what is saved for backward, on this tier at once."""
         return kept_bytes(self.work, self.config, self.batch, tier)
 
     def activation_bytes(self) -> int:
@@ -161,7 +161,7 @@ class Request:
         return device_activation_bytes(self.work, self.config, self.batch) + logits
 
     def with_tokens(self, tokens: int) -> Request:
-        """Of a rank's step, in as many micro-batches."""
+        """The request with `tokens` in a rank's step, in as many micro-batches."""
         each = max(tokens // self.batch.micro_batches, 1)
         return replace(self, batch=replace(self.batch, tokens=each, sequence=min(self.batch.sequence, each)))
 
@@ -272,7 +272,7 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
 
 
 def _variants(request: Request) -> Iterator[Variant]:
-    """Of the model, in fewer bytes."""
+    """Variants of the model, in fewer bytes."""
     config, partition, batch = request.config, request.partition, request.batch
     compact = replace(config.numerics, states="compact")
     if config.numerics != compact:
@@ -306,7 +306,7 @@ def by_wear(request: Request, tbw: float, step_s: float | None) -> int | None:
 
 
 def drive_wear(request: Request, memory: MemoryPlan) -> Wear:
-    """Of one drive, the fastest: bytes are dealt by speed."""
+    """The wear of one drive, the fastest: bytes are dealt by speed."""
     fastest = 1.0 if request.drives is None else request.drives.fastest
     return memory.wear.of_one_drive(request.cluster.ranks_per_node, max(len(request.config.nvme_dirs), 1), fastest)
 

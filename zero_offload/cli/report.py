@@ -42,7 +42,7 @@ WAITS = {
 """By cause: words, and a colour that is the same in every picture."""
 
 _SHOWN_SHARE = 0.005
-"""Of a step: what never takes more is not drawn."""
+"""A share of the step: what never takes more is not drawn."""
 _BINS_MAX = 120
 _WARM_UP_STEPS = 2
 

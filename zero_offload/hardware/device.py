@@ -273,7 +273,7 @@ class AcceleratorDevice(Device):
         return zip(target.view(-1).tensor_split(cuts), source.view(-1).tensor_split(cuts), strict=True)
 
     def _recorded(self, stream: Any, *, timed: bool = False) -> Any:
-        """When a stream has done what was launched on it."""
+        """An event for when a stream has done what was launched on it."""
         event = self._accelerator.make_event(self.torch_device, timed)
         event.record(stream)
         return event
@@ -562,13 +562,13 @@ class DeviceMemory(NamedTuple):
     free: int
     """Not reserved by any process, and no more than this one may still take."""
     total: int
-    """Of the device, or what `set_per_process_memory_fraction` leaves of it."""
+    """The device's memory, or what `set_per_process_memory_fraction` leaves of it."""
     reserved: int
     """By torch's allocator: tensors and its cache."""
     peak: int
     """The most that it has reserved since `forget_peak`."""
     allocated: int
-    """Of live tensors."""
+    """Bytes of live tensors."""
     peak_allocated: int
     num_ooms: int
     """Out-of-memory errors so far; always 0 where the device type does not count them."""

@@ -30,11 +30,11 @@ from zero_offload.base.types import GIB
 
 GB = 10**9
 STREAM_SHARE = 0.8
-"""Of a memory's bandwidth."""
+"""The share of a memory's bandwidth that is achieved."""
 LINK_SHARE = 0.8
-"""Of a link's, by large copies from pinned memory or large collectives."""
+"""The share of a link's bandwidth, achieved by large copies from pinned memory or large collectives."""
 DRIVE_BYTES = 2 * 10**12
-"""Of a drive that is named by its speed alone."""
+"""Size of a drive that is named by its speed alone."""
 
 
 class Lane(StrEnum):
@@ -50,7 +50,7 @@ class Lane(StrEnum):
 
 
 class Share(NamedTuple):
-    """Of a card's dense arithmetic, what training of a whole transformer in bf16 reaches, recompute counted."""
+    """The share of a card's dense arithmetic that training of a whole transformer in bf16 reaches, with recompute."""
 
     of_peak: float
     run: str
@@ -79,7 +79,7 @@ class Gpu:
 class Host:
     memory_gb_s: float
     network_gb_s: float
-    """Of the machine, per direction, for each GPU where `network_per_gpu`."""
+    """The machine's network, per direction, for each GPU where `network_per_gpu`."""
     network_per_gpu: bool = False
 
 
@@ -117,7 +117,7 @@ class Machine:
     """What one rank can do in a second beside the other ranks alone; 0 where it lacks the lane."""
 
     is_host: bool
-    """The CPU computes: the host's memory is the device's, and an update beside forward shares its cores."""
+    """True if the CPU computes: the host's memory is the device's, and an update beside forward shares its cores."""
     flops: float
     """Achieved, in the compute dtype."""
     device_bytes: float
@@ -131,7 +131,7 @@ class Machine:
     read_bytes: float
     write_bytes: float
     drive_takes_turns: bool
-    """Reads and writes share the drives' time; otherwise each has its rate whatever the other does."""
+    """True if reads and writes share the drives' time; otherwise each has its rate whatever the other does."""
     network_bytes: float
     """Sent and received by a rank at once, to all ranks together."""
     drive_lost_s: float = 0.0
@@ -307,7 +307,7 @@ def gpu_memory_bytes(gpu_name: str) -> int:
 
 
 CORE_FLOPS = 20e9
-"""Of a CPU's core, in fp32."""
+"""FLOP/s of a CPU's core, in fp32."""
 CORE_BYTES = 8e9
 """Streamed by an update on one core of a machine of which nothing is known; two cores are taken to saturate memory."""
 

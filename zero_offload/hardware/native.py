@@ -173,7 +173,7 @@ def crc32c(seed: int, address: int, nbytes: int) -> int:
 
 
 def crc32c_each(ranges: Iterable[tuple[int, int]]) -> list[int]:
-    """Of each of these ranges (address, bytes), from seed 0."""
+    """The checksum of each of these ranges (address, bytes), from seed 0."""
     checksum = lib().zo_crc32c
     return [checksum(0, address, nbytes) for address, nbytes in ranges]
 

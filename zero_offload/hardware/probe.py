@@ -108,7 +108,7 @@ def nvme_free_bytes(directories: Sequence[Path]) -> int:
 
 
 def supports_direct_io(directory: Path) -> bool:
-    """Write and read one sector past the page cache, in an unnamed file; an OSError means no."""
+    """Write and read one sector past the page cache, in an unnamed file. False if that raises an OSError."""
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file, mmap.mmap(-1, _SECTOR_BYTES) as page:
             fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

@@ -26,14 +26,14 @@ class Rates:
 
     host: Table = field(default_factory=dict)
     flops: Table = field(default_factory=dict)
-    """Of the CPU, by precision."""
+    """FLOP/s of the CPU, by precision."""
     drives: Table = field(default_factory=dict)
     """By the number of the file system."""
     devices: Table = field(default_factory=dict)
     """By a GPU's name, as torch gives it."""
 
     def device(self, name: str) -> Table:
-        """Of the GPU that torch, or `zero-offload plan --gpu`, names so; empty where it was not measured."""
+        """The rates of the GPU that torch, or `zero-offload plan --gpu`, names so; empty where it was not measured."""
         return next((dict(table) for known, table in self.devices.items() if name in (known, gpu_of_device(known))), {})
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_offload.base.errors import ConfigError
 
 _RANDOM_INITS = (True, False, "gaussian", "orthogonal")
-"""Of `init_lora_weights`: those that do not look at the base's weights."""
+"""Values of `init_lora_weights` that do not look at the base's weights."""
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What a module of peft calls the one in whose place it is, or another wrapper of that."""
 _COPIES = ("modules_to_save", "ln_tuning_layers")

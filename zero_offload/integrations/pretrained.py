@@ -349,7 +349,7 @@ def _export_dtype(name: str | None) -> torch.dtype | None:
 
 
 def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
-    """Of most floating elements."""
+    """The dtype of most floating elements."""
     numel: Counter[torch.dtype] = Counter()
     for entry in entries:
         if entry.dtype.is_floating_point:

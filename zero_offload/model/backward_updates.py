@@ -48,7 +48,8 @@ _INSTEAD = "overlap='forward' updates after backward"
 
 
 class BackwardUpdates:
-    """Of one model; implements `runtime.units.unit.UpdatesInBackward`. Runs on the thread that runs backward."""
+    """One model's updates in backward: implements `UpdatesInBackward` of `runtime.units.unit`. Runs on backward's
+    thread."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class BackwardUpdates:
         self._arriving: dict[int, Unit] = {}
         """Units that have gradients of this backward and no update yet."""
         self._late: set[int] = set()
-        """Of those, what waits for the end."""
+        """Those units that wait for the end."""
         self._launched: set[int] = set()
         self._left_out: list[str] = []
         """Parameters whose gradients were not finite, in units that were not updated, since the last step."""
@@ -101,7 +102,7 @@ class BackwardUpdates:
         self._trainers.add(optimizer)
 
     def _hypers_now(self) -> dict[nn.Parameter, Hyper]:
-        """Of all parameters that an optimizer has. Raises ConfigError where two have the same one."""
+        """Hyperparameters of all parameters that an optimizer has. Raises ConfigError where two have the same one."""
         found, twice = self._collect_hypers()
         if twice is not None:
             gc.collect()  # a dropped optimizer may be in a cycle, as a scheduler leaves it
@@ -114,7 +115,7 @@ class BackwardUpdates:
         return found
 
     def _collect_hypers(self) -> tuple[dict[nn.Parameter, Hyper], nn.Parameter | None]:
-        """And a parameter that two optimizers have."""
+        """Hyperparameters, and a parameter that two optimizers have."""
         found: dict[nn.Parameter, Hyper] = {}
         for optimizer in list(self._trainers):
             mine = {param: hyper for param, hyper in optimizer.hypers().items() if param in self._params}
@@ -259,7 +260,7 @@ class BackwardUpdates:
     # The step
 
     def close(self, hypers: Mapping[nn.Parameter, Hyper]) -> bool:
-        """An optimizer's step with parameters `hypers`: whether backward has made it."""
+        """An optimizer steps with parameters `hypers`. True if backward has made that step."""
         mine = self._grads.updated & hypers.keys()
         if not self._has_told and any(self._hypers[param] != hypers[param] for param in mine):
             self._has_told = True

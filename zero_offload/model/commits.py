@@ -25,7 +25,7 @@ from zero_offload.storage.shards.snapshot import Snapshots
 
 
 class Commits:
-    """Of one model; the control thread's. Without a keeper there is nothing to do."""
+    """The commits of one model; used by the control thread. Without a keeper there is nothing to do."""
 
     def __init__(
         self,

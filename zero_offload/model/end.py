@@ -24,7 +24,7 @@ from zero_offload.storage.shards.store import ShardStore
 
 @dataclass(frozen=True)
 class ModelEnd:
-    """Of one model."""
+    """The end of one model."""
 
     life: ModelLife
     errors: FirstError

@@ -68,7 +68,7 @@ def param_problem(param: nn.Parameter) -> str | None:
 
 
 _DIGITS = 8
-"""Of a word, hexadecimal."""
+"""Hexadecimal digits of a word."""
 
 
 def check_same_model(params: Mapping[str, nn.Parameter], ranks: CommitGroup, *, values: bool) -> None:

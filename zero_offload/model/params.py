@@ -203,7 +203,7 @@ class OptimizerStates:
             self.begun.discard(place.name)
 
     def ensure(self, states: Iterable[tuple[Shard, Sequence[str]]]) -> None:
-        """Have room for these states of shards; what there was not is zero. Raises CapacityError."""
+        """Take room for these states of shards; new states are zero. Raises CapacityError."""
         lacking: dict[int, tuple[Shard, dict[Component, None]]] = {}
         for shard, names in states:
             if shard.layout.trainable and not shard.keeps(names):
@@ -267,7 +267,7 @@ class OptimizerStates:
         return read_state(self._store, shard, Component(name), span).view(piece.spec.shape)
 
     def begin(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
-        """Have states, as those of a step of zero gradients with a learning rate of 0 would be, and count no step."""
+        """Make states as a step of zero gradients with a learning rate of 0 does, without counting a step."""
         for param, hyper in hypers.items():
             if self.step_of(param) is None:
                 if hyper.rule is Rule.ADAGRAD and hyper.beta2:

@@ -51,7 +51,7 @@ class StepTime:
 
 
 def step_times(spans: Iterable[Span]) -> list[StepTime]:
-    """Of each step that was recorded to its end. Sweeps over the begins and ends of all spans, in order of time."""
+    """Times of each step that was recorded to its end. Sweeps over begins and ends of all spans, in order of time."""
     edges: list[tuple[int, bool, int, Span]] = []
     for span in spans:
         if span.begin_ns < span.end_ns:

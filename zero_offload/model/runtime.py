@@ -78,9 +78,9 @@ class ModelRuntime:
     device: Device
     store: ShardStore
     frames: FrameBudget
-    """Of the compute device's own memory, if it has any."""
+    """Frames of the compute device's own memory, if it has any."""
     errors: FirstError
-    """Of updates, commits and transfers."""
+    """Errors of updates, commits and transfers."""
     update_worker: Worker
     commit_worker: Worker | None
     """None where there are no generations."""
@@ -98,7 +98,7 @@ class ModelRuntime:
         # Weak: hooks of modules hold this object.
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """That the model had when it was offloaded, or when parameters were last adopted."""
+        """The modules that the model had when it was offloaded, or when parameters were last adopted."""
         units, store, prefetcher = self.units, self.store, self.prefetcher
         self.life = ModelLife(self.errors)
         self.places = ParamPlaces(units)

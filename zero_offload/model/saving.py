@@ -43,7 +43,7 @@ class Resumed:
     """What `commit` was given; None when the step was committed without it."""
     committed_at: str
     number: int = 0
-    """Of the generation, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
+    """The generation's number, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
 
 
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:

@@ -36,7 +36,7 @@ from zero_offload.storage.shards.store import ShardStore
 
 
 class Updates:
-    """Of one model; the control thread's."""
+    """The updates of one model; used by the control thread."""
 
     def __init__(
         self,

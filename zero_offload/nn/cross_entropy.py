@@ -30,7 +30,7 @@ class _Sizes(NamedTuple):
     """What is computed at a time, where nothing else is asked for."""
 
     chunk_bytes: int
-    """Of the fp32 logits of one chunk, at most."""
+    """Bytes of the fp32 logits of one chunk, at most."""
     product_numel: int
     """Elements of a weight gradient that a 16-bit product gives, at most."""
 

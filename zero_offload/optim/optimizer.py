@@ -119,7 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             assign(self, param, entry)
 
     def _take_states(self, ordinary: Mapping[Any, Any]) -> None:
-        """Have another mapping. The one before is torch's dict as it was, for a program that holds it."""
+        """Keep states in another mapping. The one before is torch's dict as it was, for a program that holds it."""
         before = weakref.ref(self._states)
         self._states, states = States(self), self._states
         del states
@@ -203,7 +203,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return next(map(self._hyper, found), None)
 
     def hypers(self) -> dict[nn.Parameter, Hyper]:
-        """Of offloaded parameters, by value. Raises ZeroOffloadError where their model was dropped."""
+        """Hyperparameters of offloaded parameters, by value. Raises ZeroOffloadError where their model was dropped."""
         found: dict[nn.Parameter, Hyper] = {}
         for group in self.param_groups:
             hyper = self._hyper(group)
@@ -274,7 +274,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         entries: dict[nn.Parameter, State] = {}
 
         def keep_ours(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-            """Of what the hooks before this one made of it."""
+            """Keep ours of what the hooks before this one returned."""
             if [len(group["params"]) for group in given["param_groups"]] != [
                 len(g["params"]) for g in self.param_groups
             ]:
@@ -300,7 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     restore_exact(param, self.state[param], kept, entry.get("residual"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or torch's part of a load."""
+        """Set the state from a copy, a pickle, or torch's part of a load."""
         super().__setstate__({name: each for name, each in state.items() if name != "state"})
         self._is_built = True
         if "_states" not in self.__dict__:
@@ -391,7 +391,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Have states kept for parameters of these groups, which are checked: what an earlier optimizer made goes."""
+    """Keep states for parameters of these groups, which are checked: what an earlier optimizer made goes."""
     check_adopted(type(optimizer).__name__, (param for group in groups for param in group["params"]))
     taken = [
         (owner.states, owner, params, optimizer._hyper(group).states)

@@ -56,7 +56,7 @@ class _Task:
     section: SectionUpdate
     rows: range
     first: bool
-    """Of its unit's."""
+    """True for the first one of its unit."""
     last: bool
     staging: Region | None = None
     chunks: OpenChunks | None = None
@@ -77,7 +77,7 @@ class UpdatePipeline:
         self._num_threads = 1
         self._free: list[Region] = []
         self._staging_bytes = 0
-        """Of each region: what the largest chunk of any update so far needed."""
+        """Bytes of each region: what the largest chunk of any update so far needed."""
         self._writing: deque[_Task] = deque()
 
     def run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate], num_threads: int) -> None:
@@ -169,7 +169,7 @@ class UpdatePipeline:
         return self._free.pop()
 
     def _take_staging(self, sections: Sequence[SectionUpdate]) -> None:
-        """Have what their chunks need. Nothing is under way."""
+        """Take the staging memory that their chunks need. Nothing is under way."""
         # An optimizer that was built since the last update may have added states.
         state_bytes = self._store.state_staging_bytes * any(section.shard.on_disk for section in sections)
         grad_bytes = CHUNK_NUMEL * 4 * any(section.grads.comes_by_staging for section in sections)  # fp32
@@ -196,7 +196,7 @@ class UpdatePipeline:
 
 
 def _are_elsewhere(grads: GradStore) -> bool:
-    """Gradients that are not in the host's memory."""
+    """True if the gradients are not in the host's memory."""
     return grads.on_disk or grads.on_device
 
 
@@ -227,7 +227,7 @@ def _passes(
 def _buffers(
     section: SectionUpdate, chunks: OpenChunks, rows: range, states: Sequence[Component], beside: tuple[int, int]
 ) -> UpdateBuffers:
-    """Of some of the chunks; `beside` has the addresses of gradients and of the second copy, of element 0 of all."""
+    """Addresses for some of the chunks. `beside` has those of element 0 of the gradients and of the second copy."""
     layout, at = section.shard.layout, chunks.addresses_of(rows[0])
     (begin, end), (grad, value_out) = layout.elements(rows), beside
     ahead = begin - chunks.begin

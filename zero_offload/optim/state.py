@@ -61,7 +61,7 @@ class StateTensor(Tensor):
     state_name: str
     """As torch names it."""
     _owner: Owner | None
-    """Of a state dict's: it may be read when the program has dropped the model."""
+    """The owner for a state dict's entry: it may be read when the program has dropped the model."""
     _root: StateTensor | None
     """What this is a view of."""
     _is_copy: bool
@@ -126,7 +126,7 @@ class StateTensor(Tensor):
             return self._states().read(self.param, self.state_name).to(self.device)
 
     def _write(self, values: Tensor) -> None:
-        """Of the whole state."""
+        """Write the whole state."""
         if self._kept is not None:
             return
         if values.shape != self.shape:
@@ -550,7 +550,7 @@ def write_offloaded(param: nn.Parameter, hyper: Hyper, entry: State) -> None:
 
 
 def reset(params: Iterable[nn.Parameter]) -> None:
-    """Have no states of offloaded parameters: the next step is the first."""
+    """Drop the states of offloaded parameters: the next step is the first."""
     for owner, owned in by_owner(params).items():
         assert owner is not None
         owner.states.reset(owned)

@@ -63,7 +63,7 @@ class _Jobs:
         """The thread takes no further job."""
 
     def put(self, job: _Job | None) -> bool:
-        """False if the thread has ended. None asks the thread to end."""
+        """Queue a job; False if the thread has ended. None asks the thread to end."""
         with self._lock:
             if not self._ended:
                 self._queue.append(job)

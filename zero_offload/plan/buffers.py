@@ -51,14 +51,14 @@ class FrameLimits(NamedTuple):
     most: int
     """Taken by a use that cannot wait (a checkpointed segment needs all of its units at once)."""
     kept: int = 0
-    """Of those chosen, for gradients alone: units that are fetched ahead would have them all."""
+    """Frames of the chosen ones for gradients alone: units that are fetched ahead would have them all."""
     least: int = 0
-    """Of a device, those that uses need at once."""
+    """On a device, the frames that uses need at once."""
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Of one rank. `is_host`: the compute device is the CPU."""
+    """The buffers of one rank. `is_host`: the compute device is the CPU."""
 
     layout: ShardLayout
     placement: Placement

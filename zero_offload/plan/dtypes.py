@@ -43,7 +43,7 @@ class ComputeDtypes:
 
     compute: torch.dtype
     params: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Of the parameters, by each of their names, that are kept in another dtype."""
+    """Dtypes of the parameters that are kept in another dtype, by each of their names."""
     casts: Mapping[str, Cast] = field(default_factory=dict)
     """By the name of a module; "" is the root, whose outputs are never cast."""
     states: StateFormat = StateFormat.FP32
@@ -105,7 +105,7 @@ def _matches(key: ModuleKey, name: str, module: nn.Module) -> bool:
 def _dtype_of(
     name: str, modules: Mapping[str, nn.Module], exceptions: Mapping[ModuleKey, torch.dtype]
 ) -> torch.dtype | None:
-    """That of the innermost match around `name`."""
+    """The dtype of the innermost match around `name`."""
     for around in _outwards(name):
         found = [dtype for key, dtype in exceptions.items() if _matches(key, around, modules[around])]
         if found:
@@ -114,7 +114,7 @@ def _dtype_of(
 
 
 def _statistics_dtype(module: nn.Module) -> torch.dtype | None:
-    """Of batch and instance normalization; None where parameters cannot have it."""
+    """The dtype of batch and instance normalization; None where parameters cannot have it."""
     running = module.running_mean if isinstance(module, _NormBase) else None
     return running.dtype if running is not None and running.dtype in _PARAM_DTYPES else None
 

@@ -34,7 +34,8 @@ class Bottleneck:
 
 
 def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
-    """By speeding up each lane. Of equals the first, so a step that waits for nothing is bound by compute."""
+    """Speeds up each lane in turn. Of equals it takes the first, so a step that waits for nothing is bound by
+    compute."""
     faster = {lane: predict(job, placement, machine.faster(lane, SPEED_UP)).step_s for lane in machine.lanes()}
     lane = min(faster, key=lambda each: faster[each])
     return Bottleneck(lane, machine.title(lane), step_s - faster[lane])

@@ -55,7 +55,7 @@ UNITS_IN_FLIGHT = 3
 GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one on its way to where it rests."""
 STAGED_SECTIONS = 3
-"""Of the largest sections, whose gradients the host adds or converts, in its staging memory at once."""
+"""How many of the largest sections staging memory holds at once, while the host adds or converts their gradients."""
 GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward. They are: the one that backward
 fills, a leftover that it completes at its end, one whose sums a GPU still makes, one whose update waits, and one that
@@ -83,11 +83,11 @@ WORKSPACE_BYTES = 4 * (32 << 20)
 COMMUNICATORS = 3
 """Gathers, reductions and sums over replicas have one of NCCL's each, which connects on first use."""
 COMMUNICATOR_BYTES = 688 * 10**6
-"""Of one, outside of torch's allocator: measured on 4 A100 with NVLink, 544 MB on 2 (NVIDIA/nccl#964)."""
+"""Of one communicator, outside of torch's allocator: measured on 4 A100 with NVLink; 544 MB on 2 (NVIDIA/nccl#964)."""
 
 
 def value_bytes(config: OffloadConfig) -> int:
-    """Of a parameter, and of an activation, as it is computed with."""
+    """Bytes of a parameter, and of an activation, as it is computed with."""
     return _VALUE_BYTES[config.compute_dtype_name]
 
 
@@ -107,7 +107,7 @@ class UnitNumel:
     sizes: tuple[int, int, int] | None = None
     """Bytes of trained values, frozen values and optimizer states, where not all is in the compute dtype."""
     frame_bytes: int = 0
-    """Of the host's pages under whole values, where they are fetched; every section has its own."""
+    """Bytes of the host's pages under whole values, where they are fetched; every section has its own."""
     in_use_with: tuple[tuple[int, ...], ...] = ()
     """As `ModelSpec.in_use_with`."""
 
@@ -250,7 +250,7 @@ class Budget:
     cpu_bytes: int
     nvme_bytes: int
     shared_memory: bool
-    """The compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`. What
+    """True if the compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`. What
     `device_bytes` limits there is memory for units that are fetched."""
 
     def of(self, tier: Tier) -> int:
@@ -516,7 +516,7 @@ def beside_made_bytes(made: Sequence[int], sent: Sequence[int]) -> int:
 
 
 def activations_ahead_bytes(config: OffloadConfig, budget: Budget) -> int:
-    """Of a device, for activations that come back to it before backward reads them; 0 where none leave."""
+    """Bytes of a device for activations that come back before backward reads them; 0 where none leave."""
     leave = any(tier is not Tier.DEVICE for tier in config.activation_fractions) and not budget.shared_memory
     return min(ACTIVATIONS_AHEAD_BYTES, budget.device_bytes // ACTIVATIONS_AHEAD_SHARE) * leave
 
@@ -536,7 +536,7 @@ def ring_bytes(unit_bytes: Iterable[int]) -> int:
 
 
 def sum_of_largest(sizes: Iterable[int], count: int) -> int:
-    """Of so many of the sizes."""
+    """The sum of the `count` largest sizes."""
     return sum(sorted(sizes)[-count:])
 
 

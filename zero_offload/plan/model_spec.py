@@ -34,7 +34,7 @@ class ParamSpec:
     aliases: tuple[str, ...]
     """Its further names: a tied parameter has several."""
     shape: tuple[int, ...]
-    """Of what this rank holds, where it is a DTensor."""
+    """For a DTensor, the shape of what this rank holds."""
     numel: int
     dtype: str
     """The dtype the user gave it, without the "torch." prefix."""

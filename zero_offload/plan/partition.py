@@ -53,12 +53,12 @@ class Partition:
 
     @property
     def replicates_params(self) -> bool:
-        """Every rank keeps whole parameters, of which it updates a shard: stages 1 and 2 on several ranks."""
+        """True if every rank keeps whole parameters, of which it updates a shard: stages 1 and 2 on several ranks."""
         return self.param_shards < self.optimizer_shards
 
     @property
     def defers_reduction(self) -> bool:
-        """Gradients of several backwards are added up on each rank and reduced once, before the step."""
+        """True if gradients of several backwards are added up on each rank and reduced once, before the step."""
         return self.grad_shards < self.optimizer_shards or (self.any_branches and self.world_size > 1)
 
 

@@ -178,7 +178,7 @@ class _Search:
         self._limits: dict[Tier, int] = {}
         """Bytes of memory that may be used."""
         self._free: dict[Tier, float] = {}
-        """Of these, beside what is taken already."""
+        """Bytes of these tiers that are still free."""
         for tier in self._memory:
             fraction = AUTO_FRACTION if config.budget_bytes(tier) is None else 1.0
             self._limits[tier] = int(budget.of(tier) * fraction)
@@ -251,7 +251,7 @@ class _Search:
         return dict(zip(PLACED_KINDS, _CHOICES[choice], strict=True)) | dict(self._given[unit])
 
     def _counts(self, chosen: Indices) -> list[tuple[int, Counts]]:
-        """Of units that are alike the first one, and how many of them each candidate gives each choice."""
+        """For each kind of unit its first one, and how many such units each candidate gives each choice."""
         alike: dict[object, list[int]] = {}
         for unit, given in enumerate(self._given):
             alike.setdefault((*self._job.likeness(unit), *given.values()), []).append(unit)
@@ -264,7 +264,7 @@ class _Search:
         ]
 
     def _times(self, job: Job, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
-        """Of each candidate the seconds of a step, and of all lanes together."""
+        """For each candidate, the seconds of a step and of all lanes together."""
         seconds, sizes = np.zeros(1), np.zeros(1)
         for unit, each in counts:
             found = [of_unit(job, unit, self._at(unit, choice), self._machine) for choice in range(len(_CHOICES))]

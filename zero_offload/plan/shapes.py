@@ -82,7 +82,7 @@ class Latent:
     query_rank: int
     value_rank: int
     plain_width: int
-    """Of a head, without positions."""
+    """Width of a head, without positions."""
     rotary_width: int
 
 
@@ -100,7 +100,7 @@ class Shape:
     head_width: int = 0
     """0 is width / heads."""
     matrices: int = 3
-    """Of the feed-forward part: 3 with a gate, 2 without."""
+    """Matrices of the feed-forward part: 3 with a gate, 2 without."""
     tied: bool = False
     qkv_bias: bool = False
     positions: int = 0
@@ -247,7 +247,7 @@ def find_shape(name: str, others: Sequence[str] = ()) -> Shape:
 
 
 def usual_layers(numel: int) -> int:
-    """Of the model known here that is nearest in size."""
+    """The layers of the model known here that is nearest in size."""
     return min(SHAPES.values(), key=lambda shape: abs(math.log(max(numel, 1) / shape.numel))).layers
 
 
@@ -268,7 +268,7 @@ def plain_block(numel: UnitNumel) -> UnitWork:
 
 
 def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
-    """Of each unit of `spec`, which was made from `model`."""
+    """The work of each unit of `spec`, which was made from `model`."""
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return tuple(_work_of_unit(unit, tables) for unit in spec.units)
 

@@ -87,14 +87,14 @@ class Batch:
     """What one rank computes in a step."""
 
     tokens: int = TOKENS_UNKNOWN
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     micro_batches: int = 1
     sequence: int = TOKENS_UNKNOWN
     """Tokens that attend to each other."""
     recompute: bool = True
-    """Blocks keep their inputs only, and run again in backward."""
+    """True if blocks keep their inputs only, and run again in backward."""
     by_unit: bool = False
-    """All micro-batches at a unit before the next one (`zo.accumulate`), else one after the other, in a loop."""
+    """True if all micro-batches are at a unit before the next one (`zo.accumulate`); else one after the other."""
 
     @property
     def num_passes(self) -> int:
@@ -108,7 +108,7 @@ class Batch:
 
 
 def kept_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch, tier: Tier) -> int:
-    """Of what is saved for backward, on this tier at once."""
+    """Bytes of what is saved for backward, on this tier at once."""
     numel = batch.tokens * batch.num_together * sum(each.saved_values(batch.recompute) for each in work)
     return int(numel * value_bytes(config) * config.activation_fractions.get(tier, 0.0))
 
@@ -228,7 +228,7 @@ def _is_updated_on_device(unit: UnitBytes, at: Tiers, machine: Machine) -> bool:
 
 
 def buffer_bytes(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
-    """Of compute memory while the unit is there; 0 if it always is."""
+    """Bytes of compute memory while the unit is there; 0 if it always is."""
     partition, whole = job.partition, unit.params_bytes * job.partition.param_shards
     if partition.param_shards > 1:
         return whole
@@ -329,13 +329,13 @@ COMPUTE, READ, WRITE, HOST = (COLUMN[lane] for lane in (Lane.COMPUTE, Lane.READ,
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step, in the steady state."""
+    """The prediction of one step, in the steady state."""
 
     step_s: float
     compute_s: float
-    """Of these, those in which the device computes, updates in its own memory included."""
+    """Seconds of the step in which the device computes, updates in its own memory included."""
     tokens_per_s: float
-    """Of all ranks."""
+    """Tokens of all ranks."""
     busy: Mapping[Lane, float]
     """Share of the step; a drive that takes turns has both its reads and writes under `READ`."""
     exposed_s: Mapping[Cause, float]
@@ -365,7 +365,7 @@ def predict(job: Job, placement: Placement, machine: Machine) -> Prediction:
 
 
 class Totals(NamedTuple):
-    """Of a unit, or of all together; with an axis before it, of several placements."""
+    """Totals of a unit, or of all together; with an axis before it, of several placements."""
 
     seconds: Numbers
     """(Work, lanes and `STALL`)."""
@@ -384,7 +384,7 @@ def of_unit(job: Job, index: int, at: Tiers, machine: Machine) -> Totals:
 
 
 class StepTimes(NamedTuple):
-    """Of a step under each placement."""
+    """Times of a step under each placement."""
 
     step_s: Numbers
     busy_s: Numbers
@@ -393,7 +393,7 @@ class StepTimes(NamedTuple):
 
 
 def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> StepTimes:
-    """Of a step of `job` with units' totals under each of the placements."""
+    """Times of a step of `job` with units' totals under each of the placements."""
     passes = job.batch.num_passes
     in_backward = job.config.overlap == UpdateOverlap.BACKWARD
     is_beside = _overlaps(job, totals.sizes[:, 2] > 0, machine)

@@ -19,7 +19,7 @@ TBW_USUAL = 600.0
 LIFE_DAYS = 365.0
 """How long a drive that trains day and night should last."""
 COMMIT_SHARE = 0.1
-"""Of what states that rest on a drive write, what generations may add where those alone wear it out sooner."""
+"""What generations may add, as a share of what states on a drive write, where those alone wear it out sooner."""
 _DAY_S = 86400
 
 
@@ -34,7 +34,7 @@ class Wear:
     commit_every: int | str
     """Steps from one generation to the next. For a duration or "auto" each step is counted: it may be fewer."""
     grads_bytes: float = 0.0
-    """Of `states_bytes`, gradients, which are written in every backward."""
+    """The part of `states_bytes` for gradients, which are written in every backward."""
     activation_bytes: float = 0.0
     """In every step."""
 
@@ -58,7 +58,7 @@ class Wear:
         return replace(self, commit_every=max(math.ceil(parse_seconds(self.commit_every) / step_s), 1))
 
     def of_one_drive(self, num_ranks: int, num_drives: int, fastest: float = 1.0) -> Wear:
-        """Of one rank's: what a drive gets when so many ranks stripe over so many, or `fastest` times as much."""
+        """From one rank's wear: what a drive gets when so many ranks stripe over so many, or `fastest` times that."""
         share = num_ranks / num_drives * fastest
         return replace(
             self,
@@ -69,14 +69,14 @@ class Wear:
         )
 
     def of_backwards(self, count: int) -> Wear:
-        """Of a step in which gradients leave so many times, not once."""
+        """The wear of a step in which gradients leave `count` times, not once."""
         return replace(self, states_bytes=self.states_bytes + (count - 1) * self.grads_bytes)
 
     def tb_per_day(self, step_s: float) -> float:
         return self.bytes_per_step * _DAY_S / step_s / TB
 
     def days_to(self, tbw: float, step_s: float) -> float:
-        """Until a drive has written `tbw` terabytes, at steps of this length. Something must be written."""
+        """Days until a drive has written `tbw` terabytes, at steps of this length. Something must be written."""
         return self.steps_to(tbw) * step_s / _DAY_S
 
     def interval(self, tbw: float, step_s: float) -> int:

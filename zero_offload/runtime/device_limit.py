@@ -59,7 +59,7 @@ class DeviceLimit:
         self._reason = ""
         """Why the limit has fallen last; empty if it has not."""
         self._kind = ""
-        """Of the cycles whose peak the limit comes from, or will."""
+        """The kind of cycles whose peak the limit comes from, or will."""
         self._last_kind = ""
         self._is_new = False
         """True if this cycle begins to measure."""

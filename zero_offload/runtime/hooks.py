@@ -89,7 +89,7 @@ def _is_mark(hook: object) -> bool:
 
 
 def _put_mark_around(module: nn.Module) -> None:
-    """Of a module that was marked before: what runs it again comes before other hooks, and ends after them."""
+    """Order the hooks of a module that was marked before: recompute begins before other hooks and ends after them."""
     hooks: Any
     for hooks, last in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
         for number in [number for number, hook in hooks.items() if _is_mark(hook)]:

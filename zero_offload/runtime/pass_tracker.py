@@ -143,7 +143,7 @@ class Scope:
 
     @property
     def name(self) -> str:
-        """Of its units, for a trace."""
+        """The names of its units, for a trace."""
         return ", ".join(unit.name for unit in self.units)
 
 
@@ -263,7 +263,7 @@ class PassTracker:
         """True if spans are recorded of the forward that runs."""
         self._grads = grads
         self.forwards: list[Scope] = []
-        """That run now, the outermost first."""
+        """The forwards that run now, the outermost first."""
         self._thread = 0
         """Runs the forwards on the stack."""
         self._pushing = threading.Lock()
@@ -280,7 +280,7 @@ class PassTracker:
         self._task = -1
         """Autograd's number of it; -1 until it is known. See [Note: backwards inside of a backward]."""
         self._inner_forwards: list[Scope] = []
-        """That nodes of a backward run now, the outermost first."""
+        """The forwards that nodes of a backward run now, the outermost first."""
         self._inner_uses: dict[int, list[Unit]] = {}
         """What backwards inside of it have begun to use, by their numbers."""
         self.ending: Callable[[], object | None] = _NO_BACKWARD
@@ -367,7 +367,7 @@ class PassTracker:
             refuse_graph_modes(module)
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """That forward ended, with a result or an exception; returns what replaces the result, or None."""
+        """The forward ended, with a result or an exception; returns what replaces the result, or None."""
         if torch._C._current_graph_task_id() != -1:
             return self._exit_in_backward(_module_call(), output)
         if not self.forwards or threading.get_ident() != self._thread:

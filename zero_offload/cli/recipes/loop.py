@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """The one rank that prints and writes."""
+        """True for the rank that prints and writes."""
         return self.rank == 0
 
     def mean(self, value: float) -> float:

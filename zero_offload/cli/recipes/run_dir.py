@@ -118,7 +118,7 @@ class RunDir:
             )
 
     def _last_step(self) -> int:
-        """Of the rows; 0 where there are none."""
+        """The last step of the rows; 0 where there are none."""
         rows = [line.row for line in _read_lines(self.path / METRICS_FILE) if line.row is not None]
         return max((row["step"] for row in rows), default=0)
 

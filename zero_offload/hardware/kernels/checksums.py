@@ -86,7 +86,7 @@ def _weighted_sum(words: Tensor) -> Tensor:
 
 
 def row_sums(piece: Tensor, weights: Tensor) -> Iterator[Tensor]:
-    """Of its whole rows, and of what is left."""
+    """Sums of its whole rows, and of what is left."""
     whole = piece.numel() // ROW * ROW
     if whole:
         yield (piece[:whole].view(-1, ROW) * weights).sum(1)

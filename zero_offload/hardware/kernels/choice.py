@@ -90,7 +90,7 @@ def has_device_update(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def triton_compiles_for(device: torch.device) -> bool:
-    """Tried once for each device. Warns where there is a Triton that does not; its absence is not a defect."""
+    """True if Triton does; tried once for each device. Warns if a Triton that is there does not."""
     try:
         from zero_offload.hardware.kernels.triton_update import try_on
     except Exception:  # no Triton, or one that does not fit what is beside it

@@ -18,7 +18,7 @@ from zero_offload.base.host import host_tensor
 from zero_offload.hardware.kernels.arguments import CHUNK, LANES
 
 PROGRAM_CHUNKS = 2
-"""Of a program: a lane for each of the 32 threads of its one warp."""
+"""Chunks of a program: a lane for each of the 32 threads of its one warp."""
 ROWS_AT_ONCE = 32
 """Rows that are loaded before the first is added: the sums of a lane wait for each other, the loads do not."""
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 1}

@@ -26,7 +26,7 @@ BLOCK = 1024
 """Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time.
 A warp's are one block of codes, which finds its scale without the others."""
 OPTIONS = {"enable_fp_fusion": False}
-"""Of the compiler: a product is not fused with the sum behind it."""
+"""Options of the compiler: a product is not fused with the sum behind it."""
 
 # A kernel reads no globals but those that it may take for constants.
 _FP32, _BF16 = tl.constexpr(int(Kind.FP32)), tl.constexpr(int(Kind.BF16))
@@ -243,7 +243,7 @@ def _sgd(c: tl.tuple, g: tl.tensor, p: tl.tensor, b: tl.tensor, RULE: tl.constex
 
 @triton.jit
 def random_words(number: tl.tensor, before: tl.tensor, between: tl.tensor) -> tl.tensor:
-    """Of elements with these numbers, modulo 2^32, by the two halves of a key. All come as int32."""
+    """Random words of elements with these numbers, modulo 2^32, by the two halves of a key. All come as int32."""
     x = number.to(tl.uint32, bitcast=True) ^ before.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) + between.to(tl.uint32, bitcast=True)
@@ -389,7 +389,8 @@ def _store_codes(
 
 @triton.jit
 def _scale_and_inverse(top: tl.tensor, SIGNED: tl.constexpr) -> tl.tuple:
-    """Of blocks, from the bits of their largest roots. The inverse is 0 where all codes of the block are."""
+    """Scales of blocks and inverses, from the bits of the largest roots. An inverse is 0 where all codes of the block
+    are."""
     largest: tl.constexpr = 127.0 if SIGNED else 255.0
     nothing: tl.constexpr = _SMALLEST_SCALE if SIGNED else 1
     has_codes = (top >= nothing) & (top < _INFINITY)

@@ -52,7 +52,7 @@ class Ref:
 
     key: int
     nbytes: int
-    """Of the storage."""
+    """Size of the storage."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -84,7 +84,7 @@ class Node:
     """With `Ref` for each tensor of the program; other tensors are copies of what was read."""
     kwargs: Any
     generator_state: Tensor | None
-    """Of the generator it draws from, before it did."""
+    """The state of the generator it draws from, before it did."""
     default_dtype: torch.dtype
     reads: tuple[Value, ...]
     """What its storages held before; not those that it fills without reading."""
@@ -179,7 +179,7 @@ class Recipe:
     """None where they follow from other parameters whose values were left out."""
     view: Ref
     is_skipped: bool = False
-    """They were left out; with a `value` they can be made all the same, if no file has them."""
+    """True if they were left out; with a `value` they can be made all the same, if no file has them."""
 
     def drawn(self) -> bytes:
         """What the values depend on beside the program: of generators that they are drawn from, digests."""

@@ -346,9 +346,9 @@ class _Slot:
     face: weakref.ref[torch.UntypedStorage] | None = None
     """The meta storage of its faces."""
     unknown: bool = False
-    """Its values were left out, or computed from such."""
+    """True if its values were left out, or computed from such."""
     can_be_made: bool = True
-    """Of an unknown one: `value` says how, without values of other unknown ones."""
+    """For an unknown one, True if `value` says how, without values of other unknown ones."""
 
 
 class Tracer:

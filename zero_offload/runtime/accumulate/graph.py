@@ -110,7 +110,7 @@ class MicroGraph:
         self._given: dict[Edge, weakref.ref[Tensor]] = {}
         """To modules."""
         self._hooks: dict[Edge, Hooks] = {}
-        """Of what was given to modules, which they may outlive."""
+        """Hooks on what was given to modules, which they may outlive."""
         self._waiting: dict[Edge, Tensor] = {}
         self._stored: dict[Edge, Any] = {}
         self._owners: list[Node] = []
@@ -152,7 +152,7 @@ class MicroGraph:
         self._waiting[root] = torch.ones_like(loss)
         self._part_of(root).roots[root] = None
         last_uses: dict[Edge, int] = {}
-        """Of leaves and cuts, the earliest part that has them."""
+        """For leaves and cuts, the earliest part that has them."""
         for index in reversed(range(len(self.parts))):
             part = self.parts[index]
             inside = self._nodes_of(part)
@@ -197,7 +197,7 @@ class MicroGraph:
         return tuple(ends | {edge: None for node in inside for edge in _next_edges(node) if edge[0] not in inside})
 
     def _nodes_of(self, part: Part) -> dict[Node, None]:
-        """That run in this part."""
+        """The nodes that run in this part."""
         begin = [node for node, _ in part.roots if not self._stops(node)]
         return _reachable(begin, lambda node: not self._stops(node) and node._sequence_nr() >= part.first)
 

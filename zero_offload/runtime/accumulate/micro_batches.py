@@ -60,7 +60,7 @@ class MicroBatches:
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
         surroundings = Surroundings(device)
         self._relay: Relay | None = Relay(works, surroundings, forks, self._begin_station, self._begin_turn)
-        """Until all forwards are over."""
+        """The forwards that take turns; None once all are over."""
         self._held: list[Unit] = []
         self._visit = 0
         self._lines: dict[int, deque[int]] = {}

@@ -92,7 +92,7 @@ class Relay:
         """The runner that runs, or ran last."""
 
     def run(self) -> None:
-        """Until all forwards have returned. Raises what one of them raised."""
+        """Run until all forwards have returned. Raises what one of them raised."""
         station = _START
         self._caller = sys._getframe()
         try:
@@ -272,7 +272,7 @@ class Forks:
     def __init__(self, count: int) -> None:
         self._before = [kind.read() for kind in _KINDS]
         self._begins: list[list[Any]] = [self._before]
-        """Of each micro-batch, its generators' first states."""
+        """The first states of each micro-batch's generators."""
         seeds = [kind.draw(count - 1) for kind in _KINDS]
         self._drawn = [kind.read() for kind in _KINDS]
         for of_one in zip(*seeds, strict=True):

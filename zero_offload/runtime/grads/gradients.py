@@ -44,7 +44,7 @@ from zero_offload.storage.shards.store import ShardStore
 
 
 class Gradients:
-    """Of one model."""
+    """The gradients of one model."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Gradients:
         return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
 
     def _staging_bytes(self) -> list[int]:
-        """Of staging that each section's gradients take on their way from a GPU."""
+        """Bytes of staging that each section's gradients take on their way from a GPU."""
         return [
             staged_grad_bytes(section.layout.numel, section.layout.nbytes, self._collectives.partition)
             for unit in self._units
@@ -489,7 +489,7 @@ class Gradients:
         ]
 
     def _complete_sums(self, sections: Sequence[GradSection]) -> None:
-        """Have the sums of these, those on their way too, and of what may have changed since."""
+        """Complete the sums of these, those on their way too, and sums that may have changed since."""
         for section in sections:
             if section.fresh is not None:
                 section.fresh.land()
@@ -593,7 +593,7 @@ class Gradients:
         self._forget_zeros(section)
 
     def _forget_zeros(self, section: GradSection) -> None:
-        """Of a section without gradients nothing is kept: not what a reduction has made of none either."""
+        """Drop what a reduction has made for a section without gradients: nothing is kept of it."""
         if not section.holding:
             section.store.drop()
             section.reduced.clear()

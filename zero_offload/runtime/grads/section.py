@@ -80,7 +80,7 @@ class GradSection:
 
     @property
     def device_bytes(self) -> int:
-        """Of the compute device's own memory, under gradients at rest."""
+        """Bytes of the compute device's own memory, under gradients at rest."""
         return self.store.device_bytes + (0 if self.local is None else self.local.device_bytes)
 
 
@@ -360,7 +360,7 @@ class DevicePartial:
         self._summed.update(indices)
 
     def _place(self, index: int, origin: int = 0) -> slice:
-        """Of a parameter in the section, counted from element `origin`."""
+        """The place of a parameter in the section, counted from element `origin`."""
         piece = self._layout.params[index]
         return slice(piece.begin - origin, piece.end - origin)
 

@@ -95,7 +95,7 @@ class Callers:
     members: tuple[int, ...]
     """The program's ranks, ascending."""
     group: Group
-    """Of its own over gloo, for the control thread; None when this rank is alone."""
+    """A group of its own over gloo, for the control thread; None when this rank is alone."""
     watch: RankWatch
 
     @classmethod

@@ -41,7 +41,7 @@ _LOOK_BACK = 64
 _Key = tuple[int, int]
 """Address and version of a storage."""
 Part = tuple[int, int]
-"""Of a forward whose backward does not run against the order of packing: see `part`."""
+"""A part of a forward whose backward does not run against the order of packing: see `part`."""
 
 
 class VersionCheck:

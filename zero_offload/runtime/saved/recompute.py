@@ -119,7 +119,7 @@ class Recompute:
         self._entered.append(_Entered(caller, region, hooks, threading.get_ident()))
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """That forward ended, with a result or an exception."""
+        """The forward ended, with a result or an exception."""
         thread = threading.get_ident()
         latest = next((i for i in reversed(range(len(self._entered))) if self._entered[i].thread == thread), None)
         if latest is None:

@@ -68,7 +68,7 @@ class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
     def __init__(self, units: Sequence[Unit], store: Activations | None, *, always: bool = False) -> None:
-        """`store` takes tensors that are not views of parameters, if they may leave; With `always`, reads of
+        """`store` takes tensors that are not views of parameters, if they may leave. With `always`, reads of
         parameters in backward are noticed even if they never leave."""
         self._store = store
         self._cast_units: list[Unit] = []
@@ -76,7 +76,7 @@ class SavedTensors:
         self._writes_casts = self._checks_casts = False
         """True if a program writes to casts; and if this forward's casts are compared with what would be made again."""
         self.cast_bytes = 0
-        """Of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
+        """Bytes of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
         self._cast: set[int] = set()
         self._needed = always or store is not None
         """Where nothing ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
@@ -160,7 +160,7 @@ class SavedTensors:
         return saved
 
     def _cast_of(self, tensor: Tensor) -> tuple[Tensor, Unit, _Cast] | None:
-        """Of a tensor that views a cast of a parameter that leaves memory: the parameter, its unit and the view."""
+        """For a view of a cast of a parameter that leaves memory: the parameter, its unit and the view."""
         if self._writes_casts or type(tensor) is not Tensor or tensor._version:
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:

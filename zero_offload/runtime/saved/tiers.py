@@ -38,7 +38,7 @@ so far a host may launch ahead."""
 PINNED_SLAB_BLOCKS = 32
 """Blocks of pinned memory that are taken and registered at once. A storage is one copy in each slab that it touches."""
 LANDING_SLAB_BYTES = 16 * MIB
-"""Of a CPU's own memory, taken at once; one tensor may be larger."""
+"""Bytes of a CPU's own memory taken at once; one tensor may be larger."""
 
 
 class StoredBytes(Protocol):
@@ -302,7 +302,7 @@ class DiskTier:
         """Whose extents are leased again."""
         self._num_extents = 0
         self.arrivals: list[_ReadToDevice] = []
-        """That hold landing blocks."""
+        """Arrivals that hold landing blocks."""
 
     def put(self, source: Tensor) -> StoredBytes:
         if self._num_extents == 0:

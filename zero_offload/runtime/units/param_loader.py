@@ -86,7 +86,7 @@ class _Streams:
     home: Any
     """The allocator gives their memory to others in the order of this stream."""
     users: list[Any] = field(default_factory=list)
-    """Have waited for the values, and may compute with them."""
+    """Streams that have waited for the values, and may compute with them."""
     arrival: Event | None = None
     """When the values are there; None before `arrived`."""
 
@@ -217,7 +217,7 @@ class DeviceParamLoader:
             target.copy_(source)
 
     def _landing_bytes(self, sections: Sequence[Section]) -> int:
-        """Of what comes from disk."""
+        """Bytes of what comes from disk."""
         ends = [self._ends(section) for section in sections]
         return sum(target.nbytes for target, source in ends if source is None)
 

@@ -109,9 +109,9 @@ class Unit:
         self.kept = False
         """True if the program holds a view of its buffers: it stays, and is looked at again when a cycle begins."""
         self._versions: list[int] = []
-        """Of the parameters, when they were opened."""
+        """Versions of the parameters, when they were opened."""
         self._fingerprints: torch.Tensor | None = None
-        """Of their values, (params,) where they are; None in most uses."""
+        """Fingerprints of their values, (params,) where they are; None in most uses."""
         self._is_replaced = False
         """At the end of the last use some parameter was in other memory."""
         self.is_set = False
@@ -120,7 +120,7 @@ class Unit:
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
         self.writable: list[Sequence[nn.Parameter]] = []
-        """Of `gathered` contexts that write: the parameters that each may change, plain until it ends."""
+        """For each `gathered` context that writes: the parameters that it may change, plain until it ends."""
 
     def advance(self, to: UnitState) -> None:
         """Change the state. Raises AssertionError for a move that `TRANSITIONS` does not have."""

@@ -207,7 +207,7 @@ class RunDirectory:
             return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, self.system)
 
     def open_file(self, name: str, *, direct: bool = True) -> DataFile:
-        """An existing file of ours."""
+        """Open an existing file of ours."""
         path = self.path_of(name)
         with naming_errors("open", path):
             fd = self.system.open(name, _OPEN_FLAGS, self.dir_fd)

@@ -42,7 +42,7 @@ PROBE_ROUNDS = 3
 WORTH_BYTES = GIB
 """Less than this is moved sooner than directories are measured, and by any engine."""
 FILL_MAX = 0.95
-"""Of a drive's free space, what a stripe may take: manifests and others need some."""
+"""The share of a drive's free space that a stripe may take: manifests and others need some."""
 _BLOCK_BYTES = 4 * MIB
 
 _log = logging.getLogger("zero_offload")
@@ -101,7 +101,7 @@ class Pattern(Enum):
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one engine in one directory."""
+    """The rates of one engine in one directory."""
 
     settings: EngineSettings
     bytes_per_s: Mapping[Pattern, float]

@@ -65,7 +65,7 @@ class ExtentMap:
         self._restored: list[Extent] = []
         """Between them there may be room."""
         self._gaps: list[list[tuple[int, int]]] = [[] for _ in weights]
-        """Of each directory, where nothing lies that a manifest names: (begin, end)."""
+        """For each directory, where nothing lies that a manifest names: (begin, end)."""
 
     def allocate(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
         """Extents of blocks of these sizes (bytes, whole sectors), one after the other: where one lies says where all.
@@ -262,7 +262,7 @@ class SwapFile:
         `on_error` gets the error of every transfer that fails, on the thread that waits for it, until `close`.
         """
         self.counters = counters or Counters()
-        """Of bytes that are read and written."""
+        """Counters of bytes that are read and written."""
         self._directories = tuple(directories)
         self._map = ExtentMap(seed, weights or [1 / len(directories)] * len(directories))
         self.name = name

@@ -27,7 +27,7 @@ ROOM_MIN_BYTES = 64 * MIB
 BLOCK_BYTES = 16 * MIB
 """What a hole is made of."""
 _HEADER_BYTES = 16
-"""Of glibc, before each block."""
+"""Bytes of glibc's header before each block."""
 _STRAY_BLOCKS_MAX = 64
 """Blocks that go into holes that are there already: after so many the heap is not glibc's."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

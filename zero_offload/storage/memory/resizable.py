@@ -31,7 +31,7 @@ class Buffer(Protocol):
     """Memory under a tensor of constant identity; `MovableBuffer` or `ResizableBuffer`."""
 
     num_frames: int
-    """That it takes while it is attached."""
+    """Frames that it takes while it is attached."""
 
     @property
     def attached(self) -> bool: ...

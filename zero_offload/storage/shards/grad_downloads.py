@@ -51,7 +51,7 @@ class _Staged(NamedTuple):
 
 
 class GradDownloads:
-    """Of one model."""
+    """The downloads of one model."""
 
     def __init__(self, device: Device, arena: Arena, counters: Counters) -> None:
         self.sums = DeviceSums(device, arena, counters)
@@ -135,11 +135,11 @@ class ComingSum(NamedTuple):
     """(chunks,) fp64, on the host when it has arrived."""
     arrival: Handoff
     number: int
-    """Of the download: those before it are over when it is."""
+    """The download's number: those before it are over when it is."""
 
 
 Sum = GradSum | ComingSum
-"""Of one gradient."""
+"""The sum of squares of one gradient."""
 
 
 class DeviceSums:

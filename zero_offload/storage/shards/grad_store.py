@@ -71,7 +71,7 @@ class Gathered(NamedTuple):
     begin: int
     """Where it begins in the shard."""
     parts: Mapping[int, slice]
-    """Of `flat`, by the parameter's index."""
+    """Parts of `flat`, by the parameter's index."""
     adds: frozenset[int]
     """Parameters whose gradients add to those that the step holds."""
 
@@ -121,7 +121,7 @@ class GradStore:
         raise NotImplementedError
 
     def open_pages(self) -> None:
-        """Have the pages of fp32 gradients, where they come and go. All ranks do, whether or not they have any."""
+        """Take the pages of fp32 gradients, where they come and go. All ranks do, with or without gradients."""
 
     def flush(self, *, changed: bool = True) -> None:
         """The section is complete, or what `view` has fetched is used: pages that only that needs go. What has

@@ -107,7 +107,7 @@ class OptimizerStates(Protocol):
     def readers(self) -> StateReaders: ...
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
-        """Have these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
+        """Keep these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
 
     def step_of(self, param: nn.Parameter) -> int | None:
         """How many updates the states have had; None where there are none yet."""
@@ -135,7 +135,7 @@ class OptimizerStates(Protocol):
         it. Those that rest there already are not moved."""
 
     def reset(self, params: Iterable[nn.Parameter]) -> None:
-        """Have none of these parameters: their next step is the first."""
+        """Drop the states of these parameters: their next step is the first."""
 
 
 class LossScaler(Protocol):

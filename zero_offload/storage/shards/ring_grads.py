@@ -98,7 +98,7 @@ class RingGrads(HostGrads):
     """The gradients of one shard: in the ring, or in host memory of their own."""
 
     _span: Region | None = None
-    """Of the ring, under the array."""
+    """The ring's memory under the array."""
 
     def __init__(
         self, ring: GradRing, memory: GradMemory, layout: SectionLayout, tier: Tier, unit: str, *, sums_up: bool
@@ -140,7 +140,7 @@ class RingGrads(HostGrads):
         self._span = None
 
     def _may_keep(self, grad: torch.Tensor) -> bool:
-        """The ring bounds what there is, and so has all of it."""
+        """False: the ring bounds what there is, and so has all of it."""
         return False
 
 

@@ -244,7 +244,7 @@ class Shard:
     committed: int | None = None
     """The slot that the committed generation names; never written to."""
     dirty: bool = True
-    """Changed in memory since it was last written to a slot."""
+    """True if it changed in memory since it was last written to a slot."""
     writes: list[Transfer] = field(default_factory=list)
     """Writes not yet known to be complete."""
     last_copy: Event | None = None

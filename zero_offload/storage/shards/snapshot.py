@@ -38,7 +38,7 @@ class ChunkCopy:
     slot: int
     writes: list[Transfer] | None = None
     staging: Region | None = None
-    """Of states in a device's memory."""
+    """Staging for states in a device's memory."""
 
     def arrays(self) -> list[torch.Tensor]:
         return [self.shard.array(component, self.row) for component in self.shard.components]
@@ -62,7 +62,7 @@ class Snapshot:
     """What one generation is made of."""
 
     slots: tuple[int, ...]
-    """Of each shard: the one that has the states when `write` is over."""
+    """For each shard, the slot that has the states when `write` is over."""
     copies: list[ChunkCopy] = field(default_factory=list)
 
 
@@ -117,7 +117,7 @@ class Snapshots:
         self._counters = counters
         self.staging = staging
         self._copies: dict[tuple[int, int], ChunkCopy] = {}
-        """Of the snapshot under way, by section and chunk."""
+        """The copies of the snapshot under way, by section and chunk."""
         self._changed = Monitor()
         """Its lock is also held to launch a copy, which two threads may want to."""
         self._active = False
@@ -201,7 +201,7 @@ class Snapshots:
                 copy.launch(self._swap, [array.data_ptr() for array in copy.arrays()])
 
     def _bring(self, copy: ChunkCopy) -> None:
-        """Of what is in a device's memory; on the commit's thread alone."""
+        """Copy what is in a device's memory; on the commit's thread alone."""
         assert self._swap is not None
         region, addresses = self.staging.bring(copy.arrays())
         copy.staging = region

@@ -63,9 +63,9 @@ class OpenChunks:
     begin: int
     end: int
     addresses: dict[Component, int]
-    """Of the first chunk's arrays."""
+    """Addresses of the first chunk's arrays."""
     memory_bytes: int = 0
-    """Of what rests in memory."""
+    """Bytes of what rests in memory."""
     reads: list[Transfer] = field(default_factory=list)
     copied: list[Callable[[], None]] = field(default_factory=list)
     """The waits for a commit that still needs what is in memory."""
@@ -129,7 +129,7 @@ class ShardStore:
         self._device = device
         self._num_slots = num_slots
         self.shards = [_new_shard(section, placements[section.unit], device) for section in layout.sections]
-        """Of all sections, by index; `grow` adds to it."""
+        """The shards of all sections, by index; `grow` adds to it."""
         self.snapshots = Snapshots(self.shards, swap, self.counters, DeviceStaging(device, arena))
         self._reserved: dict[int, tuple[dict[Component, Extent], ...]] = {}
         """The slots of sections that a generation has and no shard yet; by index."""
@@ -148,7 +148,7 @@ class ShardStore:
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
 
     def grow(self, sections: Sequence[SectionLayout], placements: Sequence[Mapping[StateKind, Tier]]) -> list[Shard]:
-        """Have shards for further sections, which `shrink` takes back; while no update and no commit is under way."""
+        """Add shards for further sections, which `shrink` takes back. No update and no commit may be under way."""
         added = [_new_shard(section, placements[section.unit], self._device) for section in sections]
         self.shards += added
         self._size_staging()
@@ -357,7 +357,7 @@ class ShardStore:
 
     @property
     def device_bytes(self) -> int:
-        """Of shards in the device's own memory."""
+        """Bytes of shards in the device's own memory."""
         return sum(array.nbytes for shard in self.shards if shard.on_device for array in shard.memory.values())
 
     # The optimizer's update: chunk by chunk, or all of a shard's at once

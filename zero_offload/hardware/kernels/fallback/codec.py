@@ -167,7 +167,7 @@ def make_codec(words: Any) -> SimpleNamespace:
 
     @function
     def short_residual(word: Any) -> Any:
-        """Of a master of 24 bits, in the lower 8 bits."""
+        """The residual of a master of 24 bits, in the lower 8 bits."""
         return u32(u32(word >> _8) & U32(0xFF))
 
     made = [random_word, random_bf16, random_edge, random_24, nearest_24, join_short, short_residual]

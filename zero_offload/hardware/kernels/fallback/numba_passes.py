@@ -275,7 +275,7 @@ def store_state(
 
 @kept
 def decode(signed: Any, arrays: Any, begin: Any, end: Any) -> None:
-    """Of compact states: `arrays` are of codes, scales and fp32; `begin` starts a block."""
+    """Decode compact states: `arrays` are of codes, scales and fp32; `begin` starts a block."""
     codes, scales, fp32 = arrays
     row = np.empty(BLOCK, np.float32)
     for at in range(begin, end, BLOCK):
@@ -320,7 +320,7 @@ def _compute_of(rule: Rule) -> Callable[..., Any]:
 
 
 compute: Any = None
-"""Of the rule at hand: each copy of `update` below has globals of its own in this name."""
+"""The arithmetic of the current rule: each copy of `update` below has globals of its own in this name."""
 
 
 @functools.cache
