@@ -43,7 +43,7 @@ def _add(methods: _Methods, method: Method) -> None:
 
 @functools.cache
 def _register() -> None:
-    """With the first object, so that what the program registers after it ends before it."""
+    """Register with the first object, so that what the program registers after it ends before it."""
     atexit.register(_call_latest_first, _at_exit)
 
 

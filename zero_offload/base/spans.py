@@ -18,7 +18,7 @@ from torch.autograd import profiler
 now = perf_counter_ns
 
 SPANS_MAX = 1 << 17
-"""In a ring, some 20 MB; the oldest go."""
+"""Spans in a ring, some 20 MB; the oldest go."""
 SAMPLES_MAX = 1 << 16
 
 

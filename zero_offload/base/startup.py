@@ -19,14 +19,14 @@ def _is_command() -> bool:
 
 
 def interrupts_end_the_process() -> None:
-    """From here on the system's own action, where Python's has not been replaced: `nohup` ignores Ctrl-C."""
+    """Use the system's own action from here on, where Python's has not been replaced: `nohup` ignores Ctrl-C."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interrupts_raise() -> None:
-    """From here on KeyboardInterrupt, as in any program."""
+    """Raise KeyboardInterrupt from here on, as in any program."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -175,7 +175,7 @@ class UnitUpdate:
             return self._target
 
     def complete(self) -> None:
-        """On the update's thread."""
+        """Mark the update as done; called on the update's thread."""
         self.is_done = True
         self._changed.notify()
 

@@ -38,7 +38,7 @@ class CommitClock:
         self._fixed_s = None if every == "auto" else parse_seconds(every)
         self._began_s = time.monotonic()
         self._interval_s = 0.0
-        """Between the last two commits."""
+        """Seconds between the last two commits."""
         self._num_steps = 0
         self._num_beside = 0
         """Steps since the last one without a commit."""

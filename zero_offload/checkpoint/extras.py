@@ -44,7 +44,7 @@ _KEYS = (str, bool, int, float, tuple, np.generic)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By the first name that a state dict has for each, but for what torch.compile puts before it."""
+    """Buffers by the first name that a state dict has for each, without what torch.compile puts before it."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

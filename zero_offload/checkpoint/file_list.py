@@ -239,7 +239,7 @@ class FileList:
                 self._home.sync()
 
     def flush_names(self) -> None:
-        """Where power loss is promised: names made and removed until now are on the medium when this returns."""
+        """Names made and removed until now are on the medium when this returns, where power loss is promised."""
         if self._durability is Durability.COMMIT:
             for directory in self._directories:
                 directory.sync()

@@ -34,10 +34,9 @@ from zero_offload.storage.files.manifest import read_manifest
 
 RUN_NAME = "run.json"
 COMMITTED = "generations"
-"""In `run.json`: names of the generations' manifests that were made and not deleted by a run."""
+"""The key in `run.json` of the names of the generations' manifests that were made and not deleted by a run."""
 FORMAT = 4
-"""Of a generation's files: the slots of an array lie behind each other, which earlier ones do not: they are cut anew.
-"""
+"""In its files the slots of an array lie behind each other. In earlier formats they do not: those are cut anew."""
 CHECKPOINT_KIND = "checkpoint"
 """What `run.json` says of a directory that never changes: it is read without a lock, by any number of readers."""
 
@@ -48,7 +47,7 @@ def generation_name(number: int) -> str:
 
 
 GENERATION_NAMES = (generation_name(0), generation_name(1), "generation.json")
-"""Under the last of them format 1 kept its only one; it is read, and never written."""
+"""Format 1 kept its only generation under the last of these names; it is read, and never written."""
 
 
 def rank_manifest_name(rank: int, generation: int) -> str:
@@ -171,7 +170,7 @@ class History:
 
     where: str
     generations: Mapping[str, Generation]
-    """By the name of their manifest, the newest first."""
+    """Generations by the name of their manifest, the newest first."""
     damaged: Mapping[str, ZeroOffloadError]
     """What is wrong with each manifest that cannot be read, or is missing."""
 

@@ -239,8 +239,8 @@ def _state_bytes(layout: ShardLayout) -> int:
 def _shares(
     settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: CommitGroup
 ) -> tuple[float, ...]:
-    """Of each directory in a stripe. One rank measures while the others wait: all see the same drives. What may be
-    deleted has been."""
+    """The share of each directory in a stripe. One rank measures while the others wait: all see the same drives. What
+    may be deleted has been."""
     with ranks.together():
         text = ""
         if ranks.rank == 0:

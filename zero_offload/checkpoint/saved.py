@@ -134,9 +134,9 @@ class RankFiles:
 
     swap: SwapFile
     sections: tuple[SectionLayout, ...]
-    """As this rank holds them."""
+    """The sections as this rank holds them."""
     extents: dict[tuple[int, Component], Extent]
-    """By section and component."""
+    """Extents by section and component."""
 
 
 class SavedGeneration:

@@ -32,7 +32,7 @@ class Cleaned:
 
     path: str
     freed_bytes: int
-    """With `--dry-run`, what would be."""
+    """Bytes that are freed; with `--dry-run`, that would be freed."""
     deleted: tuple[str, ...]
     left: tuple[str, ...]
     """Names that no manifest of the run lists."""

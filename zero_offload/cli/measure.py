@@ -227,7 +227,7 @@ def _products() -> Callable[[], None]:
 
 
 def device_rates(device: Device, nbytes: int) -> Table:
-    """Of a GPU, with copies of so many bytes.
+    """The rates of a GPU, with copies of `nbytes` bytes.
 
     `matmul_flops` by dtype and "tf32"; `training_flops` by the model's dtype: forward and backward of one block, with
     its attention, norms and launches; `memory_bytes_per_s`; `upload_bytes_per_s`, `download_bytes_per_s`, and

@@ -66,7 +66,7 @@ class GpuHere(NamedTuple):
     """The GPU that a run on this machine would compute on."""
 
     name: str
-    """As torch gives it."""
+    """The name as torch gives it."""
     free_bytes: int
 
 
@@ -87,7 +87,7 @@ class Request:
     cluster: Cluster
     batch: Batch
     gpu: str | None
-    """By the name of the plan's table."""
+    """The GPU by its name in the plan's table."""
     gpu_here: GpuHere | None
     """This machine's, where the plan is for it."""
     drives: Drives | None
@@ -155,7 +155,7 @@ class Request:
         return kept_bytes(self.work, self.config, self.batch, tier)
 
     def activation_bytes(self) -> int:
-        """At their most on the device, with some logits."""
+        """The most bytes of activations on the device, with some logits."""
         # And in fp32, and their gradient.
         logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value_bytes(self.config) + 8)
         return device_activation_bytes(self.work, self.config, self.batch) + logits
@@ -166,7 +166,7 @@ class Request:
         return replace(self, batch=replace(self.batch, tokens=each, sequence=min(self.batch.sequence, each)))
 
     def with_one_more_gpu(self) -> Request:
-        """In each machine, with the same memory, drives and tokens of a rank."""
+        """The request with one more GPU in each machine, and the same memory, drives and tokens of a rank."""
         cluster = replace(self.cluster, ranks=self.cluster.ranks + self.cluster.nodes)
         shares: dict[str, Any] = {
             name: nbytes * self.cluster.ranks_per_node // cluster.ranks_per_node
@@ -246,12 +246,12 @@ class Planned:
     """What follows from a request."""
 
     job: Job
-    """As it runs with this placement."""
+    """The job as it runs with this placement."""
     placement: Placement
     machine: Machine
     memory: MemoryPlan
     ways: tuple[str, ...]
-    """To make it fit, where it does not."""
+    """Ways to make it fit, where it does not."""
 
 
 def plan_request(request: Request, machine: Machine | None = None) -> Planned:

@@ -39,7 +39,7 @@ WAITS = {
     "grads": ("waiting for gradients", _BLUE),
     "commit": ("waiting for a commit", _GREY),
 }
-"""By cause: words, and a colour that is the same in every picture."""
+"""For each cause, words and a colour that is the same in every picture."""
 
 _SHOWN_SHARE = 0.005
 """A share of the step: what never takes more is not drawn."""

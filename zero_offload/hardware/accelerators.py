@@ -30,7 +30,7 @@ class HostMemory:
     """cudaHostRegisterPortable: pinned for every context of the process."""
 
     def register(self, address: int, nbytes: int) -> int:
-        """For the current device, and all others of the process. Returns the driver's error code, 0 for success."""
+        """Register memory for all devices of the process. Returns the driver's error code, 0 for success."""
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
         status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, self._PORTABLE))
         if status:
@@ -66,7 +66,7 @@ class Accelerator:
     make_stream: Callable[[torch.device], Any] = torch.Stream
     current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
     make_event: Callable[[torch.device, bool], Any] = _generic_event
-    """With True it is timed. The host, which waits for events, sleeps meanwhile where the device type can do that."""
+    """Makes an event, timed with True. A host that waits for it sleeps where the device type can do that."""
 
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -86,7 +86,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     # Huawei's Ascend, by torch_npu.
     "npu": Accelerator(collectives="hccl", visible_devices="ASCEND_RT_VISIBLE_DEVICES"),
 }
-"""By device type."""
+"""Accelerators by device type."""
 
 
 def present_type() -> str | None:

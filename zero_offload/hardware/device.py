@@ -35,7 +35,7 @@ PIN_PIECE_BYTES = 16 * GIB
 """Host memory is registered in pieces of this size, since drivers from r580 on refuse 512 GiB in one call. Each piece
 takes the driver 1 to 2 s, after which progress is told."""
 PIN_TOLD_BYTES = 2 * PIN_PIECE_BYTES
-"""From so much on, progress is told."""
+"""Progress is told from this size on."""
 
 
 class Event:
@@ -70,12 +70,12 @@ class Handoff(NamedTuple):
     ready: Event
 
     def take(self) -> torch.Tensor:
-        """For compute: valid for kernels launched from now on."""
+        """The tensor for compute: valid for kernels launched from now on."""
         self.ready.wait()
         return self.tensor
 
     def take_on_host(self) -> torch.Tensor:
-        """For the host: valid when this returns."""
+        """The tensor for the host: valid when this returns."""
         self.ready.synchronize()
         return self.tensor
 
@@ -113,7 +113,7 @@ class Device:
         raise AssertionError(_IN_PLACE)
 
     def mark(self) -> Event:
-        """When compute launched so far is done."""
+        """The event when compute launched so far is done."""
         raise AssertionError(_IN_PLACE)
 
     def stream(self) -> Any:
@@ -560,11 +560,11 @@ class DeviceMemory(NamedTuple):
     """Bytes of one device; all but the first two are of this process."""
 
     free: int
-    """Not reserved by any process, and no more than this one may still take."""
+    """Bytes that no process has reserved, and that this one may still take."""
     total: int
     """The device's memory, or what `set_per_process_memory_fraction` leaves of it."""
     reserved: int
-    """By torch's allocator: tensors and its cache."""
+    """Bytes reserved by torch's allocator: tensors and its cache."""
     peak: int
     """The most that it has reserved since `forget_peak`."""
     allocated: int

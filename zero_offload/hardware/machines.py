@@ -68,9 +68,9 @@ class Gpu:
     tflops_fp32: float
     memory_gb_s: float
     link_gb_s: float
-    """To the host, per direction."""
+    """The link to the host, per direction."""
     peer_gb_s: float
-    """To the other GPUs of the machine, per direction: the same link where there is no other."""
+    """The link to the other GPUs of the machine, per direction: the host's link where there is not another."""
     share: Share
     host: str = "desktop"
 

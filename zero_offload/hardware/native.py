@@ -226,7 +226,7 @@ def io_add_memory(handle: int, address: int, nbytes: int) -> None:
 
 
 def io_abandon(handle: int) -> None:
-    """In a forked child: let go of what it has inherited."""
+    """Release, in a forked child, what it has inherited."""
     _check(lib().zo_io_abandon(handle))
 
 
@@ -240,7 +240,7 @@ def io_submit(handle: int, op: IoOp, blocks: int, num_blocks: int, base: int, ur
 
 
 def io_result() -> IoResultStruct:
-    """For `io_wait`."""
+    """A result struct for `io_wait`."""
     return IoResultStruct(size=C.sizeof(IoResultStruct), status=IoStatus.TIMEOUT)
 
 

@@ -28,9 +28,9 @@ class Rates:
     flops: Table = field(default_factory=dict)
     """FLOP/s of the CPU, by precision."""
     drives: Table = field(default_factory=dict)
-    """By the number of the file system."""
+    """Rates of drives, by the number of the file system."""
     devices: Table = field(default_factory=dict)
-    """By a GPU's name, as torch gives it."""
+    """Rates of GPUs, by the name that torch gives."""
 
     def device(self, name: str) -> Table:
         """The rates of the GPU that torch, or `zero-offload plan --gpu`, names so; empty where it was not measured."""

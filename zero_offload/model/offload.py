@@ -422,7 +422,7 @@ def _adopt(
 
 
 def _grown_sizes(owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork]) -> Sizes:
-    """With the units of `spec`, the last ones of `layout`, placed in what the others leave. Raises CapacityError."""
+    """Sizes with the units of `spec`, the last of `layout`, placed in what the others leave. Raises CapacityError."""
     config, partition, sizes = owner.config, owner.collectives.partition, owner.sizes
     first, budget, plan = len(owner.units), sizes.placement.budget, sizes.plan
     new = _unit_bytes(layout.units[first:], spec, config, partition)

@@ -117,7 +117,7 @@ def need_whole(places: Iterable[Place], call: str, instead: str) -> None:
 
 
 States = Mapping[str, torch.Tensor]
-"""By torch's names."""
+"""States by torch's names."""
 
 _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
 
@@ -345,7 +345,7 @@ class OptimizerStates:
         self._store.write_components(shard, source, (source.rows, list(edits)))
 
     def _change(self) -> None:
-        """Before the program changes states."""
+        """Called before the program changes states."""
         self._commits.drain()
         self._commits.set_aside()
 
@@ -425,7 +425,7 @@ class ParamAccess:
         return self._places[param].unit.gathered_uses > 0
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
-        """Until `end_walk` of the module, `detach` gives copies and `copy_` writes: what state_dict and
+        """`detach` gives copies and `copy_` writes, until `end_walk` of the module: what state_dict and
         load_state_dict do. Those of modules inside of it belong to the same walk. `call` may be left by an exception,
         and `end_walk` not come."""
         if self.walking:

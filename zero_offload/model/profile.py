@@ -39,7 +39,7 @@ class StepTime:
     """Without what it waited for; so is backward's. On a GPU: of the host, which launches its work."""
     backward_s: float
     exposed_s: dict[str, float]
-    """By what was waited for."""
+    """Seconds by what was waited for."""
     other_s: float
     """`step()` itself, and what the program does between the calls: batches, schedulers, metrics."""
     update_s: float

@@ -252,7 +252,7 @@ class ModelRuntime:
         landing_bytes: int,
         param_steps: Mapping[str, int],
     ) -> None:
-        """Have further units, which are filled with states of so many updates. Nothing is under way, and nothing here
+        """Add further units, which are filled with states of so many updates. Nothing is under way, and nothing here
         fails."""
         self.layout, self.sizes = layout, sizes
         self.units.extend(units)
@@ -509,7 +509,7 @@ class ModelRuntime:
         self._end.close()
 
     def close_when_dropped(self) -> None:
-        """From here on files and threads live as long as this object, which the model's hooks and graphs keep."""
+        """Let files and threads live from here on as long as this object, which the model's hooks and graphs keep."""
         weakref.finalize(self, self._end.drop).atexit = False
 
     def _close_at_exit(self) -> None:

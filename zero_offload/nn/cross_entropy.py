@@ -193,7 +193,7 @@ def _reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In fp32, or as it is where that would lose bits."""
+    """The tensor in fp32, or as it is where that would lose bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -101,7 +101,7 @@ class DevicePass:
                 yield from self._bring(piece)
 
     def _bring(self, piece: GradPiece) -> Iterator[GradPiece]:
-        """From host memory to the device's, beside the updates of pieces before it."""
+        """Upload from host memory, beside the updates of pieces before it."""
         self._await_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
         if not self._ring:
             nbytes, device = CHUNK_NUMEL * 4, self._device.torch_device

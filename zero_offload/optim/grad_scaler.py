@@ -64,7 +64,7 @@ class GradScaler:
         self._growth_tracker = 0
         """Steps without an overflow since the scale last changed."""
         self._progress: dict[int, _Progress] = {}
-        """By the optimizer's id."""
+        """Progress by the optimizer's id."""
         self._scale = _positive("init_scale", init_scale)
         self.set_growth_factor(growth_factor)
         self.set_backoff_factor(backoff_factor)

@@ -59,8 +59,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check(defaults)
         self._versions: dict[nn.Parameter, int] = {}
-        """Of ordinary bf16 parameters, after their last update: another version means that the program has changed
-        the value, and the residual no longer completes it."""
+        """Versions of ordinary bf16 parameters after their last update: another version means that the program has
+        changed the value, and the residual no longer completes it."""
         self._is_built = False
         self._states = States(self)
         super().__init__(params, defaults)
@@ -198,7 +198,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return groups
 
     def hyper_of(self, param: nn.Parameter) -> Hyper | None:
-        """By value; None of a parameter that is another optimizer's."""
+        """Hyperparameters by value; None for a parameter of another optimizer."""
         found = (group for group in self.param_groups if any(param is each for each in group["params"]))
         return next(map(self._hyper, found), None)
 
@@ -254,7 +254,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             owner.states.check_readable(params, "optimizer.state_dict()")
 
         def read_later(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-            """Before the program's own hooks."""
+            """Runs before the program's own hooks."""
             entries: dict[Any, Any] = packed["state"]
             for key, entry in entries.items():
                 if isinstance(entry, Entry):
@@ -321,7 +321,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 number += 1
 
     def hand_over(self) -> None:
-        """Before a generation or a checkpoint is made of what the runtimes have."""
+        """Called before a generation or a checkpoint is made of what the runtimes have."""
         if self._states:
             self._hand_over(self.hypers())
 

@@ -24,7 +24,7 @@ _RULES = {
     (True, False): Rule.ADAMW,
     (True, True): Rule.ADAMW_AMSGRAD,
 }
-"""By whether the decay is decoupled, and AMSGrad."""
+"""Rules by two flags: decoupled decay, and AMSGrad."""
 
 
 class Adam(FusedOptimizer):

@@ -28,7 +28,7 @@ class _Job:
         self.done = False
 
     def run(self) -> None:
-        """On the thread. What the call refers to is let go."""
+        """Run the job on the thread. Afterwards what the call refers to is released."""
         assert self._call is not None
         try:
             self._call()

@@ -278,12 +278,13 @@ class MemoryPlan:
     wear: Wear
     budget: Budget
     least_bytes: int
-    """Of `device_memory`, where the CPU computes: for the units in use at once. With less a step runs only where it
-    uses units in parts; what else `staging_bytes` has of units is for those fetched ahead, and shrinks to the budget.
+    """Bytes of `device_memory` for the units in use at once, where the CPU computes. With less a step runs only where
+    it uses units in parts; what else `staging_bytes` has of units is for those fetched ahead, and shrinks to the
+    budget.
     """
     kept_params_bytes: int
-    """Of parameters that come to a device and may stay there, those in flight included; without a `device_memory` from
-    the second step on, and less what activations take. 0 where the CPU computes."""
+    """Bytes of parameters that come to a device and may stay there, those in flight included; without a `device_memory`
+    from the second step on, and less what activations take. 0 where the CPU computes."""
 
     @property
     def nvme_written_bytes_per_step(self) -> int:

@@ -114,7 +114,7 @@ def kept_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch, ti
 
 
 def device_activation_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch) -> int:
-    """At their most on the device, without logits: inputs of blocks, of all micro-batches that go through them
+    """The most bytes on the device, without logits: inputs of blocks, of all micro-batches that go through them
     together, and one block's inside."""
     inside = batch.tokens * value_bytes(config) * max(each.inside_values for each in work)
     return int(kept_bytes(work, config, batch, Tier.DEVICE) + inside)

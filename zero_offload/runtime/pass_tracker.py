@@ -472,7 +472,7 @@ class PassTracker:
             self._streams.use(unit)
 
     def resume(self, stack: list[Scope]) -> None:
-        """In a round: the forwards on `stack` go on, on this thread."""
+        """The forwards on `stack` go on, on this thread, in a round."""
         self.forwards, self._thread = stack, threading.get_ident()
 
     def begin(self, inputs: Iterable[Any] = ()) -> None:

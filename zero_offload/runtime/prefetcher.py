@@ -44,7 +44,7 @@ class FetchSchedule:
         self.uses: tuple[int, ...] = ()
         """The prediction: unit indices, one per use, in order."""
         self.position = 0
-        """In `uses`: the next one."""
+        """The index of the next use in `uses`."""
         self.next_use: dict[int, int] = {}
         """By unit: the first position from here on that uses it, or `NEVER`; no entry for units not predicted."""
         self.num_departures = 0
@@ -177,7 +177,7 @@ class Evictor:
         self._loader.abandon(unit)
 
     def _last_resort(self) -> Unit | None:
-        """For a use that cannot wait, when all that is here is in use or kept."""
+        """A unit to evict for a use that cannot wait, when all that is here is in use or kept."""
         arriving = (UnitState.FETCHING, UnitState.AWAITING)
         units = [u for u in self._units if u.state in arriving and u.may_be_evicted]
         if not units and self._world_size == 1:

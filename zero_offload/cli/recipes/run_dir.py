@@ -269,7 +269,7 @@ class _Line:
     """One line of the metrics."""
 
     number: int
-    """From 1 on."""
+    """The line's number, from 1 on."""
     raw: bytes
     row: Row | None
     problem: str = ""
@@ -357,7 +357,7 @@ _NOTES_MAX = 5
 
 
 def _notes(path: Path, damaged: Sequence[_Line], moved_to: str = "") -> Iterator[str]:
-    """In words, one of each line."""
+    """A note in words for each line."""
     fate = f"moved to {moved_to}" if moved_to else "left out"
     for line in damaged[:_NOTES_MAX]:
         yield f"{path} line {line.number} is damaged, {line.problem}: {fate}; the other rows are kept"

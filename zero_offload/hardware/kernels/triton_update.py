@@ -99,7 +99,7 @@ def _runs(tensors: UpdateTensors, segment: Segment) -> Iterator[tuple[int, int, 
 
 
 def int32(word: int) -> int:
-    """With the same lower 32 bits."""
+    """The int32 with the same lower 32 bits."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
@@ -108,7 +108,7 @@ def _padded(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
 
 
 def _part(tensor: Tensor | None, begin: int) -> Tensor | None:
-    """From an element on."""
+    """The tensor from an element on."""
     if tensor is None:
         return None
     # Triton gets the bits of bf16 numbers: they are moved into place, without a conversion that has rules of its own.

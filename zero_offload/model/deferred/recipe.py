@@ -81,7 +81,7 @@ class Node:
     order: int
     func: Any
     args: Any
-    """With `Ref` for each tensor of the program; other tensors are copies of what was read."""
+    """The arguments, with `Ref` for each tensor of the program; other tensors are copies of what was read."""
     kwargs: Any
     generator_state: Tensor | None
     """The state of the generator it draws from, before it did."""

@@ -103,12 +103,12 @@ class MicroGraph:
         """What the forward is inside of that will be run again in backward."""
         self.parts = [Part((), 0, 0)]
         self.left: list[Part] = []
-        """To be run, in this order."""
+        """Parts that are still to run, in this order."""
         self._cuts: dict[Node, Edge] = {}
         """What each was cut off from."""
         self._cut_of: dict[Edge, Edge] = {}
         self._given: dict[Edge, weakref.ref[Tensor]] = {}
-        """To modules."""
+        """Tensors that were given to modules."""
         self._hooks: dict[Edge, Hooks] = {}
         """Hooks on what was given to modules, which they may outlive."""
         self._waiting: dict[Edge, Tensor] = {}

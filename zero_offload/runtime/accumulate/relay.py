@@ -204,7 +204,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """On another thread."""
+        """Enter the surroundings on another thread."""
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(self._stream())
             for function_mode in self._function_modes:

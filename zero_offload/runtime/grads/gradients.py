@@ -599,7 +599,7 @@ class Gradients:
             section.reduced.clear()
 
     def _end_if_none(self) -> None:
-        """With the last gradients their loss scale ends."""
+        """End the loss scale with the last gradients."""
         if not any(section.holding for section in self.sections):
             self.loss_scale, self.overflowed = 1.0, False
 

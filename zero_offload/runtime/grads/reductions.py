@@ -19,7 +19,7 @@ from zero_offload.runtime.grads.section import GradSection, is_small
 from zero_offload.runtime.ranks.collectives import Collectives
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
-"""Beside the section that backward fills."""
+"""Reductions in flight beside the section that backward fills."""
 
 Done = Callable[[GradSection, torch.Tensor], None]
 """done(section, its reduced shard): nothing reads the partial sum any more."""

@@ -39,7 +39,7 @@ class Agreement:
 
     def __init__(self, group: RankGroup, branches: Branches) -> None:
         self._members = sorted(group.members)
-        """In torch's order."""
+        """Members in torch's order."""
         self._num_ranks = len(self._members)
         self._group = group.agreement_group
         self._channel = group.channel

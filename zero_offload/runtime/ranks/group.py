@@ -220,7 +220,8 @@ class RankGroup:
 
     @cached_property
     def channel(self) -> Channel | None:
-        """Between all members, if one machine runs them and lets them share pages; None alone. Asked for by all."""
+        """The channel between all members, if one machine runs them and they may share pages; None alone. All ask for
+        it."""
         return None if self.agreement_group is None else open_channel(self.agreement_group, self.members)
 
     def leave(self) -> None:
@@ -230,7 +231,7 @@ class RankGroup:
 
 
 def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:
-    """By the number of ranks alone: asks no other rank."""
+    """The partition by the number of ranks alone: no other rank is asked."""
     if mesh is None:
         return Partition.of(config, launched_ranks()[1])
     return Partition.of(config, mesh.size(), mesh.size(0) if mesh.ndim == 2 else 1)

@@ -71,7 +71,7 @@ class VersionCheck:
 
 
 def changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> RuntimeError:
-    """In autograd's words, which leaves this check to the pack hook."""
+    """An error in autograd's words; autograd leaves this check to the pack hook."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of shape {shape} is at version {version}, backward expected version {expected}. An optimizer step between "
@@ -263,7 +263,7 @@ class Activations:
         return empty.set_(memory.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _count(self, stored: Stored) -> None:
-        """On its way out or back: about as much has been freed, or will be of backward's own."""
+        """Count it on its way out or back: about as much has been freed, or will be freed of backward's own memory."""
         if self._trimmer is not None:
             self._trimmer.freed(stored.nbytes)
 
@@ -308,7 +308,7 @@ def open_activations(
     buffers: Iterable[Tensor],
     ahead_max: int,
 ) -> Activations | None:
-    """For one model; None when every tensor stays where it is: a CPU computes on the cpu tier itself."""
+    """The activations of one model; None when every tensor stays where it is: a CPU computes on the cpu tier itself."""
     fractions, counters = config.activation_fractions, store.counters
     tiers: dict[Tier, ActivationTier] = {}
     if Tier.CPU in fractions and not device.is_host:

@@ -58,7 +58,7 @@ class Saved:
     kept: Tensor
     """Detached: a node that saved its own output would hold itself in memory through it."""
     version: int
-    """When it was saved."""
+    """Its version when it was saved."""
     unit: Unit | None
     cast: _Cast | None
     """How autograd saved the parameter; see [Note: casts of weights]."""
@@ -79,7 +79,7 @@ class SavedTensors:
         """Bytes of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
         self._cast: set[int] = set()
         self._needed = always or store is not None
-        """Where nothing ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
+        """False where nothing ever leaves: autograd saves as it likes, and torch.func, which refuses hooks, works."""
         self._unit_of_storage: dict[int, Unit] = {}
         self.grow(units)
 

@@ -33,8 +33,8 @@ from zero_offload.storage.memory.arena import Arena, Region
 from zero_offload.storage.memory.pool import SpanPool
 
 BYTES_OUT = 512 * MIB
-"""Of the device's memory on its way to the host's at once; one storage may be larger. A link takes 10 to 20 ms for it:
-so far a host may launch ahead."""
+"""Bytes of the device's memory on their way to the host at once; one storage may be larger. A link takes 10 to 20 ms
+for it: so far a host may launch ahead."""
 PINNED_SLAB_BLOCKS = 32
 """Blocks of pinned memory that are taken and registered at once. A storage is one copy in each slab that it touches."""
 LANDING_SLAB_BYTES = 16 * MIB
@@ -224,7 +224,7 @@ class _Blocks:
         self._free.extend((block, None) for block in whole.split(ACTIVATION_BLOCK_BYTES))
 
     def __len__(self) -> int:
-        """How many are to be had."""
+        """How many blocks can be had."""
         return len(self._free)
 
     def lease(self) -> Tensor:
@@ -252,7 +252,7 @@ class _DiskPiece:
     nbytes: int
     block: Tensor
     download: Handoff | None = None
-    """To the block."""
+    """The download to the block."""
     last: Transfer | None = None
     """The write, or the latest read; None until the write is launched."""
 
@@ -279,7 +279,7 @@ class _DiskPiece:
         self.last.wait()
 
     def launch_read(self, address: int, urgency: Urgency) -> Transfer:
-        """After `settle`."""
+        """Called after `settle`."""
         self.last = self.disk.launch_read(self.extent, ALL_ROWS, address, urgency)
         return self.last
 
@@ -294,10 +294,10 @@ class DiskTier:
         self._leaving: deque[_DiskPiece] = deque()
         """Those with a block of staging."""
         self.landing = _Blocks(arena)
-        """On the way to a GPU."""
+        """Blocks on the way to a GPU."""
         self._num_landing = 0
         self._slabs = Landing(arena)
-        """Where a CPU computes."""
+        """Slabs, used where a CPU computes."""
         self.free: deque[_DiskPiece] = deque()
         """Whose extents are leased again."""
         self._num_extents = 0
@@ -417,7 +417,7 @@ class _ReadToDevice:
         self._next = 0
         self._target: Tensor | None = None
         self._uploads: list[Handoff] = []
-        """To the parts of the target, in order."""
+        """Uploads to the parts of the target, in order."""
 
     def start(self) -> bool:
         return self._start(Urgency.NORMAL)

@@ -25,7 +25,7 @@ class Gatherer:
         self.agrees_per_unit = collectives.partition.any_branches and collectives.num_shards > 1
         """True if ranks use different units, and so agree which is next before each gather."""
         self._flying: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
-        """By unit: gathers that are under way."""
+        """Gathers that are under way, by unit."""
         self._updating: set[int] = set()
         """Units whose update some rank may still be computing."""
 

@@ -241,7 +241,7 @@ _WRAPPERS = {
     "torch.distributed._composable": "replicate",
     "torch.distributed.tensor.parallel": "parallelize_module",
 }
-"""By the package that they are of."""
+"""Names of other wrappers, by the package of their functions."""
 
 
 def wrapper_of(name: str) -> str | None:

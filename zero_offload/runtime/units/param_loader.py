@@ -98,7 +98,7 @@ class UnitStreams:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._streams: dict[int, _Streams] = {}
-        """By unit: of those whose buffers have memory."""
+        """Streams by unit, for units whose buffers have memory."""
 
     def of(self, unit: Unit) -> _Streams:
         return self._streams[unit.index]
@@ -211,7 +211,7 @@ class DeviceParamLoader:
             offset += target.nbytes
 
     def _copy_within(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """In the device's memory, in the order of compute, which has updated the source; they may be the same."""
+        """Copy in the device's memory, in the order of compute, which has updated the source. Both may be the same."""
         if target.data_ptr() != source.data_ptr():
             self._counters.read(Tier.DEVICE, source.nbytes)
             target.copy_(source)
@@ -284,7 +284,7 @@ class DeviceParamLoader:
         del self._flying[unit.index]
 
     def make_room(self, nbytes: int) -> None:
-        """From now on units on their way may take so many bytes of host memory."""
+        """Let units on their way take so many bytes of host memory from now on."""
         if nbytes <= self._pool.nbytes:
             return
         while (oldest := self._oldest_kept()) is not None:

@@ -113,7 +113,7 @@ class Unit:
         self._fingerprints: torch.Tensor | None = None
         """Fingerprints of their values, (params,) where they are; None in most uses."""
         self._is_replaced = False
-        """At the end of the last use some parameter was in other memory."""
+        """True if at the end of the last use some parameter was in other memory."""
         self.is_set = False
         """True once a parameter had another version after a use and the same value, as where a parametrization sets it
         to itself. From then on its values are compared in every use."""

@@ -117,8 +117,8 @@ class Rates:
 def shares(
     settings: EngineSettings, directories: Sequence[RunDirectory], needed_bytes: int, scratch: Lasting | None
 ) -> tuple[float, ...]:
-    """Of each directory in a stripe, in proportion to its speed; they sum to 1. All are taken to be equally fast where
-    no `scratch`, sector-aligned host memory, is given to measure them with.
+    """The share of each directory in a stripe, in proportion to its speed; shares sum to 1. All are taken to be equally
+    fast where no `scratch`, sector-aligned host memory, is given to measure them with.
 
     `needed_bytes` are those of all ranks in all directories.
     """

@@ -290,7 +290,8 @@ class _Viewed:
         return sum(nbytes for life, nbytes in self._regions.copy().values() if life() is not None)
 
     def forget(self) -> None:
-        """In a forked child, which has none of them: what has their addresses there is not to be unmapped."""
+        """Forget all pages, in a forked child that has none of them: other memory at their addresses must stay
+        mapped."""
         self._regions.clear()
 
 
@@ -379,7 +380,7 @@ class Arena:
         return self._allocated.nbytes
 
     def keep(self, count: int) -> None:
-        """From now on `count` frames of the limit are for claims, claimed ones among them."""
+        """Keep `count` frames of the limit for claims from now on, claimed ones among them."""
         self._num_kept = count
         self._count()
 

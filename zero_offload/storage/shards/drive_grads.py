@@ -46,7 +46,7 @@ class DriveRoom:
         self.downloads = downloads
         # Weak: stores hold this object, and a cycle would outlive a dropped model.
         self._stores: dict[int, list[weakref.ref[DriveGrads]]] = {}
-        """By the section's index: with several ranks it has two, which leave together."""
+        """Stores by the section's index: with several ranks it has two, which leave together."""
         self._units: dict[int, int] = {}
         """The unit of each section."""
         self._open: list[int] = []
@@ -129,7 +129,7 @@ class DriveGrads(HostGrads):
         self._room = room
         self._attach = attach
         self._pages: MovableBuffer | None = None
-        """Under the array."""
+        """The pages under the array."""
         self._stream_pages: MovableBuffer | None = None
         self._writes: tuple[Transfer, ...] = ()
         """Those out of attached pages which may be under way."""
@@ -244,7 +244,7 @@ class DriveGrads(HostGrads):
             write.wait()
 
     def _attached(self, pages: MovableBuffer | None, nbytes: int) -> MovableBuffer:
-        """With pages attached; its addresses are reserved once for each size."""
+        """The buffer with pages attached; its addresses are reserved once for each size."""
         if pages is None or pages.region.nbytes != nbytes:
             pages = MovableBuffer(self._store.arena, nbytes, claims=True)
         self._attach(pages)

@@ -59,10 +59,10 @@ class ParamAccess(Protocol):
         """True if it may be read now as it stands, inside of `zo.gathered`."""
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
-        """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
+        """Called before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
 
     def end_walk(self, module: nn.Module) -> None:
-        """After it."""
+        """Called after that."""
 
     def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Replace a parameter's values, as `load_state_dict` does."""
@@ -191,7 +191,7 @@ class Owner(Protocol):
         """An optimizer has some of the parameters. It is held weakly."""
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
-        """Have the next step divide by the loss scale; returns whether it must be skipped, on every rank. Collective.
+        """Let the next step divide by the loss scale; returns True if it must be skipped, on every rank. Collective.
 
         `overflowed` says so of gradients that are not this owner's. Generations carry the scaler's state from now on.
         """

@@ -201,7 +201,7 @@ class Replica:
     """
 
     def __init__(self, layout: SectionLayout, disk: SwapFile | None, memory: torch.Tensor | None) -> None:
-        """In host memory where `memory`, (numel,), is given; else on disk."""
+        """The replica is in host memory where `memory`, (numel,), is given; else on disk."""
         self._layout = layout.whole()
         self._disk = disk
         self._extent: Extent | None = None
@@ -238,7 +238,7 @@ class Shard:
     slots: tuple[dict[Component, Extent], ...] = ()
     cache: Extent | None = None
     replica: Replica | None = None
-    """Where parameters are whole on every rank and leave the compute device."""
+    """Present where parameters are whole on every rank and leave the compute device."""
     current: int = 0
     """The slot of the newest values, where they rest on disk."""
     committed: int | None = None

@@ -183,7 +183,7 @@ class ShardStore:
         return int(kept or shard.placement.params is Tier.NVME)
 
     def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
-        """Have what a generation's manifest records, in its slot; the other slot lies beside it.
+        """Take what a generation's manifest records, in its slot; the other slot lies beside it.
 
         `records` are those of extents, by component; `spare` is that of the other slot of a frozen shard, which was
         made later and somewhere else, or None. Raises IntegrityError for a slot that cannot be.
@@ -274,7 +274,7 @@ class ShardStore:
             ) from error
 
     def add_states(self, shard: Shard, states: Iterable[Component]) -> None:
-        """Have these states too, all zero, where the optimizer's states rest; after updates and commits under way.
+        """Add these states, all zero, where the optimizer's states rest; after updates and commits under way.
 
         Raises CapacityError, and has none of them, where there is no room.
         """
@@ -299,7 +299,7 @@ class ShardStore:
         self._size_staging()
 
     def _fill_slot(self, shard: Shard) -> None:
-        """From now on a generation is what the slots hold; an update writes them, but the first one may come late."""
+        """A generation is from now on what the slots hold. An update writes them, but the first one may come late."""
         slot = shard.writable_slot()
         for component, array in shard.memory.items():
             self.disk.write_array(shard.slots[slot][component], array)

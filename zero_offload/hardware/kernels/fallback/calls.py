@@ -200,12 +200,12 @@ class Job:
         self._failure: BaseException | None = None
 
     def work(self) -> None:
-        """In the calling thread: take parts until none is left."""
+        """Take parts in the calling thread until none is left."""
         while part := self._take():
             self._body(*part)
 
     def help(self) -> None:
-        """In another thread, which may come when all is over."""
+        """Take parts in another thread, which may come when all is over."""
         while part := self._take(helping=1):
             try:
                 self._body(*part)

@@ -193,14 +193,14 @@ def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
         return root * root
 
     def root_of(x: Any) -> Any:
-        """With the sign of x. A state without a sign has no x below 0."""
+        """The root with the sign of x. A state without a sign has no x below 0."""
         if signed:
             word = bits(x)
             return from_bits(u32(bits(sqrt(from_bits(u32(word & MAGNITUDE)))) | u32(word & _SIGN)))
         return from_bits(u32(bits(sqrt(x)) & MAGNITUDE))
 
     def scale_of(top: Any) -> Any:
-        """From the bits of a block's root of the largest magnitude."""
+        """The scale, from the bits of a block's root of the largest magnitude."""
         root = from_bits(top)
         scale = from_bits(u32(bits(divide(root, largest)) | _1))
         scale = select(scale > _SMALLEST_SCALE, scale, _SMALLEST_SCALE)

@@ -43,7 +43,7 @@ BLOCK = 1024
 """Elements of a row; six rows are 24 KiB, which the first-level cache holds. Whole blocks of codes, and a multiple of
 the sums' lanes."""
 READ = -1
-"""Beside GradMode's: the mode of a sum that stores nothing."""
+"""The mode of a sum that stores nothing, beside GradMode's."""
 FP32, BF16, FP16 = int(Kind.FP32), int(Kind.BF16), int(Kind.FP16)
 _WHOLE, _HALVES, _COMPACT = int(StateFormat.FP32), int(StateFormat.BF16), int(StateFormat.COMPACT)
 _ACCUMULATE = int(GradMode.ACCUMULATE)
@@ -288,7 +288,7 @@ def decode(signed: Any, arrays: Any, begin: Any, end: Any) -> None:
 
 @kept
 def encode(signed: Any, arrays: Any, begin: Any, end: Any) -> None:
-    """As `decode`, the other way."""
+    """Encode what `decode` decodes."""
     codes, scales, fp32 = arrays
     row, edges = np.empty(BLOCK, np.float32), np.full(BLOCK, MIDDLE)
     for at in range(begin, end, BLOCK):
