@@ -1,9 +1,9 @@
 """When a commit is due by time: after a duration, or after one that follows from what commits cost ("auto").
 
-Of rank 0 alone: the others do as it says, so clocks need not agree. The idea behind "auto" is CheckFreq's (Mohan,
-Phanishayee, Chidambaram: "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST '21): measure what a checkpoint
-costs the steps beside it, and choose the frequency by that. A commit costs the seconds that updates waited for it, and
-the seconds by which the steps beside it were longer than others. Ranks wait for each other in each step, so what slows
+Of rank 0 alone: the others do as it says, so clocks need not agree. "auto" measures what a checkpoint costs the steps
+beside it, and chooses the frequency by that. The idea is CheckFreq's (Mohan, Phanishayee, Chidambaram: "CheckFreq:
+Frequent, Fine-Grained DNN Checkpointing", FAST '21). A commit costs the seconds that updates waited for it, and the
+seconds by which the steps beside it were longer than others. Ranks wait for each other in each step, so what slows
 another rank shows in rank 0's steps. The calls: `is_due` when a step begins, `add` when it ends, `restart` when a
 commit begins.
 """

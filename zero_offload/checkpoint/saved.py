@@ -1,10 +1,10 @@
 """A generation opened for reading: any rank's blocks, from any number of directories.
 
-Owns what can be known from the manifests alone: the sections (from the fingerprint), where the blocks of every rank
-lie, and which file they are in. No model is needed. One that has one loads it on any number of ranks and with any
-placement, since every array is addressed by element of its section. Reads what it is asked for, every block verified,
-and changes nothing. The calls: `SavedGeneration.open` for a model, or `take_directories` and the constructor; `rank`,
-`read`, `source`, `close`.
+Owns what can be known from the manifests alone: the sections (from the fingerprint), the places of every rank's blocks,
+and their files. No model is needed. One that has one loads it on any number of ranks and with any placement, since
+every array is addressed by element of its section. Reads what it is asked for, every block verified, and changes
+nothing. The calls: `SavedGeneration.open` for a model, or `take_directories` and the constructor; `rank`, `read`,
+`source`, `close`.
 """
 
 from __future__ import annotations

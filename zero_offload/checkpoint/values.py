@@ -178,8 +178,8 @@ master is made of, as the component has them."""
 def master_parts(
     layout: SectionLayout, values: torch.Tensor, empty: Callable[[int, torch.dtype], torch.Tensor] = host_empty
 ) -> dict[Component, torch.Tensor]:
-    """What the components of a master, or of a frozen value, become: each (values.numel(),), host, in memory that
-    `empty` gives by number of elements and dtype."""
+    """The components of a master, or of a frozen value. Each is (values.numel(),), on the host, in memory that `empty`
+    gives by number of elements and dtype."""
     values = values.detach().reshape(-1)
     if not layout.has_master_apart:
         return {Component.VALUE: values.to("cpu", layout.dtype)}

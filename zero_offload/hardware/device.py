@@ -106,9 +106,9 @@ class Device:
     ) -> Handoff:
         """Copy `source` (device) to `target` (pinned host), after compute launched so far.
 
-        With a mark for `after`, when that is reached: for threads beside the one that computes, which would else wait
-        for whatever it has launched since. A caller that `keeps_source` does so until a stream that uses its memory
-        next has waited for the copy.
+        With a mark for `after`, when that is reached. It is for threads beside the one that computes: they would else
+        wait for whatever that has launched since. A caller that `keeps_source` does so until a stream that uses its
+        memory next has waited for the copy.
         """
         raise AssertionError(_IN_PLACE)
 

@@ -85,14 +85,13 @@ def offload(
 ) -> nn.Module:
     """Offload `model` in place and return it: same object, same class, hooks only.
 
-    Its floating parameters become their compute dtype, with fp32 masters from their present values. `units` names
-    what moves together (module names, classes or modules); by default the repeated blocks are found. `mesh` names
-    the ranks that train this model, by default all: of one dimension, over which states are divided, or of two,
-    (replicate, shard), for hybrid sharding. All of its ranks call this together.
-    Where a launcher has set RANK, WORLD_SIZE above 1 and MASTER_ADDR and no process group exists, this makes it.
-    WORLD_SIZE=1 says that the process trains alone. Each rank has a GPU of its own: that of LOCAL_RANK, or the
-    program's choice.
-    With a generation in the directory and existing="resume", parameters and states are the generation's.
+    Its floating parameters become their compute dtype, with fp32 masters from their present values. `units` names what
+    moves together (module names, classes or modules); by default the repeated blocks are found. `mesh` names the ranks
+    that train this model, by default all. It has one dimension, over which states are divided, or two, (replicate,
+    shard), for hybrid sharding. All of its ranks call this together. Where a launcher has set RANK, WORLD_SIZE above 1
+    and MASTER_ADDR and no process group exists, this makes it. WORLD_SIZE=1 says that the process trains alone. Each
+    rank has a GPU of its own: that of LOCAL_RANK, or the program's choice. With a generation in the directory and
+    existing="resume", parameters and states are the generation's.
 
     A model that has got parameters since (adapters, a new head, a module around it) is offloaded again, between two
     steps. The second call adopts them, frozen ones too, as units of their own. It moves nothing else. It needs no

@@ -49,13 +49,13 @@ class Resumed:
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    One that a generation has already is made one again, unless a backward has run since: `extra` may be another, or
-    the program have replaced states.
-    Hyperparameters, random number generators, persistent buffers (of several ranks rank 0's) and the loss scale are
-    taken now, which is after `scaler.update()`. Warns if the optimizer trains parameters that are not offloaded.
-    `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Of several ranks it is rank
-    0's, which all get back. Without a directory for generations this does nothing, and warns once unless
-    durability="scratch" says so. Raises ConfigError when `extra` is of something else, or `optimizer` not this model's.
+    A step that a generation has already becomes a generation again, unless a backward has run since: `extra` may be
+    another, or states replaced. Hyperparameters, random number generators, persistent buffers (of several ranks rank
+    0's) and the loss scale are taken now, which is after `scaler.update()`. Warns if the optimizer trains parameters
+    that are not offloaded. `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Of
+    several ranks it is rank 0's, which all get back. Without a directory for generations this does nothing, and warns
+    once unless durability="scratch" says so. Raises ConfigError when `extra` is of something else, or `optimizer` not
+    this model's.
     """
     owner = need_runtime(model, "zo.commit")
     with owner.together("zo.commit"):
@@ -125,10 +125,10 @@ def load_checkpoint(
 ) -> Resumed:
     """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
 
-    `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets
-    the state of the one that the run had. Generators are restored when the number of ranks is the same. Raises
-    CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not what was
-    written, LockError when a run is at work in `path`.
+    `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets the
+    state of the one that the run had. Generators are restored when the number of ranks is the same. Raises
+    CheckpointError, naming the first difference, when it is another model's. Raises IntegrityError when a byte is not
+    what was written, and LockError when a run is at work in `path`.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     with owner.together("zo.load_checkpoint"):

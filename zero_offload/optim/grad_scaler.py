@@ -4,8 +4,8 @@ Owns the scale and how it grows and backs off; host numbers, the same on every r
 offloaded model: `unscale_` tells its owner the scale, and the update divides in its one pass; those of ordinary
 parameters are divided in place. The calls of a step: `scale` the loss, backward, `unscale_` to clip, `step`, `update`.
 
-[Note: skipped steps] A step is skipped when a gradient of the optimizer is not finite, or any gradient of a model that
-it updates, on any rank. The owner counts it and drops the gradients; no state changes. `update` then backs off.
+[Note: skipped steps] A step is skipped when, on any rank, a gradient of the optimizer is not finite, or any gradient of
+a model that it updates. The owner counts it and drops the gradients; no state changes. `update` then backs off.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `States` is the mapping, `Entry` what it has of one offloaded parameter, `StateTensor` one state of that parameter. None
 of them holds values: an operation on a state reads them, and writes them back if it has changed them. `Readers` knows
-the entries and states that the program has in hand, which take their values into memory where torch's would still have
-them after a change.
+the entries and states that the program holds. They take their values into memory where torch's would still have them
+after a change.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class BufferPlan:
         )
 
     def _device_bytes_at_rest(self, state_bytes: Callable[[SectionLayout], int]) -> int:
-        """Bytes of gradients at rest or on their way to the host, of activations fetched ahead, and of states that are
-        updated there, in a device's memory."""
+        """Bytes in a device's memory: gradients at rest or on their way to the host, activations fetched ahead, and
+        states that are updated there."""
         if self.is_host:
             return 0
         grads, passing, sent, states = 0, [], [], 0

@@ -1,12 +1,12 @@
 """In which dtype every parameter is kept and every module computes: the compute dtype, and its exceptions.
 
 Owns what `Precision.modules` means for a model. A module has the dtype of the innermost module, from itself up to the
-root, that a key matches (by class, or by name with the wildcards of fnmatch; of several keys that match one module the
-last counts), else the compute dtype; one with running statistics that no key matches itself has theirs, since torch
-computes with both in one dtype, and buffers keep theirs. Its parameters have it too. But a pattern that matches no
-module may match parameters by their own names: these have that dtype, and nothing is cast for them. Where the dtype
-changes between a module that is called and the one around it, floating inputs and outputs are cast. Pure; never touches
-data. The call: `resolve`.
+root, that a key matches, else the compute dtype. Keys match by class, or by name with the wildcards of fnmatch; of
+several keys that match one module the last counts. A module with running statistics that no key matches itself has
+their dtype: torch computes with both in one dtype, and buffers keep theirs. Its parameters have it too. But a pattern
+that matches no module may match parameters by their own names: these have that dtype, and nothing is cast for them.
+Where the dtype changes between a module that is called and the one around it, floating inputs and outputs are cast.
+Pure; never touches data. The call: `resolve`.
 """
 
 from __future__ import annotations

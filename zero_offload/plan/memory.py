@@ -499,16 +499,16 @@ def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
 
 
 def leaving_bytes(sent: Iterable[int]) -> int:
-    """So much may be on its way from a device at once; what is larger goes alone. Of sections or units that send so
-    many bytes each: as much as most of them have, since an embedding beside small blocks would double what they take.
+    """So much may be on its way from a device at once; what is larger goes alone. Sections or units send so many bytes
+    each. The limit is as much as most of them have, since an embedding beside small blocks would double it.
     """
     sizes = sorted(nbytes for nbytes in sent if nbytes)
     return sizes[len(sizes) // 2] if sizes else 0
 
 
 def beside_made_bytes(made: Sequence[int], sent: Sequence[int]) -> int:
-    """What gradients on their way take beside the largest that backward makes, of units in the order of the model:
-    each unit's leave while a neighbour's are made."""
+    """What gradients on their way take beside the largest that backward makes. Units are in the order of the model:
+    each unit's gradients leave while a neighbour's are made."""
     usual = leaving_bytes(sent)
     beside = [
         max([usual, *sent[max(index - 1, 0) : index], *sent[index + 1 : index + 2]]) for index in range(len(sent))

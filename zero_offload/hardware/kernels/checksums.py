@@ -1,9 +1,9 @@
 """Checksums of memory, and words by which changes of tensors are seen.
 
 Every block on disk is verified with a CRC-32C. A fingerprint is one word for a tensor, taken before and after and
-compared. In host memory it is a CRC-32C. On a device nothing computes those: there it is a sum modulo 2^64 of the bits
-of elements, as integers, times weights that depend on where the element is. Unlike a sum or a xor of elements it
-changes with signs, with a scale and with the order of rows. It is launched and not waited for; two are compared by one
+compared. In host memory it is a CRC-32C. On a device nothing computes those. There it is a sum modulo 2^64: the bits of
+elements, as integers, times weights that depend on where the element is. Unlike a sum or a xor of elements it changes
+with signs, with a scale and with the order of rows. It is launched and not waited for; two are compared by one
 download. No format contains fingerprints.
 """
 

@@ -1,7 +1,7 @@
 """The fused updates of all optimizers on tensors of any device, by torch's operations: for where Triton is not.
 
 Owns the passes over the tensors, a block at a time; the mathematics is that of `fallback/`, over the words of
-`torch_words`, which say what is rounded how, so the bits are those of the native kernels. Nothing waits for the device.
+`torch_words`. Those say what is rounded how, so the bits are those of the native kernels. Nothing waits for the device.
 The arrays between the operations, and a launch for each, cost the time.
 """
 

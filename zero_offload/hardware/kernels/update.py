@@ -36,10 +36,10 @@ class UpdateBuffers:
     `value` is the fp32 master itself, or its bf16 half completed by `residual` (int16), or the fp16 copy of `master`
     (fp32). `value_out` receives a second copy of the new value, in the same dtype.
 
-    States rest in fp32 or in bf16, both (numel,), or COMPACT: (numel,) codes, int8 where the state is SIGNED, else
-    uint8, and in `scales` an fp32 for each STATE_BLOCK of them, counted from the start of the section; the residual of
-    a bf16 value is int8 then, and the master keeps 24 bits. Rounding is at random, so that the mean is kept. It is the
-    same for the same `seed`, step, and index in the section; `origin` is the index of element 0.
+    States rest in fp32 or in bf16, both (numel,), or COMPACT. COMPACT states are (numel,) codes, int8 where the state
+    is SIGNED, else uint8. `scales` has an fp32 for each STATE_BLOCK of them, counted from the start of the section. The
+    residual of a bf16 value is int8 then, and the master keeps 24 bits. Rounding is at random, so that the mean is
+    kept. It is the same for the same `seed`, step, and index in the section; `origin` is the index of element 0.
     """
 
     value: int

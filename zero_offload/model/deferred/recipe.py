@@ -1,9 +1,9 @@
 """How the values of a tensor were made, and making them again.
 
-Owns the graph of operations behind a storage: a `Value` is what a storage holds after a write, its `Node` the
-operation that wrote it, with what that read. Never runs beside a recording: `Tracer` builds the graph, `replay`
-walks it. A replay runs what the value depends on and nothing else, in the order of the program, with the random
-generators as they were; each storage is dropped after its last use.
+Owns the graph of operations behind a storage. A `Value` is what a storage holds after a write. Its `Node` is the
+operation that wrote it, with what that read. Never runs beside a recording: `Tracer` builds the graph, `replay` walks
+it. A replay runs what the value depends on and nothing else, in the order of the program, with the random generators as
+they were; each storage is dropped after its last use.
 """
 
 from __future__ import annotations

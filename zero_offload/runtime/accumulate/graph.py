@@ -1,7 +1,7 @@
 """One micro-batch's graph, run backward part by part.
 
 Owns where it is cut, and gradients on their way between parts. Never knows other micro-batches. The calls: `cut` and
-`begin_part` in forward, `plan` when the loss is there, then `run` for each of `left`, from the last part to the first.
+`begin_part` in forward; `plan` when the loss is there; then `run` for each of `left`, from the last part to the first.
 
 [Note: parts]
 A part is what forward made between coming to one unit and coming to the next. Autograd numbers its nodes as they are

@@ -8,8 +8,9 @@ The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the nex
 after a backward that broke off.
 
 [Note: factors]
-Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
-(a gradient added to it, clipping by value, a look at `.grad`) multiplies where the gradient rests, and the factor ends.
+Clipping by norm moves no gradient: each gets a factor that the update multiplies by. Some code must see the product
+before: a gradient added to it, clipping by value, a look at `.grad`. It multiplies where the gradient rests, and the
+factor ends.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ class Gradients:
         return id(self.place(param)[0] if self.reduces else param)
 
     def begin_section(self, param: nn.Parameter) -> None:
-        """One micro-batch comes to this parameter's section, and may have gradients for it: what has pages follows
+        """One micro-batch comes to this parameter's section, and may have gradients for it. What has pages follows
         these calls, which are the same on all ranks."""
         if self.reduces:
             self._open_partial(self.place(param)[0])

@@ -1,4 +1,4 @@
-"""What the ranks of one model are about to do, said before they do it: a few bytes a time, on a way of its own.
+"""What the ranks of one model are about to do. They say it before they do it: a few bytes a time, on a way of its own.
 
 Two ranks that meet in different collectives would hang, or read each other's bytes as something else. So every
 collective is announced by `same`, which raises on all ranks where they differ. With branches="any" a rank may want a

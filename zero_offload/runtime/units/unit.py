@@ -257,8 +257,8 @@ class Unit:
         return found
 
     def put_back(self) -> None:
-        """Parameters that a program has given other memory, as by `param.data = values`, are views of the buffers
-        again, which have the values that were there. To be called while the unit is here."""
+        """Make parameters views of the buffers again, with the values that were there, if the program has given them
+        other memory, as by `param.data = values`. To be called while the unit is here."""
         self._is_replaced = False
         with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
             for section, piece, param in self._misplaced():

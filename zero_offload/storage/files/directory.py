@@ -1,8 +1,8 @@
 """The directory one run keeps its files in: locked, private, and only ever touched by descriptor.
 
-Owns the lock, the permission checks, preallocation and removal. Never reads or writes the bytes of a data file (a file
-engine does that on `DataFile.fd`), and never removes a name it was not given. The calls in order: `RunDirectory.open`
-(the other ranks of a run `join`), then `create_file`, `create_scratch` or `open_file` for each `DataFile`, `remove`,
+Owns the lock, the permission checks, preallocation and removal. Never reads or writes the bytes of a data file: a file
+engine does that on `DataFile.fd`. Never removes a name it was not given. The calls in order: `RunDirectory.open` (the
+other ranks of a run `join`), then `create_file`, `create_scratch` or `open_file` for each `DataFile`, `remove`,
 `close`. Every access is relative to the directory's descriptor, so a directory that is renamed or replaced meanwhile
 cannot redirect a write.
 

@@ -100,8 +100,8 @@ class StateReaders(Protocol):
 
 
 class OptimizerStates(Protocol):
-    """What optimizers keep of offloaded parameters, by torch's names: "step", states, and what a value lacks of the
-    master, "residual" of bf16 and "master" of fp16."""
+    """What optimizers keep of offloaded parameters, by torch's names: "step", the states, and what a value lacks of the
+    master. That is the "residual" of bf16 and the "master" of fp16."""
 
     @property
     def readers(self) -> StateReaders: ...

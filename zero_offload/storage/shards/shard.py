@@ -14,7 +14,7 @@ A trainable shard is whole in its optimizer components; they alone make a genera
 
 A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU tier, in host
 memory. A shard that is `on_device` has all of them in the device's memory, the value too, whatever the params tier.
-`slots` are the extents on disk: two for a shard that can change and takes part in generations, so that the committed
+`slots` are the extents on disk. A shard that can change and takes part in generations has two, so that the committed
 one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is written after every
 update and belongs to no generation.
 """

@@ -1,10 +1,10 @@
 """The states of one step on their way into a generation, while the next step runs.
 
-Owns what an update must wait for: chunks in memory that a commit has not written yet, and slots that are not free
-before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is written
-from there, without a copy, a few chunks at a time. The order is that in which the next update comes to it. An update
-that comes to a chunk which is not launched launches it, and waits for that one alone. What rests in a device's memory
-is copied to host memory first, which is all that the next update waits for. The calls: `begin` when an update is
+Owns what an update must wait for. These are chunks in memory that a commit has not written yet, and slots that are not
+free before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is
+written from there, without a copy, a few chunks at a time. The order is that in which the next update comes to it. An
+update that comes to a chunk which is not launched launches it, and waits for that one alone. What rests in a device's
+memory is copied to host memory first, which is all that the next update waits for. The calls: `begin` when an update is
 complete, on its thread; `write` and, when the generation is named, `end` on the commit's thread; meanwhile `ask` before
 a chunk in memory changes, and `wait_for_slots` before a slot is written, on the next update's thread.
 """

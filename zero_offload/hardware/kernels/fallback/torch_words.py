@@ -33,7 +33,7 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     other = total - product
     rest = (product - (total - other)) + (addend - other)
     # Rounded to odd: cut off toward zero, then the last bit is set where anything was cut off. In few launches: a
-    # product of the two has the sign of whether they differ in theirs, and is neither above nor below zero for NaN.
+    # product of the two is below zero where their signs differ, and is neither above nor below zero for NaN.
     apart = total * rest
     is_less = apart < 0
     cut = torch.add(total.view(torch.int64), is_less, alpha=-1)
