@@ -30,7 +30,7 @@ def run(description: str, package: str, comparisons: Mapping[str, str]) -> int:
         print(*(f"  {name:<13} {what}" for name, what in comparisons.items()), sep="\n")
         return 0
     if first and not first.startswith("-") and first not in comparisons:
-        print(f"no comparison {first}; there are {', '.join(comparisons)}", file=sys.stderr)
+        print(f"Unknown comparison {first!r}; choose one of {', '.join(comparisons)}", file=sys.stderr)
         return 2
     name = first if first in comparisons else next(iter(comparisons))
     arguments = rest if first in comparisons else sys.argv[1:]
@@ -45,7 +45,7 @@ def parser(module: str, description: str | None, quick: str) -> argparse.Argumen
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--quick", action="store_true", help=f"{quick}; within three minutes")
+    made.add_argument("--quick", action="store_true", help=f"{quick}; some minutes")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return made
 

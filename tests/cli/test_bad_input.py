@@ -74,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _not_root() -> Iterator[None]:
-    """For root nothing is read-only: be the user nobody for a while."""
+    """Run as the user `nobody`: nothing is read-only for root."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
