@@ -11,19 +11,24 @@ export OMP_WAIT_POLICY ?= passive
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 # A file stays on one worker: what its tests share, such as a long run or a reference, is made once.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
-.PHONY: train test test-all faults check native asan tsan neon bench clean
+.PHONY: train test test-tools test-all faults check native asan tsan neon bench clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
 
 test: $(READY) $(NATIVE)
 	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
+
+# An offloaded model inside Trainer, TRL, accelerate, PEFT, Lightning: `test` leaves these out.
+test-tools: $(TOOLS) $(NATIVE)
+	$(BIN)/python -m pytest -q $(WORKERS) tests/integrations $(ARGS)
 
 test-all: $(READY) $(NATIVE) asan tsan
 	$(BIN)/python -m pytest -q $(WORKERS) -m "" $(ARGS)
@@ -67,6 +72,10 @@ ifneq ($(TORCH_INDEX),)
 	$(BIN)/pip install -q -c constraints.txt --index-url $(TORCH_INDEX) torch
 endif
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	touch $@
+
+$(TOOLS): $(READY)
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[tools]'
 	touch $@
 
 $(NATIVE): $(CSRC) setup.py | $(READY)

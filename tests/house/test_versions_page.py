@@ -1,4 +1,5 @@
-"""docs/VERSIONS.md, pyproject.toml and `zero-offload doctor` name the same versions of Python and torch."""
+"""docs/VERSIONS.md, pyproject.toml and `zero-offload doctor` name the same versions of Python and torch; and the
+first two, with constraints.txt, the same versions of tools."""
 
 from __future__ import annotations
 
@@ -19,3 +20,12 @@ def test_versions_agree() -> None:
     assert (min(pythons), min(torches)) == (PYTHON_MIN, TORCH_MIN)
     assert project["requires-python"] == f">={PYTHON_MIN[0]}.{PYTHON_MIN[1]}"
     assert f"torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}" in project["dependencies"]
+
+
+def test_versions_of_tools_agree() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    floors = [re.fullmatch(r"(\w+)>=(.+)", each) for name, extra in extras.items() if name != "tools" for each in extra]
+    pins = dict(re.findall(r"^(\w+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    named = {(floor[1], floor[2], pins[floor[1]]) for floor in floors if floor is not None}
+    page = (ROOT / "docs" / "VERSIONS.md").read_text().partition("## Tools")[2]
+    assert set(re.findall(r"^\| (\w+) \| (\d[\d.]*) \| (\d[\d.]*) \|$", page, re.M)) == named != set()

@@ -1,0 +1,86 @@
+"""Every method of a tool that a class of `zero_offload/integrations` overrides exists there, as we expect it.
+
+A release of the tool that drops or changes one is found here, by name, before a run finds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import zero_offload.integrations as integrations
+from tests.helpers import tools as tools
+
+TOOLS = ("transformers", "accelerate", "trl", "lightning", "peft")
+
+MIXINS: dict[str, str] = {}
+"""Mixins of `zero_offload.integrations`, each with the class of the tool that it stands before."""
+
+OVERRIDES: dict[str, str] = {}
+"""Methods of tools, each with its parameters, by name and in order. A property has none."""
+
+
+def found(dotted: str) -> object:
+    """A class, a method or a property by its full name."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            value = inspect.getattr_static(value, name)
+        return value
+    raise LookupError(dotted)
+
+
+def parameters_of(dotted: str) -> str:
+    value = found(dotted)
+    if isinstance(value, property):
+        return ""
+    value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+    assert isinstance(value, Callable)
+    return " ".join(inspect.signature(value).parameters)
+
+
+def classes() -> Iterator[type]:
+    for module in pkgutil.iter_modules(integrations.__path__, f"{integrations.__name__}."):
+        inside = vars(importlib.import_module(module.name)).values()
+        yield from (each for each in inside if isinstance(each, type) and each.__module__ == module.name)
+
+
+def overridden_by(ours: type, mixins: dict[str, str] = MIXINS) -> Iterator[str]:
+    """Full names of what a class overrides of tools, as the nearest class of the tool has them."""
+    bases = [base for base in ours.__mro__ if base.__module__.split(".")[0] in TOOLS]
+    if (beside := mixins.get(ours.__name__)) is not None:
+        target = found(beside)
+        assert isinstance(target, type)
+        bases += target.__mro__[:-1]
+    for name, value in vars(ours).items():
+        is_code = callable(value) or isinstance(value, property | classmethod | staticmethod)
+        if is_code and not name.startswith("__"):
+            theirs = next((base for base in bases if name in vars(base)), None)
+            if theirs is not None:
+                yield f"{theirs.__module__}.{theirs.__qualname__}.{name}"
+
+
+@pytest.mark.parametrize("method", OVERRIDES)
+def test_an_overridden_method_is_as_expected(method: str) -> None:
+    assert parameters_of(method) == OVERRIDES[method]
+
+
+def test_every_overridden_method_is_listed() -> None:
+    assert {name for ours in classes() for name in overridden_by(ours)} == set(OVERRIDES)
+
+
+def test_the_rules_find_what_they_look_for() -> None:
+    method = "transformers.trainer.Trainer.create_optimizer"
+    mixin = type("OurMixin", (), {"create_optimizer": lambda self: None, "own": lambda self: None})
+    assert list(overridden_by(mixin, {"OurMixin": "transformers.trainer.Trainer"})) == [method]
+    assert parameters_of(method).split()[0] == "self"
+    with pytest.raises(AttributeError):
+        found("transformers.trainer.Trainer.gone")
