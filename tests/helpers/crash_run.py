@@ -27,6 +27,7 @@ from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, CrewGroup
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.events import Counters
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, StateKind, Tier
 from zero_offload.checkpoint import generation, run_files
@@ -118,7 +119,7 @@ class Run:
 
     def __init__(self, setup: Setup, ranks: CrewGroup, cleanup: ExitStack) -> None:
         self.setup, self.rank, self.step = setup, ranks.rank, 0
-        files = RunFiles.open(setup.config(), setup.layout, ranks, FirstError())
+        files = RunFiles.open(setup.config(), setup.layout, ranks, FirstError(), Counters())
         cleanup.callback(files.close)
         assert files.keeper is not None and files.swap is not None
         self.keeper: GenerationKeeper = files.keeper

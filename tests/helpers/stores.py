@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zero_offload.base.events import Counters
 from zero_offload.base.types import StateKind, Tier
 from zero_offload.hardware.device import AcceleratorDevice, HostDevice
 from zero_offload.plan.dtypes import ComputeDtypes
@@ -43,9 +44,12 @@ def open_store(
         directory = stack.enter_context(RunDirectory.open(path))
         engine = open_engine()
         stack.callback(engine.close)
-        swap = SwapFile([directory], "test.swap", engine, 1)
+        counters = Counters()
+        swap = SwapFile([directory], "test.swap", engine, 1, counters=counters)
         stack.callback(swap.close)
-        store = ShardStore(layout, [placement] * len(layout.units), Arena(num_frames), swap, num_slots)
+        store = ShardStore(
+            layout, [placement] * len(layout.units), Arena(num_frames), swap, num_slots, counters=counters
+        )
         store.lay_out(store.shards)
         swap.create_scratch()
         for shard in store.shards:

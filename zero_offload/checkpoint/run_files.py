@@ -57,18 +57,33 @@ class RunFiles:
         """Closes all that is open, in the order that this needs."""
 
     @classmethod
-    def open(cls, config: OffloadConfig, layout: ShardLayout, ranks: CommitGroup, errors: FirstError) -> RunFiles:
-        """What fails on the way to or from a drive stops the run: `errors` gets it. Collective."""
+    def open(
+        cls,
+        config: OffloadConfig,
+        layout: ShardLayout,
+        ranks: CommitGroup,
+        errors: FirstError,
+        counters: Counters,
+    ) -> RunFiles:
+        """What fails on the way to or from a drive stops the run: `errors` gets it. `counters` get the bytes that move.
+        Collective."""
         files = cls()
         try:
             if config.nvme_dirs:
-                files._open(config, layout, ranks, errors)
+                files._open(config, layout, ranks, errors, counters)
         except BaseException:
             files.close()
             raise
         return files
 
-    def _open(self, config: OffloadConfig, layout: ShardLayout, ranks: CommitGroup, errors: FirstError) -> None:
+    def _open(
+        self,
+        config: OffloadConfig,
+        layout: ShardLayout,
+        ranks: CommitGroup,
+        errors: FirstError,
+        counters: Counters,
+    ) -> None:
         directories = open_in_turn(config.nvme_dirs, ranks, self._opened, RunDirectory.open, RunDirectory.join)
         _check_same(directories, ranks)
         if ranks.rank == 0:
@@ -98,7 +113,7 @@ class RunFiles:
             _log.info("%s: %s", directories[0].path, settings)
         weights = _shares(settings, directories, moved_bytes, ranks)
         keeper.weights = keeper.weights or weights
-        seed, counters = zlib.crc32(keeper.run_id.encode()), Counters()
+        seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
             self.scratch = SwapFile(directories, "activations", engine, seed, weights, counters, errors.set)
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.events import Counters
 from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap
@@ -139,7 +140,7 @@ class Builder:
         undo: contextlib.ExitStack,
     ) -> None:
         """Check what was given, meet the other ranks, and decide where everything rests. Collective."""
-        self.model, self.undo, self.errors = model, undo, FirstError()
+        self.model, self.undo, self.errors, self.counters = model, undo, FirstError(), Counters()
         join_ranks()
         callers = Callers.of(mesh)
         callers.take_gpus()
@@ -161,7 +162,7 @@ class Builder:
             own_hardware = _hardware(self.config, self.device)
             unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition)
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
-        self.collectives = Collectives(group, self.device.torch_device, self.config)
+        self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
         hardware = _agree(own_hardware, self.ranks)
         with self.ranks.together():
@@ -173,7 +174,7 @@ class Builder:
 
     def open_files(self) -> None:
         """Lock the directories and look for a generation; then all ranks must have the same model. Collective."""
-        self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors)
+        self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors, self.counters)
         self.undo.callback(self.files.close)
         check_same_model(self.params, self.ranks, values=self.files.found is None)
 
@@ -185,7 +186,9 @@ class Builder:
         device.will_pin(self.sizes.plan.used_bytes(Tier.CPU))
         self.frames = FrameBudget(on_device.chosen, on_device.most, on_device.least)
         num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
-        self.store = ShardStore(self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device)
+        self.store = ShardStore(
+            self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device, self.counters
+        )
         files.create(self.store, config.effective_durability)
         if files.keeper is not None and files.swap is not None:
             files.keeper.adopt(self.store, files.swap)
@@ -200,8 +203,7 @@ class Builder:
         """Make what moves bytes, start the workers, and move the model in. Parameters come last: frozen ones that a
         smaller dtype rounds cannot be given back."""
         config, device, store, collectives, files = self.config, self.device, self.store, self.collectives, self.files
-        collectives.counters = store.counters
-        device.record_to(store.counters.spans)
+        device.record_to(self.counters.spans)
         loader: ParamLoader = HostParamLoader(store, collectives.shard_index)
         limit: DeviceLimit | None = None
         budget: Budget = store.arena
@@ -212,8 +214,8 @@ class Builder:
         move_buffers(self.model, device, self.undo)
         ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)
         self.activations = open_activations(config, device, store, files.scratch, self.model.buffers(), ahead_max)
-        downloads = None if device.is_host else GradDownloads(device, store.arena, store.counters)
-        drive_room = DriveRoom(store.counters, downloads)
+        downloads = None if device.is_host else GradDownloads(device, store.arena, self.counters)
+        drive_room = DriveRoom(self.counters, downloads)
         self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, limit, drive_room)
         self.update_worker = self._start_worker("zero_offload-update")
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")

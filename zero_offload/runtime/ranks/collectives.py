@@ -161,6 +161,7 @@ class Collectives:
         group: RankGroup,
         device: torch.device,
         config: OffloadConfig,
+        counters: Counters,
     ) -> None:
         mean = config.grad_reduction == GradReduction.MEAN.value
         self._divisor = group.partition.world_size if mean else 1
@@ -187,7 +188,7 @@ class Collectives:
             self._reductions = lane(group, group.everyone, device)
         self._over_shards: list[Group] = [*([group.sharers] if self.num_shards > 1 else []), *others]
         self._over_all: list[Group] = [*([group.everyone] if self.world_size > 1 else []), *others]
-        self.counters = Counters()
+        self.counters = counters
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
     @contextmanager

@@ -120,12 +120,13 @@ class ShardStore:
         swap: SwapFile | None,
         num_slots: int,
         device: Device = HOST,
+        counters: Counters | None = None,
     ) -> None:
         """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk."""
         self.arena = arena
         self.swap = swap
         self._lazy: weakref.WeakSet[LazyRead] = weakref.WeakSet()
-        self.counters = Counters() if swap is None else swap.counters
+        self.counters = counters or Counters()
         self._device = device
         self._num_slots = num_slots
         self.shards = [_new_shard(section, placements[section.unit], device) for section in layout.sections]
