@@ -1,24 +1,26 @@
 """What a user asks for: `OffloadConfig`, checked whole and then never changed.
 
 Owns the names, defaults and rules of every setting. Never looks at the machine: whether the request
-fits is the planner's question. The calls in order: construct (or `from_dict`, `from_toml`), which checks
-every field and raises one ConfigError listing all problems; then read through the typed accessors
+fits is the planner's question. The calls in order: construct (or `from_dict`, `from_toml`, `from_deepspeed`), which
+checks every field and raises one ConfigError listing all problems; then read through the typed accessors
 (`placement_of`, `budget_bytes`, `nvme_dirs`, `numerics`, `effective_durability`).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+from zero_offload.base.deepspeed import read_deepspeed
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import STATE_FORMATS, TORCH_NAMES, ModuleKey, precision_problems
 from zero_offload.base.precision import Precision as Precision
-from zero_offload.base.problems import list_problems, unknown_names
+from zero_offload.base.problems import list_problems, unknown_names, warn_user
 from zero_offload.base.types import (
     STAGES,
     Branches,
@@ -169,6 +171,22 @@ class OffloadConfig:
         if problems:
             raise ConfigError(list_problems("OffloadConfig has", problems + _find_problems(settings)))
         return cls(**settings)
+
+    @classmethod
+    def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any], **settings: Any) -> OffloadConfig:
+        """Build from a JSON config of DeepSpeed, a file or its dict; `settings` are this class's own and come first.
+
+        One warning lists what the script does instead, and what has no effect here and why. "auto" is what
+        transformers.Trainer puts there. Raises ConfigError with all unknown keys and all that would change results.
+        """
+        known, problems = _read_names(settings)
+        reading = read_deepspeed(source, {name: known[name] for name in settings if name in known})
+        values, _ = _read_names(reading.settings)
+        if problems := [*problems, *reading.problems, *_find_problems(values)]:
+            raise ConfigError(list_problems(f"{reading.name} has", problems))
+        if report := reading.report():
+            warn_user(report)
+        return cls(**values)
 
     @classmethod
     def from_toml(cls, path: str | Path, table: str = "offload") -> OffloadConfig:

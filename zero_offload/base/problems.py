@@ -35,7 +35,12 @@ def unknown_names(given: Iterable[str], names: Sequence[str], prefix: str = "") 
     """A line for each name that is not among `names`."""
     found = []
     for key in (key for key in given if key not in names):
-        near = difflib.get_close_matches(str(key), names, n=1)
-        hint = f"did you mean {prefix}{near[0]}? " if near else ""
+        hint = did_you_mean(key, names, prefix)
         found.append(f"unknown setting {prefix}{key}: {hint}the settings are {', '.join(names)}")
     return found
+
+
+def did_you_mean(key: str, names: Sequence[str], prefix: str = "") -> str:
+    """A question that offers the nearest of `names`, with a space behind; empty if none is near."""
+    near = difflib.get_close_matches(str(key), names, n=1)
+    return f"did you mean {prefix}{near[0]}? " if near else ""
