@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import importlib
 import json
 import multiprocessing
 import os
@@ -91,6 +92,8 @@ def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str,
     result, states = directory / "result.json", directory / "states"
     states.mkdir()
     # CUDA bears no fork. Without it one saves the imports, most of a rehearsal's time.
+    if args.rehearse:
+        importlib.import_module("torch._dynamo")  # as the first optimizer of each section would
     context: Any = multiprocessing.get_context("fork" if args.rehearse else "spawn")
     began = time.perf_counter()
     child = context.Process(target=serve, args=(name, args.rehearse, states, limit_s, result))

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.launched import run_program
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 LINES_MAX = 80
-
-
-def _run(script: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *map(str, arguments)],
-        capture_output=True, text=True, timeout=600, cwd=script.parents[1], check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _example(name: str) -> Path:
@@ -31,24 +22,25 @@ def test_there_are_few_and_they_are_short() -> None:
 
 
 def test_train_from_nvme_resumes(tmp_path: Path) -> None:
-    first = _run(_example("train_from_nvme"), tmp_path / "run")
+    first = run_program(_example("train_from_nvme"), tmp_path / "run", folder=tmp_path)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in first.splitlines() if "loss" in line]
     assert losses[-1] < losses[0]
-    assert "resuming after step 30" in _run(_example("train_from_nvme"), tmp_path / "run")
+    assert "resuming after step 30" in run_program(_example("train_from_nvme"), tmp_path / "run", folder=tmp_path)
 
 
-def test_adamw_is_a_drop_in() -> None:
-    ours, theirs = (float(word.strip(";")) for word in _run(_example("adamw")).split()[1:4:2])
+def test_adamw_is_a_drop_in(tmp_path: Path) -> None:
+    printed = run_program(_example("adamw"), folder=tmp_path)
+    ours, theirs = (float(word.strip(";")) for word in printed.split()[1:4:2])
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_frozen_base_trains_the_correction(tmp_path: Path) -> None:
-    lines = _run(_example("frozen_base"), tmp_path / "run").splitlines()
+    lines = run_program(_example("frozen_base"), tmp_path / "run", folder=tmp_path).splitlines()
     assert float(lines[2].split()[-1]) < float(lines[0].split()[-1])
     assert float(lines[-1].split()[-1]) > 0
 
 
 def test_tensor_parallel_trains_on_four_ranks(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    lines = _run(_example("tensor_parallel"), tmp_path / "run", launcher=launcher).splitlines()
+    printed = run_program(_example("tensor_parallel"), tmp_path / "run", folder=tmp_path, num_ranks=4)
+    lines = printed.splitlines()
     assert float(lines[2].split()[-1]) < float(lines[0].split()[-1])

@@ -154,7 +154,8 @@ def test_a_forged_value_anywhere_is_an_error_or_does_nothing(name: str, copy: Pa
     """Never a crash, never another kind of exception. A sample of places and values."""
     name = _rank_manifest(copy) if name == "rank" else name
     drawn = random.Random(0)
-    for path in _places(_payload(copy, name)):
+    places = list(_places(_payload(copy, name)))
+    for path in drawn.sample(places, len(places) // 2):
         _check_forgery(copy, name, path, drawn.choice(STRANGE))
 
 

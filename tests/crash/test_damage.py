@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -290,8 +291,18 @@ PLACEMENTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("after", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("before", PLACEMENTS, ids=str)
+def _changes() -> list[Any]:
+    """From each to the next two; the others are marked `full`."""
+    steps = itertools.product(range(len(PLACEMENTS)), repeat=2)
+    return [
+        pytest.param(
+            PLACEMENTS[i], PLACEMENTS[j], marks=[] if (j - i) % len(PLACEMENTS) in (1, 2) else pytest.mark.full
+        )
+        for i, j in steps
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), _changes(), ids=str)
 def test_a_run_goes_on_with_another_placement(before: dict[str, Any], after: dict[str, Any], nvme: Path) -> None:
     write_run(nvme, 2, **before)
     write_run_on(nvme, 2, 3, **after)

@@ -302,7 +302,7 @@ def test_the_directory_vanishes(nvme: Path) -> None:
 MOVES: list[dict[str, Any]] = [{}, {"params": "cpu"}, {"params": "cpu", "precision": "fp16"}, {"precision": "fp32"}]
 
 
-@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize("nth", [1, pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("settings", MOVES, ids=str)
 def test_a_failure_while_the_model_moves_in_leaves_it_usable(
     settings: dict[str, Any], nth: int, nvme: Path, monkeypatch: pytest.MonkeyPatch

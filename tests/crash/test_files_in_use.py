@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 import zero_offload as zo
+from tests.helpers.child import run_in_child
 from tests.helpers.crash_disk import Disk
 from tests.helpers.crash_run import Run, Setup, play
 from tests.helpers.crashfs import CrashFS
@@ -132,12 +131,8 @@ def test_a_checkpoint_whose_place_is_taken(tmp_path: Path, monkeypatch: pytest.M
     zo.close(model)
 
 
-LATER = """
-import sys, zero_offload as zo
-from tests.helpers.disk import open_model
-try: open_model(sys.argv[1], **eval(sys.argv[2]))
-except zo.LockError as error: print(error)
-"""
+def _open_later(nvme: Path, settings: dict[str, Any]) -> None:
+    open_model(nvme, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"existing": "discard"}, {"durability": "scratch"}], ids=str)
@@ -147,10 +142,9 @@ def test_a_second_start_after_the_lock_was_deleted(settings: dict[str, Any], tmp
     train(model, optimizer, 0, 2)
     drain(model)
     (nvme / LOCK_NAME).unlink()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", LATER, str(nvme), str(settings)]
-    other = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert f"{nvme} is in use by another process, although its {LOCK_NAME} was deleted" in other.stdout, other.stderr
+    other = run_in_child(_open_later, nvme, settings)
+    assert other.error == "LockError", other
+    assert f"{nvme} is in use by another process, although its {LOCK_NAME} was deleted" in other.message
     assert not (nvme / LOCK_NAME).exists()
     abandon(model)
 

@@ -14,6 +14,7 @@ import zero_offload as zo
 from tests.helpers.disk import drain, open_model, reference, runtime, train
 from tests.helpers.late_writes import Gate
 from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import param_groups, read_masters
 from zero_offload.optim import pipeline
 
@@ -269,10 +270,9 @@ def _replace(how: str, model: torch.nn.Module, optimizer: zo.AdamW, saved: Path)
         model.load_state_dict({name: torch.full_like(each, 0.5) for name, each in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("tier", ["nvme", "cpu"])
-@pytest.mark.parametrize("how", ["loaded", "written", "state dict"])
-@pytest.mark.parametrize("commit_every", [1, "auto"])
-@pytest.mark.parametrize("commits", [True, False])
+@in_pairs(
+    how=["loaded", "written", "state dict"], tier=["nvme", "cpu"], commit_every=[1, "auto"], commits=[True, False]
+)
 def test_a_step_that_is_committed_can_be_replaced(
     how: str, tier: str, commit_every: int | str, commits: bool, nvme: Path, tmp_path: Path
 ) -> None:

@@ -241,8 +241,8 @@ EVERY = range(20)
 @pytest.mark.parametrize(
     ("send", "moments"),
     [
-        (_terminate, EVERY[::4]),
-        (_raise_twice, EVERY[2::4]),
+        (_terminate, EVERY[::8]),
+        (_raise_twice, EVERY[4::8]),
         *(pytest.param(each, EVERY, marks=pytest.mark.full) for each in (_terminate, _raise_twice)),
     ],
 )

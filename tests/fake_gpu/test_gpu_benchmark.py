@@ -12,17 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
-NUM_PARTS = 3
 MAY_BE_SKIPPED = {"deepspeed", "transformers"}
 """What need not be installed."""
+ALIKE = {"13b-24g", "kernel-tests", "2b-nvme"}
+"""Their lines are those of other sections, at other sizes."""
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_every_section_runs(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_alike", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_every_section_runs(is_alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from harness.gpu.sections import SECTIONS
 
-    names, file = [*SECTIONS][part::NUM_PARTS], tmp_path / "gpu.json"
+    names, file = [name for name in SECTIONS if (name in ALIKE) is is_alike], tmp_path / "gpu.json"
     arguments = ["--rehearse", "--sections", ",".join(names), "--nvme", tmp_path, "--json", file]
     done = subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)],

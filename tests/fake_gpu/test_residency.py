@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.fake_gpu import device
-from tests.fake_gpu.device import LATE, TYPE, Policy
+from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.models import WIDE, Block, build
 from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import runtime_of
@@ -135,7 +135,11 @@ def peak_of_a_step(**settings: Any) -> int:
 
 @pytest.mark.parametrize(
     ("placement", "policy"),
-    [*(("cpu", policy) for policy in LATE), *((name, Policy.RANDOM) for name in PLACEMENTS if name != "cpu")],
+    [
+        *((name, Policy.RANDOM) for name in PLACEMENTS),
+        ("cpu", Policy.LATE),
+        *(pytest.param("cpu", policy, marks=pytest.mark.full) for policy in (Policy.SIDE_EARLY, Policy.SIDE_LATE)),
+    ],
 )
 def test_parameters_stay_where_there_is_room(placement: str, policy: Policy, tmp_path: Path) -> None:
     """From the second step on each unit comes once a step, after its update; the bits are those of three in flight."""
@@ -178,7 +182,7 @@ def test_an_evaluation_uploads_nothing_after_its_second_forward() -> None:
     assert found[0] == NUM_UNITS and found[1] <= NUM_UNITS and found[2:] == [0, 0]
 
 
-@pytest.mark.parametrize("num_frames", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_frames", [0, 5, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 2))])
 def test_growth_ends_at_the_margin(num_frames: int) -> None:
     peak = peak_of_a_step()
     with room_for(num_frames, peak):
@@ -212,8 +216,15 @@ def num_ooms() -> int:
     return int(torch.fakegpu.memory_stats()["num_ooms"])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("policy", [Policy.LATE, Policy.RANDOM])
+@pytest.mark.parametrize(
+    ("policy", "where"),
+    [
+        (Policy.LATE, "forward"),
+        (Policy.RANDOM, "backward"),
+        pytest.param(Policy.LATE, "backward", marks=pytest.mark.full),
+        pytest.param(Policy.RANDOM, "forward", marks=pytest.mark.full),
+    ],
+)
 def test_a_step_that_ran_out_of_memory_is_run_again_with_less(policy: Policy, where: str) -> None:
     """In an operation of the model's own; the program catches the error."""
     expected = expected_steps()
@@ -244,8 +255,15 @@ def test_a_step_that_ran_out_of_memory_is_run_again_with_less(policy: Policy, wh
     assert steps[-1].there <= IN_FLIGHT and "out of memory" in steps[-1].reason
 
 
-@pytest.mark.parametrize("settings", [{}, {"device_memory": "40MiB"}])
-@pytest.mark.parametrize("policy", [Policy.LATE, Policy.RANDOM])
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        (Policy.LATE, {}),
+        (Policy.RANDOM, {"device_memory": "40MiB"}),
+        pytest.param(Policy.LATE, {"device_memory": "40MiB"}, marks=pytest.mark.full),
+        pytest.param(Policy.RANDOM, {}, marks=pytest.mark.full),
+    ],
+)
 def test_prefetches_without_memory_do_not_break_a_step(policy: Policy, settings: dict[str, Any]) -> None:
     """Each refusal has flushed the allocator's cache, so none follows before something has left."""
     expected = expected_steps(3)

@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, seed: int, memory: dict[int, int], setting
     return seen._replace(reason=reason)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_ranks_keep_as_many_parameters(pool: RankPool, stage: int) -> None:
     few = pool.succeed(train, 0, {}, {"stage": stage, "device_memory": "64MiB"})
     both, never, later = (

@@ -35,7 +35,11 @@ def test_modules_with_dtypes_of_their_own(params: str, nvme: Path) -> None:
 
 @pytest.mark.parametrize(
     ("default", "precision", "optimizer"),
-    [("bfloat16", "fp16", "AdamW"), ("float64", "compact", "Lion"), ("torch.device", "bf16", "Adagrad")],
+    [
+        ("bfloat16", "fp16", "AdamW"),
+        pytest.param("float64", "compact", "Lion", marks=pytest.mark.full),
+        ("torch.device", "bf16", "Adagrad"),
+    ],
 )
 def test_torchs_defaults_change_nothing(default: str, precision: str, optimizer: str, tmp_path: Path) -> None:
     expected = test_defaults.story(None, tmp_path / "a", "device", precision, optimizer)

@@ -34,12 +34,16 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
     return rows
 
 
-def in_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by all rows, of which those that bring no new pair are marked `full`."""
+def in_pairs(*, indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by all rows, of which those that bring no new pair are marked `full`.
+
+    `indirect`: factors that are parameters of fixtures of that name.
+    """
     few = pairwise(factors)
     return pytest.mark.parametrize(
         tuple(factors),
         [pytest.param(*row.values(), marks=[] if row in few else pytest.mark.full) for row in all_rows(factors)],
+        indirect=indirect,
     )
 
 

@@ -6,6 +6,7 @@ bf16 numbers, so that both twins start from the same masters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ Script = Callable[[nn.Module, zo.AdamW], Iterator[float]]
 """Trains a model and yields numbers to compare."""
 
 
+@functools.lru_cache(maxsize=16)
 def run_plain(script: Script, make: Callable[[], nn.Module], precision: str) -> Trajectory:
+    """Once for all placements of a test."""
     model = _build(make, precision)
     if precision == "bf16":
         for param in model.parameters():

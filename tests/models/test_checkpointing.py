@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, AttentionBlock, Block, TinyLM, tokens_of
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.twins import assert_same, train
 
 
@@ -120,17 +121,23 @@ class WithAttention(AroundBlocks):
 
 
 def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    yield from train(model, optimizer, range(5))
+    yield from train(model, optimizer, range(3))
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-@pytest.mark.parametrize("make", [AroundBlocks, AroundSome, InsideBlocks, WithAttention])
+CONFIGS = ["cpu-bf16", "nvme-fp32"]
+
+
+@in_pairs(
+    config=CONFIGS,
+    make=[AroundBlocks, AroundSome, InsideBlocks, WithAttention],
+    reentrant=[True, False],
+    indirect=["config"],
+)
 def test_of_one_block_at_a_time(make: type[nn.Module], reentrant: bool, config: zo.OffloadConfig) -> None:
     assert_same(script, partial(make, reentrant), roomy(config, "16MiB") if make is WithAttention else config)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-@pytest.mark.parametrize("make", [OverSegment, Nested, InChunks])
+@in_pairs(config=CONFIGS, make=[OverSegment, Nested, InChunks], reentrant=[True, False], indirect=["config"])
 def test_of_two_blocks_at_a_time(make: type[nn.Module], reentrant: bool, config: zo.OffloadConfig) -> None:
     assert_same(script, partial(make, reentrant), roomy(config, "16MiB"))
 
@@ -150,7 +157,7 @@ def test_of_all_blocks_without_a_budget(reentrant: bool, config: zo.OffloadConfi
 def test_of_the_whole_model(reentrant: bool, config: zo.OffloadConfig) -> None:
     def whole(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
         anchor = torch.ones((), requires_grad=True)
-        for seed in range(5):
+        for seed in range(3):
             loss = checkpoint(lambda one, x: model(x) * one.detach(), anchor, tokens_of(seed), use_reentrant=reentrant)
             loss.backward()
             optimizer.step()

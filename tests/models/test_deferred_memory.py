@@ -1,4 +1,4 @@
-"""Building and offloading a deferred model of ten units takes the memory of about one, whatever makes its values."""
+"""Building and offloading a deferred model of six units takes the memory of about one, whatever makes its values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.helpers.models import TinyLM
 from tests.helpers.resident import forget_peak, peak_bytes
 from zero_offload.base.types import MIB
 
-DIM, NUM_BLOCKS = 768, 10
+DIM, NUM_BLOCKS = 768, 6
 UNIT_BYTES = 8 * DIM * DIM * 4
-"""Of a block in fp32, norms and biases aside: 18 MiB, in two parameters. The model takes 180."""
+"""Of a block in fp32, norms and biases aside: 18 MiB, in two parameters. The model takes 108."""
 UNITS_MAX = 3
 """Staging of a chunk (12 MiB), one parameter, and, while it is built, some more that were used last."""
 

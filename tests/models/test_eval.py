@@ -22,7 +22,7 @@ def step(optimizer: zo.AdamW) -> None:
 
 
 def eval_between_steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         yield from train(model, optimizer, [seed])
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
@@ -31,7 +31,7 @@ def eval_between_steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]
 
 
 def eval_between_forward_and_backward(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         loss = model(tokens_of(seed))
         with torch.no_grad():
             yield model(tokens_of(20 + seed)).item()
@@ -42,7 +42,7 @@ def eval_between_forward_and_backward(model: nn.Module, optimizer: zo.AdamW) -> 
 
 
 def two_forwards_one_backward(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         loss = model(tokens_of(seed)) + model(tokens_of(seed + 10)) * 0.5
         loss.backward()
         step(optimizer)
@@ -50,7 +50,7 @@ def two_forwards_one_backward(model: nn.Module, optimizer: zo.AdamW) -> Iterator
 
 
 def two_losses_backward_in_reverse(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         first, second = model(tokens_of(seed)), model(tokens_of(seed + 10))
         second.backward()
         first.backward()
@@ -59,7 +59,7 @@ def two_losses_backward_in_reverse(model: nn.Module, optimizer: zo.AdamW) -> Ite
 
 
 def two_losses_of_one_forward(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         loss = model(tokens_of(seed))
         (loss * 0.25).backward(retain_graph=True)
         loss.square().backward()
@@ -68,7 +68,7 @@ def two_losses_of_one_forward(model: nn.Module, optimizer: zo.AdamW) -> Iterator
 
 
 def retain_graph(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         loss = model(tokens_of(seed))
         for _ in range(3):
             loss.backward(retain_graph=True)
@@ -77,7 +77,7 @@ def retain_graph(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
 
 
 def forwards_without_backward(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    for seed in range(4):
+    for seed in range(3):
         yield model(tokens_of(seed + 40)).item()
         yield from train(model, optimizer, [seed])
 
@@ -119,7 +119,7 @@ def dropped_gradients(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
 def some_blocks_only(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
     """Steps that update part of the model leave the rest alone, moments too."""
     x = torch.randn(2, 5, WIDE, generator=torch.Generator().manual_seed(0))
-    for seed in range(4):
+    for seed in range(3):
         model.blocks[seed % 3](x).square().mean().backward()
         step(optimizer)
         yield from train(model, optimizer, [seed])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, Fuse, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import assert_same, train
 from zero_offload.model.api import runtime_of
@@ -69,9 +70,9 @@ def broken_step(model: nn.Module, optimizer: zo.AdamW, where: str, error: type[B
 
 
 @pytest.mark.filterwarnings("ignore:the last backward")
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("make", MODELS)
+@in_pairs(
+    fp32_config=["cpu", "nvme"], make=MODELS, where=["forward", "backward"], error=ERRORS, indirect=["fp32_config"]
+)
 def test_training_goes_on_exactly(
     make: type[nn.Module], where: str, error: type[BaseException], fp32_config: zo.OffloadConfig
 ) -> None:
@@ -107,8 +108,7 @@ def test_without_zero_grad_the_broken_gradients_are_dropped(where: str, fp32_con
 
 
 @pytest.mark.filterwarnings("ignore:the last backward")
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("make", MODELS)
+@in_pairs(fp32_config=["cpu", "nvme"], make=MODELS, error=ERRORS, indirect=["fp32_config"])
 def test_a_backward_right_after_a_broken_one_counts(
     make: type[nn.Module], error: type[BaseException], fp32_config: zo.OffloadConfig
 ) -> None:

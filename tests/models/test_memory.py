@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import tempfile
 import time
 import weakref
 from collections import Counter
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.models import NARROW, WIDE, TinyLM, build, tokens_of
 from tests.helpers.offloaded_player import Offloaded
 from tests.helpers.reference import param_groups, placed
 from tests.helpers.schedules import Pass, Script
@@ -54,7 +56,7 @@ USES: dict[str, Script] = {
 
 
 def test_states_in_memory_leave_with_a_model_that_makes_generations(tmp_path: Path) -> None:
-    Offloaded(WIDE, zo.OffloadConfig(), tmp_path / "first").play(USES["files"])  # torch's own imports make garbage
+    imported_for("files")
     with no_garbage_collection():
         config = zo.OffloadConfig(nvme=tmp_path / "again")
         model = zo.offload(build(TinyLM), config)
@@ -70,13 +72,20 @@ def test_states_in_memory_leave_with_a_model_that_makes_generations(tmp_path: Pa
         assert [each() for each in left if each() is not None] == []
 
 
-@pytest.mark.parametrize("script", USES.values(), ids=list(USES))
-def test_a_dropped_model_leaves_memory_at_once(script: Script, fp32_config: zo.OffloadConfig, tmp_path: Path) -> None:
+@functools.cache
+def imported_for(use: str) -> None:
+    """torch's own imports make garbage."""
+    with tempfile.TemporaryDirectory() as folder:
+        Offloaded(NARROW, zo.OffloadConfig(precision="fp32"), Path(folder)).play(USES[use])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_dropped_model_leaves_memory_at_once(use: str, fp32_config: zo.OffloadConfig, tmp_path: Path) -> None:
     """Not when Python's garbage collector comes by: it counts objects, and a model is few objects of many bytes."""
-    Offloaded(WIDE, zo.OffloadConfig(precision="fp32"), tmp_path).play(script)  # torch's own imports make garbage
+    imported_for(use)
     with no_garbage_collection():
         player = Offloaded(WIDE, fp32_config, tmp_path / "again")
-        player.play(script)
+        player.play(USES[use])
         player.close()
         runtime: Any = runtime_of(player.model)
         parts = [runtime, runtime.store, runtime.store.arena, *player.model.parameters()]

@@ -1,4 +1,4 @@
-"""Loading and exporting a model of ten units takes the memory of about one."""
+"""Loading and exporting a model of six units takes the memory of about one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.helpers.pretrained import write_weights
 from tests.helpers.resident import forget_peak, peak_bytes
 from zero_offload.base.types import MIB
 
-DIM, NUM_BLOCKS = 768, 10
+DIM, NUM_BLOCKS = 768, 6
 UNIT_BYTES = 8 * DIM * DIM * 4
-"""Of a block in fp32, norms and biases aside: 18 MiB. The model takes 180."""
+"""Of a block in fp32, norms and biases aside: 18 MiB. The model takes 108."""
 UNITS_MAX = 2.5
 """Staging of a chunk (12 MiB), its values, and holes in the heap."""
 
@@ -54,7 +54,7 @@ def measure(folder: str, precision: str) -> None:
     print(json.dumps(taken))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_a_unit_is_enough(precision: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "tests.models.test_pretrained_memory", str(tmp_path), precision]

@@ -13,6 +13,7 @@ import torch
 from tests.helpers import pretrained
 from tests.helpers.disk import small_disk
 from tests.helpers.models import WIDE, build
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.pretrained import THEIRS, Everything, read_folder, weights_of, write_weights
 from tests.helpers.ranks import UNEVEN, Case, Failure, RankPool
 
@@ -31,9 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return write_weights(tmp_path / "in", build(lambda: Everything(UNEVEN), THEIRS))
 
 
-@pytest.mark.parametrize("stage", [3, 1, 0])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("settings", [IN_MEMORY, ON_DISK], ids=["memory", "disk"])
+@in_pairs(settings=[IN_MEMORY, ON_DISK], precision=["fp32", "bf16"], stage=[3, 1, 0])
 def test_two_ranks_load(
     settings: dict[str, Any], precision: str, stage: int, pool: RankPool, folder: Path, tmp_path: Path
 ) -> None:
@@ -65,13 +64,16 @@ def test_what_does_not_fit_reaches_every_rank(pool: RankPool, folder: Path, tmp_
     pool.succeed(pretrained.load, _case(tmp_path, IN_MEMORY, "fp32"), str(folder))
 
 
-@pytest.mark.parametrize("stage", [3, 1, 0])
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", None), ("fp32", "fp16"), ("bf16", "bf16")])
-@pytest.mark.parametrize("settings", [IN_MEMORY, ON_DISK], ids=["memory", "disk"])
+@in_pairs(
+    settings=[IN_MEMORY, ON_DISK],
+    dtypes=[("fp32", None), ("bf16", None), ("fp32", "fp16"), ("bf16", "bf16")],
+    stage=[3, 1, 0],
+)
 def test_two_ranks_export(
-    settings: dict[str, Any], precision: str, dtype: str | None, stage: int, pool: RankPool, tmp_path: Path
+    settings: dict[str, Any], dtypes: tuple[str, str | None], stage: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
+    """`dtypes`: of the model and of the files."""
+    (precision, dtype), out = dtypes, tmp_path / "out"
     arguments = {"dtype": dtype, "max_shard_size": "40KB"}
     case = _case(tmp_path, settings, precision, stage)
     held, _ = pool.succeed(pretrained.export, case, str(out), arguments)
@@ -84,8 +86,7 @@ def test_two_ranks_export(
         assert found[name].dtype == want.dtype and torch.equal(found[name], want), name
 
 
-@pytest.mark.parametrize(("stage", "settings"), [(3, ON_DISK), (3, IN_MEMORY), (1, IN_MEMORY)])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@in_pairs(stage=[3, 1], settings=[ON_DISK, IN_MEMORY], dtype=["fp32", "fp16"])
 def test_masters_of_two_ranks_are_those_of_each(
     stage: int, settings: dict[str, Any], dtype: str, pool: RankPool, tmp_path: Path
 ) -> None:

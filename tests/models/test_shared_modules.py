@@ -16,7 +16,7 @@ from tests.helpers.twins import assert_same, train
 
 
 def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    yield from train(model, optimizer, range(6))
+    yield from train(model, optimizer, range(3))
 
 
 class CalledTwice(TinyLM):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import zero_offload as zo
 from tests.helpers import ranks
+from tests.helpers.launched import free_port, launched
 from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.trainer import fork_server
@@ -24,18 +24,6 @@ from zero_offload.runtime.ranks import group
 
 CASE = Case({"stage": 3, "precision": "fp32", "durability": "scratch"}, num_steps=2, max_norm=0.5)
 GPUS = ("GPU-a", "GPU-b")
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
-def launched(rank: int, size: int, port: str) -> dict[str, str]:
-    """What torchrun sets."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dict(zip(names, (str(rank), str(rank), str(size), "127.0.0.1", port), strict=True))
 
 
 def _run(environment: Mapping[str, str], rank: int, job: Callable[[int], Any], told: Any) -> None:
