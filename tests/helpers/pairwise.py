@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,17 +35,45 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
     return rows
 
 
+def full(*values: Any) -> Any:
+    """A case of `make test-all` alone."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 def in_pairs(*, indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test by all rows, of which those that bring no new pair are marked `full`.
 
     `indirect`: factors that are parameters of fixtures of that name.
     """
-    few = pairwise(factors)
-    return pytest.mark.parametrize(
-        tuple(factors),
-        [pytest.param(*row.values(), marks=[] if row in few else pytest.mark.full) for row in all_rows(factors)],
-        indirect=indirect,
-    )
+    return _all_but(pairwise(factors), factors, indirect)
+
+
+def in_turn(*, indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by all rows, of which only as many are not marked `full` as the longest factor has values.
+
+    Each value is in one of them. For factors that do not depend on each other. `indirect`: as above.
+    """
+    count = max(map(len, factors.values()))
+    few: list[Row] = [{} for _ in range(count)]
+    for shift, (name, values) in enumerate(factors.items()):
+        for i, row in enumerate(few):
+            # Factors of one length drift apart, or the same two values would always meet.
+            row[name] = values[(i + shift * (i // len(values))) % len(values)]
+    return _all_but(few, factors, indirect)
+
+
+def _all_but(
+    few: Sequence[Row], factors: Mapping[str, Sequence[Any]], indirect: Sequence[str]
+) -> pytest.MarkDecorator:
+    cases = [pytest.param(*row.values()) if row in few else full(*row.values()) for row in all_rows(factors)]
+    return pytest.mark.parametrize(tuple(factors), cases, indirect=indirect, ids=_name)
+
+
+def _name(value: Any) -> str | None:
+    """In the name of a case; None where pytest has a good one."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return str(value) if isinstance(value, dict | tuple) else None
 
 
 def _new_pairs(

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.accumulating import away, loop
 from tests.helpers.models import build
+from tests.helpers.pairwise import in_turn
 from tests.helpers.ranks import RankPools, read_params
 from tests.parity.test_accumulate import Sparing
 
@@ -130,15 +130,15 @@ def scattered(seed: int, rank: int) -> Steps:
     return steps
 
 
-SCATTERED = [pytest.param(partial(scattered, seed), id=f"scattered {seed}") for seed in range(3)]
+ORDERS: dict[str, Callable[[int], Steps]] = {
+    **{each.__name__: each for each in (turned, sparing_first, sparing_all, no_rank_has_any, set_aside_twice)},
+    **{f"scattered {seed}": partial(scattered, seed) for seed in range(3)},
+}
 
 
-@pytest.mark.parametrize("grads", ["cpu", "nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("steps", [turned, sparing_first, sparing_all, no_rank_has_any, set_aside_twice, *SCATTERED])
-def test_trains_as_the_loop(
-    steps: Callable[[int], Steps], precision: str, grads: str, nvme: Path, pools: RankPools
-) -> None:
+@in_turn(order=list(ORDERS), precision=["fp32", "bf16"], grads=["cpu", "nvme"])
+def test_trains_as_the_loop(order: str, precision: str, grads: str, nvme: Path, pools: RankPools) -> None:
+    steps = ORDERS[order]
     given = [steps(rank) for rank in range(2)]
     expected, found = (
         pools.of(2).succeed(trained, nvme, given, precision, grads, by_unit) for by_unit in (False, True)

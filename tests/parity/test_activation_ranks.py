@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.activations import marked_job, replicated_job
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, RankPool
 
 
@@ -21,7 +22,7 @@ def test_boundaries_in_parts_change_nothing(pool: RankPool, dim: int, dtype: tor
         assert kept == 3 * 2 * 9 * dim // 2
 
 
-@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.parametrize("stage", [3, full(1)])
 def test_activations_on_disk(pool: RankPool, tmp_path: Path, stage: int) -> None:
     def settings(name: str, **more: Any) -> dict[str, Any]:
         return {"stage": stage, "precision": "bf16", "nvme": str(tmp_path / name), "durability": "scratch"} | more

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import zero_offload as zo
 from tests.helpers.activations import make_small
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.twins import assert_same, run_offloaded, run_plain, train
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, next_token_loss
 
@@ -61,8 +62,8 @@ def configured(nvme: Path, precision: str, activations: Any, params: Any = "cpu"
     )
 
 
-@pytest.mark.parametrize("recompute", ["none", "some", "all"])
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("recompute", ["none", full("some"), "all"])
+@pytest.mark.parametrize("precision", [full("fp32"), "bf16"])
 def test_placements(nvme: Path, precision: str, recompute: str) -> None:
     plain = run_plain(script, partial(make_model, "none"), precision)
     for number, (activations, params) in enumerate(itertools.product(ACTIVATIONS, ["cpu", "nvme"])):
@@ -132,8 +133,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
-@pytest.mark.parametrize("steps", SCRIPTS, ids=lambda steps: steps.__name__)
+@in_turn(steps=SCRIPTS, recompute=["none", "all"])
 def test_what_the_script_does(steps: Callable[..., Iterator[float]], recompute: str, nvme: Path) -> None:
     def make(kind: str) -> nn.Module:
         model = TinyLM(WIDE)

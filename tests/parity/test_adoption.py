@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.failing import fail_at, hooks_of
 from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Result, run_both, run_offloaded, run_plain
 from zero_offload.base.errors import CapacityError
@@ -34,7 +35,7 @@ TIERS: dict[str, dict[str, Any]] = {
 make = partial(TinyLM, UNEVEN)
 
 
-@pytest.fixture(params=[tier if tier != "mixed" else pytest.param(tier, marks=pytest.mark.full) for tier in TIERS])
+@pytest.fixture(params=[tier if tier != "mixed" else full(tier) for tier in TIERS])
 def settings(request: pytest.FixtureRequest, nvme: Path) -> dict[str, Any]:
     return TIERS[request.param] | {"nvme": nvme}
 
@@ -125,7 +126,7 @@ def test_with_gradients_that_wait(tier: str, nvme: Path) -> None:
     check(run_offloaded(between_backwards, make, config), run_plain(between_backwards, make))
 
 
-@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
+@pytest.mark.parametrize("stage", [3, *map(full, (0, 1, 2))])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_on_two_ranks(stage: int, tier: str, nvme: Path, pool: RankPool) -> None:
     given = TIERS[tier] | {"nvme": nvme, "stage": stage}
@@ -148,8 +149,7 @@ def scaled_loss(scaler: zo.GradScaler, model: nn.Module, tokens: Tensor) -> Tens
     return scaler.scale(model(tokens))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=["bf16", "fp16", "modules"])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@in_turn(precision=PRECISIONS, tier=["cpu", "nvme"])
 def test_adopted_is_as_offloaded_at_once(precision: Any, tier: str, nvme: Path) -> None:
     found = []
     for is_adopted in (False, True):
@@ -344,7 +344,7 @@ def resumed_on_ranks(rank: int, world_size: int, nvme: Path, settings: dict[str,
     assert found[0] + found[1] == whole
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_a_resume_on_two_ranks(stage: int, tmp_path: Path, pool: RankPool) -> None:
     pool.succeed(resumed_on_ranks, tmp_path, {"stage": stage, "params": "nvme", "optimizer": "nvme"})
 

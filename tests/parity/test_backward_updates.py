@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import NARROW, WIDE, Block, Fuse, TinyLM, build, tokens_of
-from tests.helpers.pairwise import Row, all_rows, in_pairs, label, pairwise
+from tests.helpers.pairwise import Row, all_rows, in_turn, label, pairwise
 from tests.helpers.ranks import Case, RankPool
 from tests.helpers.reference import Recipe, Trajectory, param_groups, read_masters, set_learning_rate, train_plain
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
@@ -169,8 +169,7 @@ def do_nothing(block: nn.Module) -> None:
     """Blocks that take turns are enough."""
 
 
-@pytest.mark.parametrize("between", [do_nothing, ask_for_the_gradient_of_an_input, run_a_frozen_block, break_off])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@in_turn(between=[do_nothing, ask_for_the_gradient_of_an_input, run_a_frozen_block, break_off], tier=["cpu", "nvme"])
 @pytest.mark.filterwarnings("ignore:the last backward was left by an exception")
 def test_gradients_stay_until_the_update_has_read_them(
     between: Callable[[nn.Module], None], tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +206,7 @@ def train_and_list(rank: int, world_size: int, case: Case) -> tuple[ranks.Outcom
         return ranks.train(rank, world_size, case), found
 
 
-@in_pairs(stage=STAGES, params=["cpu", "nvme"], grads=["cpu", "nvme"], micro_batches=[1, 3])
+@in_turn(stage=STAGES, params=["cpu", "nvme"], grads=["cpu", "nvme"], micro_batches=[1, 3])
 def test_ranks_update_together(
     stage: int, params: str, grads: str, micro_batches: int, pool: RankPool, nvme: Path
 ) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from tests.helpers.models import Block, build
-from tests.helpers.pairwise import Row, label, pairwise
+from tests.helpers.pairwise import Row, full, in_turn, label, pairwise
 from tests.helpers.ranks import Failure, RankPool, RankPools, read_params
 from tests.helpers.reference import clip_factor, global_norm
 from zero_offload.model.api import runtime_of
@@ -104,7 +104,7 @@ class Outcome:
         return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
 
 
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.fixture(params=[2, full(3)])
 def pool(request: pytest.FixtureRequest, pools: RankPools) -> RankPool:
     return pools.of(request.param)
 
@@ -237,7 +237,7 @@ def test_each_rank_may_go_its_own_way(row: Row, pool: RankPool, nvme: Path) -> N
     check(found, train_plain(len(pool.processes), case, found[0].norms))
 
 
-@pytest.mark.parametrize("device_memory", ["4MiB", "6MiB"])
+@pytest.mark.parametrize("device_memory", ["4MiB", full("6MiB")])
 def test_a_unit_that_leaves_while_it_comes_stays_in_use(device_memory: str, pool: RankPool, nvme: Path) -> None:
     """A rank that brings one unit has to gather another first, and there is no room for both."""
     settings = {"stage": 2, "params": "nvme", "nvme": nvme, "device_memory": device_memory, "branches": "any"}
@@ -258,7 +258,7 @@ def test_the_ways_differ() -> None:
     assert len(set(used)) >= 7
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_in_a_hybrid_mesh(stage: int, nvme: Path, pools: RankPools) -> None:
     settings = {"stage": stage, "branches": "any"}
     found = pools.of(4).succeed(train, Case("dropping", settings, mesh=((0, 1), (2, 3))))
@@ -270,8 +270,7 @@ def test_in_a_hybrid_mesh(stage: int, nvme: Path, pools: RankPools) -> None:
 # Without being asked for
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("model", list(MODELS))
+@in_turn(model=list(MODELS), stage=[3, 2])
 def test_without_the_setting_all_ranks_raise(stage: int, model: str, pool: RankPool) -> None:
     for failure in pool.call(train, Case(model, {"stage": stage, "device_memory": "8MiB"})):
         assert isinstance(failure, Failure) and failure.kind == "ZeroOffloadError"
@@ -320,7 +319,7 @@ def train_beside_a_slow_update(
         zo.close(model)
 
 
-@pytest.mark.parametrize(("stage", "branches"), [(0, "same"), (0, "any"), (1, "any"), (3, "any")])
+@pytest.mark.parametrize(("stage", "branches"), [(0, "same"), full(0, "any"), full(1, "any"), (3, "any")])
 def test_what_other_ranks_send_waits_for_the_update_of_the_step_before(
     stage: int, branches: str, pool: RankPool
 ) -> None:

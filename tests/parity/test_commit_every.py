@@ -14,6 +14,7 @@ import pytest
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import assert_finishes, drain, generation_file, open_model, reference, runtime, train
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.base import stats
 from zero_offload.checkpoint import commit_clock
@@ -21,7 +22,7 @@ from zero_offload.checkpoint.commit_clock import PLAIN_MIN
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 
-WORLD_SIZE, STEPS = 2, 40
+WORLD_SIZE, STEPS = 2, 24
 FIRST_STEP = PLAIN_MIN + 2
 """The first one that "auto" commits."""
 
@@ -114,7 +115,7 @@ def train_by_own_clock(
 def test_ranks_commit_the_same_steps_by_whatever_clocks(settings: dict[str, Any], nvme: Path, pool: RankPool) -> None:
     everything = settings | {"nvme": nvme, "existing": "discard"}
     expected = pool.succeed(ranks.train, Case(everything | {"commit_every": 100}, num_steps=STEPS))
-    for seed, commit_every in ((0, "auto"), (3, "auto"), (4, "25s")):
+    for seed, commit_every in ((0, "auto"), (4, "25s")):
         case = Case(everything | {"commit_every": commit_every}, num_steps=STEPS)
         found = pool.succeed(train_by_own_clock, case, seed)
         assert [outcome for _, outcome in found] == expected
@@ -124,7 +125,7 @@ def test_ranks_commit_the_same_steps_by_whatever_clocks(settings: dict[str, Any]
             assert begun[0] == FIRST_STEP
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("overlap", [full("none"), "forward", "backward"])
 def test_the_clock_of_rank_0_counts(overlap: str, nvme: Path, pool: RankPool) -> None:
     settings = {"optimizer": "nvme", "nvme": nvme, "commit_every": "25s", "existing": "discard", "overlap": overlap}
     for slow in range(WORLD_SIZE):

@@ -19,6 +19,7 @@ import zero_offload as zo
 from tests.helpers.disk import abandon, drain, runtime
 from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import param_groups, read_masters
 from zero_offload.storage.shards.snapshot import Snapshots
 from zero_offload.storage.shards.store import OpenChunks
@@ -103,8 +104,7 @@ def assert_is_generation(nvme: Path, number: int, masters: dict[str, torch.Tenso
         abandon(model)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@in_turn(placement=list(PLACEMENTS), precision=["fp32", "bf16", "fp16"])
 def test_a_generation_has_its_step_while_the_next_one_runs(
     placement: str, precision: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import zero_offload as zo
 from tests.helpers.accumulating import loop
 from tests.helpers.late_writes import make_writes_late
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.pairwise import full, in_pairs
 from tests.helpers.reference import Recipe, Trajectory, read_masters, train_offloaded, train_plain
 from zero_offload.model.api import runtime_of
 from zero_offload.plan.layout import CHUNK_NUMEL
@@ -36,12 +37,11 @@ def plain(micro_batches: int, max_norm: float | None, precision: str) -> Traject
     return train_plain(recipe_of(micro_batches, max_norm, precision))
 
 
-@pytest.mark.parametrize("overlap", ["forward", "none"])
-@pytest.mark.parametrize("device_memory", ["13MiB", None])
-@pytest.mark.parametrize(("micro_batches", "precision"), [(1, "bf16"), (3, "bf16"), (2, "fp32")])
+@in_pairs(of=[(1, "bf16"), (3, "bf16"), (2, "fp32")], device_memory=["13MiB", None], overlap=["forward", "none"])
 def test_what_is_written_late_is_what_was_made(
-    micro_batches: int, precision: str, device_memory: str | None, overlap: str, nvme: Path, monkeypatch: Any
+    of: tuple[int, str], device_memory: str | None, overlap: str, nvme: Path, monkeypatch: Any
 ) -> None:
+    micro_batches, precision = of
     make_writes_late(monkeypatch)
     config = zo.OffloadConfig(
         params="nvme",
@@ -95,8 +95,13 @@ class LargeLM(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize(("micro_batches", "precision"), [(1, "bf16"), (3, "bf16"), (1, "fp32")])
+LARGE_ALONE = [("bf16", False), ("bf16", True), ("fp32", True)]
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "precision", "accumulates"),
+    [(3, "bf16", False), (3, "bf16", True), (1, "fp32", False), *(full(1, *each) for each in LARGE_ALONE)],
+)
 def test_a_large_gradient_is_written_chunk_by_chunk(
     micro_batches: int, precision: str, accumulates: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

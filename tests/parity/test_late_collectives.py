@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import ranks
+from tests.helpers.pairwise import full, in_pairs
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.base.types import STAGES
 from zero_offload.runtime.grads import section
@@ -23,7 +24,7 @@ from zero_offload.runtime.ranks.group import Group, RankGroup
 GATHER, REDUCE = "gather", "reduce"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[2, full(3)])
 def pool(request: pytest.FixtureRequest, pools: RankPools) -> RankPool:
     return pools.of(request.param)
 
@@ -90,9 +91,7 @@ def native(group: RankGroup, of: Group, outstanding: dict[str, int]) -> NativeLa
     return NativeLane(group.copy_of(of))
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 20_000, 1 << 20])
-@pytest.mark.parametrize("params", ["cpu", "nvme"])
-@pytest.mark.parametrize("stage", STAGES)
+@in_pairs(stage=STAGES, params=["cpu", "nvme"], bucket_bytes=[0, 20_000, 1 << 20])
 def test_late_collectives_change_no_bit(
     stage: int, params: str, bucket_bytes: int, pool: RankPool, at_once: Any, nvme: Path
 ) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import TinyLM, build
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.base.types import Tier
 
@@ -35,9 +36,7 @@ def check_close(one: Outcome, several: list[Outcome]) -> None:
     torch.testing.assert_close(torch.tensor(several[0].norms), torch.tensor(one.norms), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("mesh", [None, HYBRID, STRIDED], ids=["all", "hybrid", "strided"])
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
+@in_turn(mesh=[HYBRID, STRIDED, None], stage=[3, 1, 2], no_sync=[True, False])
 def test_four_ranks_follow_one(stage: int, mesh: Any, no_sync: bool, pool: RankPool, nvme: Path) -> None:
     case = replace(at(stage), mesh=mesh, no_sync=no_sync)
     found = pool.succeed(ranks.train, case)
@@ -51,7 +50,7 @@ def test_four_ranks_follow_one(stage: int, mesh: Any, no_sync: bool, pool: RankP
 
 @pytest.mark.parametrize(
     ("stage", "mesh"),
-    [(3, HYBRID), (1, STRIDED), *(pytest.param(*each, marks=pytest.mark.full) for each in [(1, HYBRID), (3, STRIDED)])],
+    [(3, STRIDED), *(full(*each) for each in [(1, HYBRID), (3, HYBRID), (1, STRIDED)])],
 )
 def test_hybrid_generations_and_checkpoints(stage: int, mesh: Any, pool: RankPool, tmp_path: Path) -> None:
     settings = {"params": "nvme", "optimizer": "nvme", "nvme": tmp_path / "run", "existing": "resume"}

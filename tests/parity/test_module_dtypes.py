@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers import routed
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import RankPool, read_params
 from tests.helpers.routed import MIXED, RoutedLM, optimizer_of, round_values, train, train_by_hand, train_offloaded
 
@@ -24,7 +25,7 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["cpu", "nvme", pytest.param("mixed", marks=pytest.mark.full)])
+@pytest.fixture(params=["cpu", "nvme", full("mixed")])
 def settings(request: pytest.FixtureRequest, nvme: Path) -> dict[str, Any]:
     return TIERS[request.param] | {"nvme": nvme}
 

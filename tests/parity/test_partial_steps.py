@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_both, run_offloaded, run_plain
 from zero_offload.runtime.grads import section
@@ -23,7 +24,6 @@ Rows = Callable[[int], Tensor]
 NUM_STEPS = 4
 make = partial(TinyLM, UNEVEN)
 
-SOME_STAGES = [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))]
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {},
     "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "device_memory": "10MiB"},
@@ -31,7 +31,7 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["cpu", "nvme", pytest.param("mixed", marks=pytest.mark.full)])
+@pytest.fixture(params=["cpu", "nvme", full("mixed")])
 def settings(request: pytest.FixtureRequest, nvme: Path) -> dict[str, Any]:
     return TIERS[request.param] | {"nvme": nvme}
 
@@ -149,15 +149,13 @@ def test_clipping_on_one_rank(script: Script, settings: dict[str, Any]) -> None:
     check(run_offloaded(script, make, zo.OffloadConfig(precision="fp32", **settings)), run_plain(script, make))
 
 
-@pytest.mark.parametrize("script", [by_value, by_value_in_part, value_then_backward])
-@pytest.mark.parametrize("stage", SOME_STAGES)
-def test_clipping_by_value_on_two_ranks(script: Script, stage: int, settings: dict[str, Any], pool: RankPool) -> None:
-    for found, expected in pool.succeed(run_both, script, make, settings | {"stage": stage}):
+@in_turn(script=[by_value, by_value_in_part, value_then_backward], stage=[3, 1, 0, 2], tier=["nvme", "cpu", "mixed"])
+def test_clipping_by_value_on_two_ranks(script: Script, stage: int, tier: str, pool: RankPool, nvme: Path) -> None:
+    for found, expected in pool.succeed(run_both, script, make, TIERS[tier] | {"nvme": nvme, "stage": stage}):
         check(found, expected)
 
 
-@pytest.mark.parametrize("script", [value_then_norm, norm_then_value])
-@pytest.mark.parametrize("stage", [1, 3])
+@in_turn(script=[value_then_norm, norm_then_value], stage=[1, 3])
 def test_both_clippings_on_two_ranks(script: Script, stage: int, pool: RankPool, nvme: Path) -> None:
     """Norms are added up over ranks in another order: equal among placements, close to the plain model's."""
     in_memory = pool.succeed(run_both, script, make, {"stage": stage})
@@ -301,7 +299,7 @@ def test_freezing_on_one_rank(script: Script, settings: dict[str, Any]) -> None:
     check(run_offloaded(script, make, zo.OffloadConfig(precision="fp32", **settings)), run_plain(script, make))
 
 
-@pytest.mark.parametrize("stage", SOME_STAGES)
+@pytest.mark.parametrize("stage", [3, *map(full, (0, 1, 2))])
 def test_freezing_on_two_ranks(stage: int, settings: dict[str, Any], pool: RankPool) -> None:
     for found, expected in pool.succeed(run_both, freezing, make, settings | {"stage": stage}):
         check(found, expected)
@@ -449,10 +447,9 @@ def test_optimizers_on_one_rank(script: Script, settings: dict[str, Any]) -> Non
     check(run_offloaded(script, make, zo.OffloadConfig(precision="fp32", **settings)), run_plain(script, make))
 
 
-@pytest.mark.parametrize("script", OPTIMIZERS[:2])
-@pytest.mark.parametrize("stage", SOME_STAGES)
-def test_optimizers_on_two_ranks(script: Script, stage: int, settings: dict[str, Any], pool: RankPool) -> None:
-    for found, expected in pool.succeed(run_both, script, make, settings | {"stage": stage}):
+@in_turn(script=OPTIMIZERS[:2], stage=[3, 1, 0, 2], tier=["nvme", "cpu", "mixed"])
+def test_optimizers_on_two_ranks(script: Script, stage: int, tier: str, pool: RankPool, nvme: Path) -> None:
+    for found, expected in pool.succeed(run_both, script, make, TIERS[tier] | {"nvme": nvme, "stage": stage}):
         check(found, expected)
 
 

@@ -20,9 +20,10 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import SWAP
-from tests.helpers.pairwise import Row, all_rows, label, pairwise
+from tests.helpers.pairwise import Row, all_rows, full, in_turn, label, pairwise
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from tests.helpers.trainer import fork_server
+from zero_offload.base.types import STAGES
 from zero_offload.storage.files.directory import RunDirectory
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
@@ -112,8 +113,7 @@ def _check_close(one: Outcome, two: list[Outcome]) -> None:
 # Checkpoints on another number of ranks
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_frozen", [0, 2])
+@in_turn(stage=STAGES, num_frozen=[0, 2])
 def test_a_checkpoint_of_two_ranks_loads_on_one(stage: int, num_frozen: int, pool: RankPool, tmp_path: Path) -> None:
     case = Case({"stage": stage} | ON_DISK | {"nvme": tmp_path / "two"}, num_frozen=num_frozen)
     two = pool.succeed(ranks.save, case, str(tmp_path / "saved"))
@@ -133,11 +133,11 @@ def test_a_checkpoint_of_one_rank_loads_on_two(stage: int, pool: RankPool, tmp_p
     _check_close(Outcome(one.losses, one.norms), [Outcome(each.losses, each.norms) for each in two])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 4), (3, 2)])
+@in_turn(sizes=[(4, 2), (2, 4), (3, 2)], stage=[1, 3])
 def test_a_checkpoint_moves_between_numbers_of_ranks(
-    saving: int, loading: int, stage: int, pools: RankPools, tmp_path: Path
+    sizes: tuple[int, int], stage: int, pools: RankPools, tmp_path: Path
 ) -> None:
+    saving, loading = sizes
     case = Case({"precision": "bf16", "stage": stage}, num_steps=2, num_frozen=1)
     saved = pools.of(saving).succeed(ranks.save, case, str(tmp_path / "saved"))
     other = replace(case, settings=ON_DISK | {"precision": "bf16", "stage": 4 - stage, "nvme": tmp_path / "run"})
@@ -253,7 +253,7 @@ def _records(out: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 1, 3])
+@pytest.mark.parametrize("stage", [*map(full, (0, 1, 2)), 3])
 def test_both_ranks_killed_and_resumed(stage: int, tmp_path: Path) -> None:
     case = Case(ON_DISK | {"stage": stage, "existing": "resume"}, num_steps=14, max_norm=1.0)
     outs = {name: tmp_path / name for name in ("killed", "whole")}

@@ -12,6 +12,7 @@ import pytest
 
 import zero_offload as zo
 from tests.helpers import ranks
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Failure, Outcome, RankPools
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.saved import SavedGeneration
@@ -94,9 +95,7 @@ def one_goes_back(rank: int, world_size: int, case: Case) -> None:
     ranks.start(replace(case, settings=settings))
 
 
-@pytest.mark.parametrize(
-    ("before", "then", "after", "now"), [*CHANGES, *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)]
-)
+@pytest.mark.parametrize(("before", "then", "after", "now"), [*CHANGES, *(full(*each) for each in FULL)])
 def test_other_ranks(
     before: int, then: dict[str, Any], after: int, now: dict[str, Any], pools: RankPools, tmp_path: Path
 ) -> None:

@@ -24,8 +24,8 @@ from zero_offload.base.types import STAGES
 from zero_offload.storage.shards import grad_store
 from zero_offload.storage.shards.grad_store import LARGE_BYTES
 
-FEW, MANY = 60, 3000
-FEW_ON_RANKS, MANY_ON_RANKS = 12, 300
+FEW, MANY = 30, 3000
+FEW_ON_RANKS, MANY_ON_RANKS = 6, 300
 PROFILE = settings(
     max_examples=FEW, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )

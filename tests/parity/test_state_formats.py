@@ -15,6 +15,7 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import drain, runtime
 from tests.helpers.models import TinyLM, build
+from tests.helpers.pairwise import in_turn
 from tests.helpers.ranks import RankPool
 from tests.parity.test_optimizers import MAKERS, STATES, TIERS, groups_of, masters, train
 from zero_offload.storage.shards.shard import shard_bytes
@@ -38,8 +39,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [entries[key][name] for key in sorted(entries) for name in entries[key] if name != "residual"]
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("states", FORMATS)
+@in_turn(compute=["fp16", "bf16", "fp32"], states=FORMATS)
 def test_the_same_bits_on_every_tier(states: str, compute: str, tmp_path: Path) -> None:
     found = []
     for tiers in TIERS:
@@ -53,8 +53,7 @@ def test_the_same_bits_on_every_tier(states: str, compute: str, tmp_path: Path) 
         assert all(map(torch.equal, kept, found[0][2]))
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("states", FORMATS)
+@in_turn(name=list(MAKERS), states=FORMATS)
 def test_near_to_exact_states(states: str, name: str, tmp_path: Path) -> None:
     losses = {}
     for kept in ("fp32", states):
@@ -65,8 +64,7 @@ def test_near_to_exact_states(states: str, name: str, tmp_path: Path) -> None:
     assert STATES[name] == 0 or losses[states] != losses["fp32"]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad", "Adagrad", "SGD momentum"])
-@pytest.mark.parametrize("states", FORMATS)
+@in_turn(name=["AdamW", "Adam amsgrad", "Adagrad", "SGD momentum"], states=FORMATS)
 def test_goes_on_from_its_files_and_from_a_checkpoint(states: str, name: str, tmp_path: Path) -> None:
     model, optimizer = open_run(tmp_path / "whole", "nvme", states, name)
     expected = train(model, optimizer, 0, 4)
@@ -89,12 +87,13 @@ def test_goes_on_from_its_files_and_from_a_checkpoint(states: str, name: str, tm
     zo.close(model)
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(
-    ("before", "after"), [("fp32", "compact"), ("compact", "fp32"), ("fp32", "bf16"), ("bf16", "compact")]
+@in_turn(
+    compute=["bf16", "fp16", "fp32"],
+    change=[("fp32", "compact"), ("compact", "fp32"), ("fp32", "bf16"), ("bf16", "compact")],
 )
-def test_files_convert_with_a_notice(before: str, after: str, compute: str, tmp_path: Path) -> None:
+def test_files_convert_with_a_notice(change: tuple[str, str], compute: str, tmp_path: Path) -> None:
     """From a checkpoint and from a run's own directory: the nearest that the format has; to fp32 without a change."""
+    before, after = change
     model, optimizer = open_run(tmp_path / "run", "nvme", before, compute=compute)
     train(model, optimizer, 0, 3)
     zo.save_checkpoint(model, optimizer, tmp_path / "saved")

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 import zero_offload as zo
 from tests.helpers.models import Block, build
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import Failure, RankPool, RankPools
 from tests.helpers.reference import clip_factor
 from zero_offload.checkpoint import commit_clock
@@ -36,7 +37,7 @@ from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.model.api import runtime_of
 
 VOCAB, DIM, ROWS = 64, 48, 4
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 class Model(nn.Module):
@@ -174,8 +175,8 @@ def whole_params(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole(param: Any) -> Tensor:
-    full: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
-    return full.detach().float().clone()
+    values: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
+    return values.detach().float().clone()
 
 
 def train(rank: int, world_size: int, case: Case) -> Outcome:
@@ -262,9 +263,9 @@ def at(case: Case, **settings: Any) -> Case:
     ("stage", "plan"),
     [
         (3, "sequence"),
-        (3, "matrices"),
         (1, "vocabulary"),
-        *(pytest.param(stage, "sequence", marks=pytest.mark.full) for stage in (0, 1, 2)),
+        full(3, "matrices"),
+        *(full(stage, "sequence") for stage in (0, 1, 2)),
     ],
 )
 def test_numbers_are_those_of_the_divided_and_of_the_whole_model(
@@ -284,10 +285,9 @@ def test_numbers_are_those_of_the_divided_and_of_the_whole_model(
         ((1, 4), 3),
         ((4, 1), 1),
         ((2, 1, 2), 3),
-        ((1, 2, 2), 1),
         *(
-            pytest.param(shape, stage, marks=pytest.mark.full)
-            for shape, stage in [((1, 4), 1), ((4, 1), 3), ((2, 1, 2), 1), ((1, 2, 2), 3)]
+            full(shape, stage)
+            for shape, stage in [((1, 4), 1), ((4, 1), 3), ((2, 1, 2), 1), ((1, 2, 2), 1), ((1, 2, 2), 3)]
         ),
     ],
     ids=str,
@@ -297,7 +297,7 @@ def test_other_meshes(stage: int, shape: tuple[int, ...], pool: RankPool) -> Non
     check_close(train_whole(case), pool.succeed(train, case), shape[-1])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_in_bf16_placements_change_nothing(stage: int, pool: RankPool, nvme: Path) -> None:
     case = at(FP32, precision="bf16", stage=stage)
     found = pool.succeed(train, case)
@@ -307,7 +307,7 @@ def test_in_bf16_placements_change_nothing(stage: int, pool: RankPool, nvme: Pat
     assert found[0].losses == pytest.approx(pool.succeed(train, at(case, precision="fp32"))[0].losses, rel=2e-2)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_a_generation_has_every_part(stage: int, pool: RankPool, nvme: Path) -> None:
     case = at(FP32, stage=stage, params="nvme", optimizer="nvme", nvme=nvme, existing="resume")
     expected = pool.succeed(train, at(FP32, stage=stage))
@@ -335,7 +335,7 @@ def train_by_time(rank: int, world_size: int, case: Case) -> list[int]:
     return begun
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("shape", [(2, 2), full((1, 4))])
 def test_all_parts_commit_by_the_clock_of_rank_0(shape: tuple[int, ...], pool: RankPool, nvme: Path) -> None:
     case = replace(at(FP32, optimizer="nvme", nvme=nvme, commit_every="25s"), shape=shape, num_steps=8)
     first, *others = pool.succeed(train_by_time, case)

@@ -12,7 +12,7 @@ import pytest
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM
-from tests.helpers.pairwise import in_pairs
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded
 from tests.helpers.without_library import whole_run_without_library
 from zero_offload.model.api import runtime_of
@@ -33,7 +33,7 @@ def run(precision: str, tier: str, nvme: Path, states: str = "fp32") -> Trajecto
     return train_offloaded(recipe, config)
 
 
-@in_pairs(precision=["fp32", "bf16", "fp16"], tier=list(TIERS))
+@in_turn(precision=["fp32", "bf16", "fp16"], tier=list(TIERS))
 def test_trains_to_the_bits_of_the_native_run(precision: str, tier: str, nvme: Path) -> None:
     expected = run(precision, tier, nvme)
     assert len(set(expected.losses)) > 10
