@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import types
 
 import pytest
 
 import zero_offload
+from tests.helpers.fresh import run_script
 from zero_offload.base import errors
 
 PUBLIC_NAMES = {
@@ -116,5 +115,5 @@ def test_import_starts_neither_a_device_nor_the_library() -> None:
         "assert 'matplotlib' not in sys.modules;"
         "assert 'zero_offload.hardware.kernels.triton_update' not in sys.modules"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_script(code)
     assert result.returncode == 0, result.stderr

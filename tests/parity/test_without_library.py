@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zero_offload as zo
+from tests.helpers.fresh import run_script
 from tests.helpers.models import NARROW, TinyLM
 from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded
 from tests.helpers.without_library import whole_run_without_library
 from zero_offload.model.api import runtime_of
 from zero_offload.storage.files.aiofiles_engine import AiofilesEngine
-
-ROOT = Path(__file__).resolve().parents[2]
 
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
@@ -60,6 +57,8 @@ def test_the_portable_engine_serves(nvme: Path) -> None:
 
 def test_a_program_warns_once() -> None:
     code = (
+        "import warnings\n"
+        "warnings.simplefilter('always')\n"
         "from pathlib import Path\n"
         "import torch, zero_offload as zo\n"
         "from zero_offload.hardware import native\n"
@@ -74,9 +73,7 @@ def test_a_program_warns_once() -> None:
         "    optimizer.zero_grad()\n"
         "zo.close(model)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_script(code)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "native library" in line]
     assert len(told) == 1 and "numba, with the same bits" in told[0] and "pip install -e ." in told[0], done.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import zero_offload as zo
+from tests.helpers.fresh import run_script
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.without_library import whole_run_without_library
 
@@ -31,8 +30,8 @@ del gone, method
 
 
 def said(code: str) -> list[str]:
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "ValueError: failing" in ended.stderr
+    ended = run_script(code)
+    assert ended.returncode == 0 and "ValueError: failing" in ended.stderr
     return ended.stdout.split()
 
 

@@ -3,16 +3,13 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.fresh import run_script
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.hardware import abi, native
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -23,19 +20,8 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_import_loads_nothing_and_openmp_is_loaded_once() -> None:
-    result = python(
+    result = run_script(
         "import os\n"
         "from zero_offload.hardware import native\n"
         "maps = lambda: {line.split()[-1] for line in open('/proc/self/maps') if line.count('/')}\n"
@@ -90,14 +76,14 @@ def test_a_wrong_size_field_is_refused() -> None:
 
 @pytest.mark.parametrize("isa", native.supported_isas())
 def test_the_environment_chooses_the_isa(isa: abi.Isa) -> None:
-    result = python(
-        "from zero_offload.hardware import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower()
-    )
+    environment = os.environ | {"ZERO_OFFLOAD_ISA": isa.name.lower()}
+    result = run_script("from zero_offload.hardware import native; print(native.isa().name)", environment=environment)
     assert result.stdout.strip() == isa.name, result.stderr
 
 
 def test_an_unknown_isa_in_the_environment_is_refused() -> None:
-    result = python("from zero_offload.hardware import native; native.lib()", ZERO_OFFLOAD_ISA="altivec")
+    environment = os.environ | {"ZERO_OFFLOAD_ISA": "altivec"}
+    result = run_script("from zero_offload.hardware import native; native.lib()", environment=environment)
     assert result.returncode != 0
     assert "ConfigError: ZERO_OFFLOAD_ISA=altivec cannot run here" in result.stderr
 
@@ -105,9 +91,7 @@ def test_an_unknown_isa_in_the_environment_is_refused() -> None:
 def test_the_widest_isa_is_the_default() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "ZERO_OFFLOAD_ISA"}
     code = "from zero_offload.hardware import native; print(native.isa() == native.supported_isas()[-1])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    result = run_script(code, environment=environment)
     assert result.stdout.strip() == "True", result.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -14,6 +12,7 @@ import weakref
 
 import pytest
 
+from tests.helpers.fresh import run_script
 from zero_offload.base.events import Counters
 from zero_offload.base.threads import FirstError, UnitUpdate, UpdateInterrupted
 from zero_offload.optim import worker as worker_module
@@ -202,5 +201,5 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_a_process_ends(ending: str) -> None:
     script = SCRIPT + textwrap.dedent(ending)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = run_script(script)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

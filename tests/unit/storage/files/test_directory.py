@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.fresh import run_script
 from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.base.types import MIB
 from zero_offload.storage.files.directory import OPEN_FILES, RunDirectory, sync_path
@@ -107,9 +108,9 @@ def test_a_lock_without_a_name_still_holds(tmp_path: Path) -> None:
 def test_another_process_is_kept_out(tmp_path: Path) -> None:
     code = f"from zero_offload.storage.files.directory import RunDirectory as R; R.open({str(tmp_path)!r})"
     with RunDirectory.open(tmp_path):
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        result = run_script(code)
     assert "LockError" in result.stderr
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_script(code).returncode == 0
 
 
 def test_ranks_join_and_the_last_one_ends_the_lock(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import fcntl
 import gc
 import mmap
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.helpers.fresh import run_script
 from tests.helpers.without_library import without_library
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.base.types import EngineKind
@@ -566,8 +565,8 @@ def test_the_process_ends_without_a_drive_that_aiofiles_has_given_up(ending: str
         "engine.close() if sys.argv[2] != 'nothing' else None\n"
         "print(engine.is_stuck)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "file"), ending]
-    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    done = run_script(code, str(tmp_path / "file"), ending)
+    assert done.returncode == 0, done.stderr
     *told, is_stuck = done.stdout.splitlines()
     assert bool(told) == (ending == "wait") and is_stuck == str(ending != "nothing"), done.stdout
 
@@ -764,7 +763,7 @@ def test_what_a_sandbox_forbids_is_said() -> None:
         "try:\n    open_engine(IO_URING)\n"
         "except errors.ConfigError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_script(code)
     assert "io_uring is not to be had here: io_uring_setup: Operation not permitted" in done.stdout
 
 
@@ -795,7 +794,7 @@ def test_a_wait_outlives_close(engine: FileEngine, file: File) -> None:
                 problems.append(error)
 
     settings = engine.settings  # type: ignore[attr-defined]
-    for _ in range(40):
+    for _ in range(20):
         other = open_engine(settings)
         ticket = other.submit(IoOp.WRITE, file.table(8), memory.address)
         thread = threading.Thread(target=wait, args=(other, ticket))
@@ -824,7 +823,8 @@ def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
         "    engine.wait(engine.submit(IoOp.WRITE, blocks, address))\n"
         "atexit.register(late)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True, timeout=60)
+    done = run_script(code, str(tmp_path / "file"))
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "file").read_bytes() == b"x" * 4096
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.helpers.fresh import run_script
+from tests.helpers.pairwise import full
 from zero_offload.base.types import MIB
 from zero_offload.storage.memory import heap
 from zero_offload.storage.memory.heap import HeapTrimmer
@@ -44,12 +46,9 @@ def step(*sizes_mib):
 """
 
 
-def in_new_process(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", HEAP + script], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
+def in_new_process(script: str) -> None:
+    done = run_script(HEAP + script)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's heap")
@@ -99,21 +98,18 @@ assert room.nbytes == 0
 
 @needs_glibc
 @pytest.mark.parametrize(
-    "environment",
-    [{"MALLOC_MMAP_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}],
-    ids=lambda environment: next(iter(environment)),
+    ("variable", "value"),
+    [full("MALLOC_MMAP_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1000000")],
 )
-def test_a_heap_that_was_told_what_to_map_is_left_alone(environment: dict[str, str]) -> None:
-    in_new_process(
-        """
+def test_a_heap_that_was_told_what_to_map_is_left_alone(variable: str, value: str) -> None:
+    script = """
 room = heap.HeapHole(1 << 40, lambda: 1 << 40)
 for _ in range(4):
     room.begin()
     given = step(60, 90)
 assert room.nbytes == 0 and given >= 150 * MIB
-""",
-        **environment,
-    )
+"""
+    subprocess.run([sys.executable, "-c", HEAP + script], env=os.environ | {variable: value}, check=True)
 
 
 @needs_glibc

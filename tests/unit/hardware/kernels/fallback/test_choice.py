@@ -6,8 +6,6 @@ import errno
 import hashlib
 import itertools
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from numba.core.bytecode import FunctionIdentity
 
+from tests.helpers.fresh import run_script
 from tests.helpers.without_library import forget_choices, without_library
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import StateFormat
@@ -70,7 +69,7 @@ def test_one_warning_says_what_runs_and_what_to_type(fresh: pytest.MonkeyPatch, 
 def test_a_numba_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise SystemError('numba needs another numpy')")
     code = (
-        "import torch\n"
+        "import sys, torch\nsys.path.insert(0, sys.argv[1])\n"
         "from zero_offload.base import errors\nfrom zero_offload.hardware import native\n"
         "from zero_offload.hardware.kernels.formats import convert\n"
         "native.LIBRARY_PATH = native.LIBRARY_PATH.with_name('nowhere.so')\n"
@@ -78,8 +77,7 @@ def test_a_numba_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
         "    try:\n        convert(torch.empty(4, dtype=torch.float16), torch.ones(4))\n"
         "    except errors.ConfigError as error:\n        print(error)\n"
     )
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(native.__file__).parents[1]}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = run_script(code, str(tmp_path))
     for line in done.stdout.splitlines():
         assert "nowhere.so" in line and "(SystemError: numba needs another numpy): pip install --upgrade numba" in line
     assert len(done.stdout.splitlines()) == 2 and not done.stderr
@@ -97,7 +95,7 @@ def test_a_numba_that_compiles_nothing_is_one_error(fresh: pytest.MonkeyPatch, t
 
 def test_numba_is_imported_only_where_it_runs() -> None:
     code = "import sys, torch, zero_offload; zero_offload.nn; print('numba' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_script(code)
     assert done.stdout.split() == ["False"]
 
 
