@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,8 +70,13 @@ def path_of(node: ast.expr) -> str | None:
     return None
 
 
+@functools.cache
+def names_in(source: str) -> frozenset[str]:
+    return frozenset(dotted_names(source))
+
+
 def uses(source: str, facility: str) -> bool:
-    return any(name == facility or name.startswith(f"{facility}.") for name in dotted_names(source))
+    return any(name == facility or name.startswith(f"{facility}.") for name in names_in(source))
 
 
 @pytest.mark.parametrize("facility", OWNERS)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero_offload as zo
+from tests.helpers.pairwise import in_turn
 from zero_offload.storage.shards.store import ShardStore
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -231,12 +232,7 @@ EDITS = {
 }
 
 
-PAIRS = [("AdamW", edit) for edit in EDITS] + [
-    (name, edit) for number, name in enumerate([*MAKERS][1:]) for edit in [*EDITS][number::4]
-]
-
-
-@pytest.mark.parametrize(("name", "edit"), PAIRS)
+@in_turn(edit=list(EDITS), name=list(MAKERS))
 def test_an_edit_does_what_it_does_to_a_plain_optimizer(name: str, edit: str, tmp_path: Path) -> None:
     found = {}
     for tier in (None, *TIERS):

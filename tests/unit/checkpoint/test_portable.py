@@ -13,6 +13,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import SWAP, abandon, flip_bit, generation_file, open_model, train
 from tests.helpers.models import TinyLM, build
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import read_masters
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.plan.dtypes import ComputeDtypes
@@ -54,9 +55,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("after", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("before", PLACEMENTS, ids=str)
+@in_pairs(before=PLACEMENTS, after=PLACEMENTS, precision=["bf16", "fp16", "fp32"])
 def test_across_placements(before: dict[str, Any], after: dict[str, Any], precision: str, tmp_path: Path) -> None:
     model, optimizer = open_model(tmp_path / "a", _partly_frozen(), precision=precision, **before)
     train(model, optimizer, 0, 3)

@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import build
+from tests.helpers.pairwise import in_pairs
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.plan.layout import CHUNK_NUMEL
@@ -80,9 +81,7 @@ class Calls:
         self._update(*args)
 
 
-@pytest.mark.parametrize("adopts", [False, True])
-@pytest.mark.parametrize("states", ["fp32", "bf16", "compact"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+@in_pairs(precision=["bf16", "fp32", "fp16"], states=["fp32", "bf16", "compact"], adopts=[False, True])
 def test_all_chunks_at_once_are_the_same_update(
     precision: str, states: str, adopts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, build
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import placed
 from zero_offload.base.threads import UnitUpdate
 from zero_offload.model.api import runtime_of
@@ -183,8 +184,7 @@ def test_an_update_beside_forward_counts_in_the_next_step(
     assert written[0] - before == (0 if overlap == "forward" else written[1])
 
 
-@pytest.mark.parametrize("num_frames", [3, 4, 6, 8, 10])
-@pytest.mark.parametrize("overlap", ["none", "forward"])
+@in_turn(num_frames=[3, 4, 6, 8, 10], overlap=["none", "forward"])
 def test_a_step_reads_what_the_arithmetic_says(num_frames: int, overlap: str, nvme: Path) -> None:
     """Ten units of one frame, there and back: what has no frame at the turn is read again, the first unit apart, whose
     input wants no gradient. After a serial update forward reads what had no frame then; beside forward, the update

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.any_bits import codes, floats, halves, image
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.state_formats import Shard
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
@@ -65,9 +66,9 @@ def small(seed: int) -> torch.Tensor:
     return torch.from_numpy(floats(NUMEL, seed).numpy().copy()).nan_to_num(1.0, 1.0, -1.0).clamp(-1, 1) * SMALL
 
 
-@pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
-@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
+@in_pairs(isa=native.supported_isas(), rule=list(Rule), format=list(StateFormat))
 def test_updates(isa: Isa, rule: Rule, format: StateFormat) -> None:
+    native.set_isa(isa)
     for dtype in (FP32, BF16, FP16):
 
         def run(threads: int, dtype: torch.dtype = dtype) -> Callable[[], list[bytes]]:

@@ -28,6 +28,7 @@ from tests.helpers.device_formats import (
     wild,
 )
 from tests.helpers.device_updates import SEGMENT
+from tests.helpers.pairwise import in_pairs, in_turn
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
@@ -53,9 +54,7 @@ def update_both(rule: Rule, tensors: UpdateTensors, segment: Segment) -> UpdateT
     return expected
 
 
-@every_rule
-@every_format
-@both_makes
+@in_pairs(rule=list(Rule), format=list(StateFormat), make=[tame, wild])
 def test_the_bits_of_the_native_kernels(rule: Rule, format: StateFormat, make: Make) -> None:
     for case in cases(rule, format):
         for numel in SIZES:
@@ -238,8 +237,7 @@ class Watched(TorchDispatchMode):
         return found
 
 
-@every_rule
-@every_format
+@in_turn(rule=list(Rule), format=list(StateFormat))
 def test_no_operation_waits_for_the_device(rule: Rule, format: StateFormat) -> None:
     """On tensors of no memory, which have no numbers to look at."""
     for case in cases(rule, format):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.helpers.fresh import run_script
+from tests.helpers.pairwise import full
 from tests.helpers.without_library import without_library
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.base.types import EngineKind
@@ -124,6 +125,10 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, engine: FileEngine) -> 
     engine.name_file(fd, str(path))
     yield File(path, fd)
     os.close(fd)
+
+
+any_file = pytest.mark.parametrize("file", ["buffered", full("direct")], indirect=True)
+"""How it was opened changes nothing."""
 
 
 def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) -> None:
@@ -431,6 +436,7 @@ GIVEN_UP = (
 
 
 @native_only
+@any_file
 def test_a_drive_that_answers_no_more_ends_the_wait(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +457,7 @@ def test_a_drive_that_answers_no_more_ends_the_wait(
 
 
 @native_only
+@any_file
 def test_a_drive_that_answers_after_it_was_given_up(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +483,7 @@ def test_a_drive_that_answers_after_it_was_given_up(
 
 
 @native_only
+@any_file
 def test_a_drive_that_answers_no_more_ends_the_close(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,7 +203,7 @@ def test_a_signal_that_strikes_while_memory_goes_back_is_not_lost(monkeypatch: p
     arena = Arena(0)
     before = signal.signal(signal.SIGALRM, strike)
     try:
-        for _ in range(10):
+        for _ in range(5):
             array = arena.array(torch.uint8, 128 << 20).fill_(1)
             with pytest.raises(Strike):
                 signal.setitimer(signal.ITIMER_REAL, 0.001)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.any_bits import image
-from tests.helpers.pairwise import in_pairs
+from tests.helpers.pairwise import in_turn
 from tests.helpers.state_formats import Shard
 from tests.helpers.without_library import without_library
 from tests.parity import test_isa_formats as isas
@@ -33,7 +33,7 @@ LARGE = 3 * 16384 + 5
 formats = pytest.mark.parametrize("format", [StateFormat.BF16, StateFormat.COMPACT], ids=lambda format: format.name)
 
 
-@in_pairs(format=[StateFormat.BF16, StateFormat.COMPACT], rule=list(Rule))
+@in_turn(format=[StateFormat.BF16, StateFormat.COMPACT], rule=list(Rule))
 def test_updates(format: StateFormat, rule: Rule) -> None:
     """Each value dtype with each gradient dtype; segments that end inside blocks; the turn of the numbers."""
     sizes = itertools.cycle([(31, True), (257, False), (4096 + 3, True), (255, False), (1, True), (4096 + 3, False)])
