@@ -115,7 +115,7 @@ def train_by_own_clock(
 def test_ranks_commit_the_same_steps_by_whatever_clocks(settings: dict[str, Any], nvme: Path, pool: RankPool) -> None:
     everything = settings | {"nvme": nvme, "existing": "discard"}
     expected = pool.succeed(ranks.train, Case(everything | {"commit_every": 100}, num_steps=STEPS))
-    for seed, commit_every in ((0, "auto"), (4, "25s")):
+    for seed, commit_every in ((3, "auto"), (4, "25s")):
         case = Case(everything | {"commit_every": commit_every}, num_steps=STEPS)
         found = pool.succeed(train_by_own_clock, case, seed)
         assert [outcome for _, outcome in found] == expected
