@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.pairwise import full
 from tests.helpers.signals import interrupt
 from tests.helpers.trainer import NUM_WORKERS, Run, Spec, as_argument, finish, outcome, rows
 
@@ -122,10 +123,7 @@ MORE = [
     *(("after rename", n) for n in (3, 5)),
     *(("write", n) for n in (20, 40, 75)),
 ]
-POINTS = [
-    *((place, count) for place in FEW for count in FEW[place]),
-    *(pytest.param(place, count, marks=pytest.mark.full) for place in MORE for count in MORE[place]),
-]
+POINTS = [*FEW, *(full(*each) for each in MORE)]
 
 
 @pytest.mark.parametrize(("place", "count"), POINTS, ids=str)

@@ -62,9 +62,7 @@ def in_turn(*, indirect: Sequence[str] = (), **factors: Sequence[Any]) -> pytest
     return _all_but(few, factors, indirect)
 
 
-def _all_but(
-    few: Sequence[Row], factors: Mapping[str, Sequence[Any]], indirect: Sequence[str]
-) -> pytest.MarkDecorator:
+def _all_but(few: Sequence[Row], factors: Mapping[str, Sequence[Any]], indirect: Sequence[str]) -> pytest.MarkDecorator:
     cases = [pytest.param(*row.values()) if row in few else full(*row.values()) for row in all_rows(factors)]
     return pytest.mark.parametrize(tuple(factors), cases, indirect=indirect, ids=_name)
 
