@@ -18,6 +18,8 @@ os.environ.update(
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import transformers.models.llama.modeling_llama  # noqa: E402
+import transformers.trainer  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402

@@ -195,7 +195,8 @@ def fork_server() -> ForkServerContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     context = multiprocessing.get_context("forkserver")
     # The last one is what the first optimizer imports.
-    context.set_forkserver_preload([__name__, "tests.helpers.ranks", "torch._dynamo"])
+    tools = ["tests.helpers.tools"] if "tests.helpers.tools" in sys.modules else []
+    context.set_forkserver_preload([__name__, "tests.helpers.ranks", "torch._dynamo", *tools])
     return context
 
 

@@ -20,7 +20,11 @@ TOOLS = ("transformers", "accelerate", "trl", "lightning", "peft")
 MIXINS: dict[str, str] = {}
 """Mixins of `zero_offload.integrations`, each with the class of the tool that it stands before."""
 
-OVERRIDES: dict[str, str] = {}
+OVERRIDES: dict[str, str] = {
+    "accelerate.accelerator.Accelerator.load_state": "self input_dir load_kwargs load_model_func_kwargs",
+    "accelerate.accelerator.Accelerator.no_sync": "self model",
+    "accelerate.accelerator.Accelerator.save_state": "self output_dir safe_serialization save_model_func_kwargs",
+}
 """Methods of tools, each with its parameters, by name and in order. A property has none."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,9 +31,13 @@ def check_config(call: str, config: object) -> OffloadConfig:
     return config
 
 
-def check_optimizer(call: str, optimizer: object) -> None:
+def check_optimizer(call: str, optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, without the wrappers that accelerate and lightning put around it."""
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(f"{call} takes the optimizer after the model, not {_kind(optimizer)}")
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return cast(torch.optim.Optimizer, optimizer)
 
 
 def params_of(call: str, given: object) -> list[nn.Parameter]:

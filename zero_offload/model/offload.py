@@ -35,6 +35,7 @@ from zero_offload.model.move_in import (
     move_in,
     param_problem,
 )
+from zero_offload.model.prepared import mark_prepared
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
@@ -124,6 +125,7 @@ def offload(
         trim_heap()  # the parameters' old storages are free
         owner.close_when_dropped()
         undo.pop_all()
+    mark_prepared(model, owner.device.torch_device.type)
     return model
 
 
@@ -419,6 +421,7 @@ def _adopt(
             owner.life.lacks_weights |= skips_values
             owner.left_out |= left_out
         undo.pop_all()
+    mark_prepared(model, device.torch_device.type)
     trim_heap()  # the parameters' old storages are free
 
 

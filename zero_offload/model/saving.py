@@ -59,7 +59,7 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     """
     owner = need_runtime(model, "zo.commit")
     with owner.together("zo.commit"):
-        check_optimizer("zo.commit", optimizer)
+        optimizer = check_optimizer("zo.commit", optimizer)
         _check_keeps(optimizer, owner, "zo.commit")
         owner.check_between_steps("zo.commit")
         # A scheduler has changed the learning rate since `step`.
@@ -112,7 +112,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     """
     owner = need_runtime(model, "zo.save_checkpoint")
     with owner.together("zo.save_checkpoint"):
-        check_optimizer("zo.save_checkpoint", optimizer)
+        optimizer = check_optimizer("zo.save_checkpoint", optimizer)
         _check_keeps(optimizer, owner, "zo.save_checkpoint")
         owner.check_between_steps("zo.save_checkpoint")
         owner.groups, kept, target = group_records(optimizer), _json(extra), Path(path)
@@ -132,7 +132,7 @@ def load_checkpoint(
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     with owner.together("zo.load_checkpoint"):
-        check_optimizer("zo.load_checkpoint", optimizer)
+        optimizer = check_optimizer("zo.load_checkpoint", optimizer)
         _check_trains(optimizer, owner, "zo.load_checkpoint")
         source = Path(path)
         owner.drain()
@@ -187,7 +187,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     """
     owner = need_runtime(model, "zo.resume")
     with owner.together("zo.resume"):
-        check_optimizer("zo.resume", optimizer)
+        optimizer = check_optimizer("zo.resume", optimizer)
         _check_trains(optimizer, owner, "zo.resume")
         keeper = owner.keeper
         if keeper is None or keeper.found is None:

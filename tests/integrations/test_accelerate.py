@@ -1,0 +1,232 @@
+"""accelerate's loop around an offloaded model gives what it gives around the plain one."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    TorchDynamoPlugin,
+)
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+
+import zero_offload as zo
+from tests.helpers.ranks import RankPools
+from tests.helpers.tools import Tokens, config, distance, launched, llama, values_of
+from zero_offload.integrations.accelerate import OffloadAccelerator
+from zero_offload.storage.shards.store import ShardStore
+
+CLIPPED = 2e-7
+"""How far weights may be from the plain run's after clipping, which multiplies gradients by a factor of other bits."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What is asked of accelerate."""
+
+    precision: str = "no"
+    backend: str = "no"
+    """torch.compile's."""
+    clips: str = ""
+    kind: type[accelerate.Accelerator] = accelerate.Accelerator
+    steps: int = 4
+
+    def accelerator(self) -> accelerate.Accelerator:
+        plugin = TorchDynamoPlugin(backend=self.backend) if self.backend != "no" else None
+        return self.kind(mixed_precision=self.precision, dynamo_plugin=plugin, gradient_accumulation_steps=2)
+
+
+@dataclass
+class Trained:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gathered: list[float] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+def parts(loop: Loop, where: str, folder: Path) -> tuple[Any, ...]:
+    """The accelerator and what it prepared: model, optimizer, data, scheduler. `where` is "" for a plain model."""
+    model = llama()
+    if where:
+        zo.offload(model, config(where, folder))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    accelerator = loop.accelerator()
+    data = DataLoader(Tokens(), batch_size=2)
+    prepared = accelerator.prepare(model, optimizer, data, scheduler)
+    assert prepared[0] is model or not where
+    return accelerator, *prepared
+
+
+def run(loop: Loop, made: tuple[Any, ...], steps: range, out: Trained) -> Trained:
+    accelerator, model, optimizer, data, scheduler = made
+    batches = iter(accelerate.skip_first_batches(data, 2 * steps.start))
+    for _ in range(2 * len(steps)):
+        with accelerator.accumulate(model):
+            result = model(**next(batches))
+            assert result.logits.dtype == torch.float32
+            accelerator.backward(result.loss)
+            if accelerator.sync_gradients and loop.clips == "norm":
+                out.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            elif accelerator.sync_gradients and loop.clips == "value":
+                accelerator.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        out.losses.append(result.loss.item())
+        out.gathered += accelerator.gather(result.loss.detach()[None]).tolist()
+    out.values = values_of(accelerator.unwrap_model(model, keep_torch_compile=False))
+    return out
+
+
+def train(rank: int, world_size: int, loop: Loop, where: str, folder: Path) -> Trained:
+    with launched(rank, world_size):
+        made = parts(loop, where, folder)
+        counters.clear()
+        seen: list[torch.dtype] = []
+        head = accelerate.utils.extract_model_from_parallel(made[1], keep_torch_compile=False).lm_head
+        if loop.backend == "no":
+            head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        out = run(loop, made, range(loop.steps), Trained())
+        assert set(seen) <= {torch.bfloat16 if loop.precision == "bf16" else torch.float32}
+        assert (counters["stats"]["unique_graphs"] > 0) == (loop.backend != "no") == (not seen)
+        return out
+
+
+def on_ranks(pools: RankPools, world_size: int, job: Any, *args: Any) -> list[Any]:
+    return [job(0, 1, *args)] if world_size == 1 else pools.of(world_size).succeed(job, *args)
+
+
+@pytest.mark.parametrize(
+    ("where", "world_size", "loop"),
+    [
+        ("cpu", 1, Loop(backend="eager")),
+        ("nvme", 1, Loop(precision="bf16")),
+        ("cpu", 2, Loop(precision="bf16", kind=OffloadAccelerator)),
+        ("nvme", 2, Loop(kind=OffloadAccelerator)),
+    ],
+    ids=str,
+)
+def test_the_loop(pools: RankPools, tmp_path: Path, where: str, world_size: int, loop: Loop) -> None:
+    plain, ours = (on_ranks(pools, world_size, train, loop, each, tmp_path / "run") for each in ("", where))
+    for theirs, mine in zip(plain, ours, strict=True):
+        assert mine.losses == theirs.losses
+        assert mine.gathered == theirs.gathered
+        assert distance(mine.values, theirs.values) == 0
+
+
+def split(rank: int, world_size: int, loop: Loop, where: str, folder: Path) -> tuple[Trained, Trained]:
+    """A run of four steps, saved after two, and one that goes on from there in a new model and accelerator."""
+    state = folder / "state"
+    with launched(rank, world_size):
+        made = parts(loop, where, folder / "run")
+        whole = run(loop, made, range(2), Trained())
+        made[0].save_state(state)
+        run(loop, made, range(2, 4), whole)
+    with launched(rank, world_size):
+        if where:
+            zo.close(made[1])
+        made = parts(loop, where, folder / "run")
+        made[0].load_state(state)
+        return whole, run(loop, made, range(2, 4), Trained())
+
+
+@pytest.mark.parametrize(
+    ("where", "world_size", "kind"),
+    [("nvme", 1, accelerate.Accelerator), ("cpu", 1, OffloadAccelerator), ("nvme", 2, OffloadAccelerator)],
+)
+def test_save_state_and_load_state(
+    pools: RankPools, tmp_path: Path, where: str, world_size: int, kind: type[accelerate.Accelerator]
+) -> None:
+    for whole, second in on_ranks(pools, world_size, split, Loop(kind=kind), where, tmp_path):
+        assert second.losses == whole.losses[4:]
+        assert distance(second.values, whole.values) == 0
+    assert (tmp_path / "state" / "model.safetensors").exists() == (kind is accelerate.Accelerator)
+
+
+def test_a_generation_is_that_of_the_optimizer_inside(tmp_path: Path) -> None:
+    """The wrapper that `prepare` puts around an optimizer has another name, by which no resume would know it."""
+    made = parts(Loop(), "nvme", tmp_path)
+    _, model, optimizer, _, scheduler = made
+    run(Loop(), made, range(2), Trained())
+    zo.commit(model, optimizer, extra=scheduler.state_dict())
+    zo.close(model)
+    model = zo.offload(llama(), config("nvme", tmp_path, existing="resume"))
+    start = zo.resume(model, zo.AdamW(model.parameters(), lr=1.0))
+    assert start is not None and start.step == 2 and start.extra["last_epoch"] == 2
+    zo.close(model)
+
+
+def test_prepare_moves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the optimizer's own state dict, which for torch's optimizers copies every state."""
+    made = parts(Loop(), "nvme", tmp_path)
+    run(Loop(), made, range(1), Trained())
+    with monkeypatch.context() as patched:
+        for call in ("read_chunk", "write_components"):
+            patched.setattr(ShardStore, call, lambda *_: pytest.fail("moves values"))
+        accelerate.Accelerator().prepare(made[2].optimizer)
+    zo.close(made[1])
+
+
+def test_a_copy_of_an_offloaded_model_is_not_prepared() -> None:
+    """It is an ordinary model, which accelerate has to move and wrap."""
+    model = zo.offload(llama(), config("cpu", ""))
+    with zo.gathered(model):
+        copied = copy.deepcopy(model)
+    assert model._is_accelerate_prepared and not copied._is_accelerate_prepared
+
+
+def test_what_prepare_cannot_do_is_said() -> None:
+    model = zo.offload(llama(), config("cpu", ""))
+    accelerator = accelerate.Accelerator(
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True),
+        kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)],
+    )
+    with pytest.raises(zo.ConfigError, match="use_regional_compilation.*comm_hook"):
+        accelerator.prepare(model)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(zo.ConfigError, match="configured for FSDP.*stage="):
+        accelerator.prepare_model(model)
+
+
+SCRIPT = """
+import sys
+import accelerate, torch
+import zero_offload as zo
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+zo.offload(model, zo.OffloadConfig(precision="fp32"))
+optimizer = zo.AdamW(model.parameters(), lr=0.1)
+accelerator = accelerate.Accelerator(cpu=True)
+data = DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for x in data:
+    loss = model(x).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "script.py"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = list(map(float, done.stdout.split()))
+    assert len(losses) == 8 and losses[-1] < losses[0]
