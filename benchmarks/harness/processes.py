@@ -58,7 +58,7 @@ def take_turns(commands: Mapping[str, Sequence[str]], num_rounds: int) -> Iterat
             worker.close()
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """The largest resident set counts from here on."""
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -69,7 +69,7 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Since `forget_peak`."""
+    """Since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 

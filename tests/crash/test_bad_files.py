@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import zero_offload as zo
-from tests.helpers.disk import SWAP, abandon, assert_finishes, open_model, train, write_run
+from tests.helpers.disk import SWAP, assert_finishes, close_broken, open_model, train, write_run
 from tests.helpers.models import TinyLM, build
 from zero_offload.base.types import Durability
 from zero_offload.checkpoint.format import Generation
@@ -56,7 +56,7 @@ def _resume(nvme: Path) -> None:
         zo.resume(model, optimizer)
         train(model, optimizer, 2, 3)
     finally:
-        abandon(model)
+        close_broken(model)
 
 
 # Damage
@@ -141,7 +141,7 @@ def _check_forgery(nvme: Path, name: str, path: tuple[Any, ...], value: Any) -> 
         try:
             zo.resume(model, optimizer)
         finally:
-            abandon(model)
+            close_broken(model)
     except zo.ZeroOffloadError as error:
         assert error.exit_code in (2, 3, 4, 5), (path, value, error)
     finally:
@@ -213,7 +213,7 @@ def test_forged_checkpoints_are_refused_before_anything_is_replaced(copy: Path, 
             (copy / file).write_bytes(content)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert zo.load_checkpoint(model, optimizer, copy).step == 2
-    abandon(model)
+    close_broken(model)
 
 
 # Nothing is executed
@@ -246,7 +246,7 @@ def _load(path: Path, tmp_path: Path) -> None:
     try:
         zo.load_checkpoint(model, optimizer, path)
     finally:
-        abandon(model)
+        close_broken(model)
 
 
 def test_the_package_unpickles_nothing() -> None:

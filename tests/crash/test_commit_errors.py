@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zero_offload as zo
-from tests.helpers.disk import abandon, assert_finishes, drain, open_model, train
+from tests.helpers.disk import assert_finishes, close_broken, drain, open_model, train
 
 STEPS = 6
 CALLS = {"fdatasync": 1, "fsync": 4, "replace": 2}
@@ -70,7 +70,7 @@ def test_each_reason(code: int, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(zo.StorageError, match=f"generation-[01].json: {os.strerror(code)}"):
         train(model, optimizer, 2, STEPS)
         drain(model)
-    abandon(model)
+    close_broken(model)
     monkeypatch.undo()
     assert not list(nvme.glob("*.tmp"))
     assert assert_finishes(nvme, STEPS) == 2

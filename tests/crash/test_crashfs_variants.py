@@ -98,7 +98,7 @@ class _CarelessRun(Run):
     """Does not wait for its writes before a commit names them."""
 
     def commit(self) -> None:
-        with mock.patch.object(Shard, "settle", _nothing):
+        with mock.patch.object(Shard, "wait_for_writes", _nothing):
             super().commit()
 
 

@@ -16,8 +16,8 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import (
     SWAP,
-    abandon,
     assert_finishes,
+    close_broken,
     committed_blocks,
     flip_bit,
     generation_file,
@@ -42,7 +42,7 @@ def _resume_and_train(nvme: Path, **settings: Any) -> None:
         train(model, optimizer, 3, 4)
         model.state_dict()
     finally:
-        abandon(model)
+        close_broken(model)
 
 
 def _rank_manifest(nvme: Path) -> Path:
@@ -268,11 +268,11 @@ def test_a_start_that_was_killed_before_its_first_commit(nvme: Path) -> None:
     for path in (generation_file(nvme), nvme / "rank0-1.json"):
         path.unlink()
     (nvme / f"{path.name}.tmp").write_text("{")
-    _forget_generations(nvme)
+    _unlist_generations(nvme)
     assert assert_finishes(nvme, STEPS, existing="refuse") == 0
 
 
-def _forget_generations(nvme: Path) -> None:
+def _unlist_generations(nvme: Path) -> None:
     """`run.json` as it is before the first commit."""
     with RunDirectory.open(nvme) as directory:
         payload = read_manifest(directory, "run.json") or {}

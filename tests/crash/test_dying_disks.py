@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import zero_offload as zo
-from tests.helpers.disk import abandon, assert_finishes, drain, open_model, train, write_run
+from tests.helpers.disk import assert_finishes, close_broken, drain, open_model, train, write_run
 from tests.helpers.ext4 import ext4_disk
 
 STEPS = 6
@@ -25,7 +25,7 @@ def _train_until_it_fails(nvme: Path, strike: Any, **settings: Any) -> zo.ZeroOf
     with pytest.raises(zo.ZeroOffloadError) as caught:
         train(model, optimizer, 2, STEPS)
         drain(model)
-    abandon(model)
+    close_broken(model)
     return caught.value
 
 
@@ -55,7 +55,7 @@ def test_power_is_lost_at_every_step(tmp_path: Path) -> None:
             drain(model)
             reached += 1
             disk.lose_power()
-            abandon(model)
+            close_broken(model)
             disk.come_back()
         assert assert_finishes(nvme, STEPS, durability="commit") == reached
 

@@ -16,8 +16,8 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import (
     SWAP,
-    abandon,
     assert_finishes,
+    close_broken,
     committed_blocks,
     drain,
     engine_of,
@@ -77,7 +77,7 @@ def _break(nvme: Path, fault: Fault, nth: int, settings: dict[str, Any]) -> zo.Z
     found = PLACE.search(str(error))
     assert found and found[1] == str(nvme / SWAP), error
     _check_that_it_stays_failed(model, optimizer, error)
-    abandon(model)
+    close_broken(model)
     assert error.exit_code == EXIT_CODES[type(error)]
     return error
 
@@ -123,7 +123,7 @@ def test_every_transfer_of_two_steps(fault: Fault, engine: str, tmp_path: Path) 
             struck = False
         except zo.StorageError as error:
             assert PLACE.search(str(error)) and error.exit_code == 4
-        abandon(model)
+        close_broken(model)
         assert assert_finishes(nvme, STEPS) >= 3
         shutil.rmtree(nvme)
     assert nth > 20
@@ -151,7 +151,7 @@ def test_what_rotted_in_memory_of_the_run_before_it_was_committed_is_in_no_gener
     engine_of(model).inject_fault(Fault.WRITE_DROP, 2)
     error = _train_until_it_fails(model, optimizer, 4)
     assert type(error) is zo.IntegrityError
-    abandon(model)
+    close_broken(model)
     assert assert_finishes(nvme, STEPS, commit_every=3) == 3
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_truncated_meanwhile(nvme: Path) -> None:
     error = _train_until_it_fails(model, optimizer, 3)
     assert type(error) is zo.IntegrityError and error.exit_code == 5
     assert str(nvme / SWAP) in str(error)
-    abandon(model)
+    close_broken(model)
 
 
 def test_nan_where_the_optimizer_keeps_its_moments(nvme: Path) -> None:
@@ -184,7 +184,7 @@ def test_nan_where_the_optimizer_keeps_its_moments(nvme: Path) -> None:
     zo.resume(model, optimizer)
     error = _train_until_it_fails(model, optimizer, 3)
     assert type(error) is zo.IntegrityError and f"offset {offset} of {nvme / SWAP}" in str(error)
-    abandon(model)
+    close_broken(model)
 
 
 MENDED = [Fault.READ_FLIP, Fault.WRITE_SHORT, Fault.STORM]
@@ -254,7 +254,7 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
     assert type(error) is zo.StorageError and error.exit_code == 4
     assert str(nvme / SWAP) in str(error) and "stalled or slow" in str(error)
     open_before = set(os.listdir("/proc/self/fd"))
-    abandon(model)
+    close_broken(model)
     # What it still has to write must not meet another file under the number of its own.
     assert str(nvme / SWAP) in {os.path.realpath(f"/proc/self/fd/{fd}") for fd in open_before if _is_open(fd)}
     # Nor may it meet the blocks of another run.
@@ -279,7 +279,7 @@ def test_a_wide_model_fails_in_the_middle_of_a_section(nvme: Path) -> None:
     drain(model)
     engine_of(model).inject_fault(Fault.WRITE_EIO, 4)
     error = _train_until_it_fails(model, optimizer, 2)
-    abandon(model)
+    close_broken(model)
     assert type(error) is zo.StorageError
     model, optimizer = open_model(nvme, build(lambda: TinyLM(WIDE)), device_memory=None)
     resumed = zo.resume(model, optimizer)
@@ -296,7 +296,7 @@ def test_the_directory_vanishes(nvme: Path) -> None:
     error = _train_until_it_fails(model, optimizer, 2)
     assert type(error) is zo.StorageError
     assert str(nvme) in str(error)
-    abandon(model)
+    close_broken(model)
 
 
 MOVES: list[dict[str, Any]] = [{}, {"params": "cpu"}, {"params": "cpu", "precision": "fp16"}, {"precision": "fp32"}]
@@ -398,6 +398,6 @@ def test_a_full_disk_stops_a_commit_but_not_what_was_committed(tmp_path: Path) -
         (disk / "other").write_bytes(b"x" * (os.statvfs(disk).f_bavail * 4096))
         error = _train_until_it_fails(model, optimizer, 2)
         assert type(error) is zo.StorageError and "No space left" in str(error)
-        abandon(model)
+        close_broken(model)
         (disk / "other").unlink()
         assert assert_finishes(disk / "run", STEPS) == 2

@@ -20,8 +20,8 @@ from tests.helpers.crash_run import Run, Setup, play
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.disk import (
     SWAP,
-    abandon,
     assert_finishes,
+    close_broken,
     drain,
     generation_file,
     open_model,
@@ -59,7 +59,7 @@ def _stopped_at_the_next_commit(nvme: Path, change: Callable[[], object], **sett
     with pytest.raises(zo.ZeroOffloadError) as caught:
         train(model, optimizer, 2, 3)
         drain(model)
-    abandon(model)
+    close_broken(model)
     return caught.value
 
 
@@ -146,7 +146,7 @@ def test_a_second_start_after_the_lock_was_deleted(settings: dict[str, Any], tmp
     assert other.error == "LockError", other
     assert f"{nvme} is in use by another process, although its {LOCK_NAME} was deleted" in other.message
     assert not (nvme / LOCK_NAME).exists()
-    abandon(model)
+    close_broken(model)
 
 
 def test_who_only_reads_respects_the_directorys_lock(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 import zero_offload as zo
 from tests.helpers.disk import (
     SWAP,
-    abandon,
     assert_finishes,
+    close_broken,
     committed_blocks,
     drain,
     flip_bit,
@@ -105,7 +105,7 @@ def test_damage_names_the_generation_before(what: str, settings: dict[str, Any],
             train(model, optimizer, 4, 5)
             drain(model)
         finally:
-            abandon(model)
+            close_broken(model)
     text = str(caught.value)
     assert str(path) in text and text.count("--generation 3") == 1 and "generation 3 (step 3, committed 20" in text
     if what == "truncated":
@@ -223,7 +223,7 @@ def test_after_a_commit_of_its_own_a_run_names_no_older_one(nvme: Path) -> None:
     with pytest.raises(zo.IntegrityError) as caught:
         [tensor.clone() for tensor in model.state_dict().values()]
     assert "--generation" not in str(caught.value)
-    abandon(model)
+    close_broken(model)
 
 
 def test_a_damaged_list_of_files_is_written_again(nvme: Path) -> None:

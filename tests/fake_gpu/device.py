@@ -106,7 +106,7 @@ def policy(name: Policy, seed: int = 0) -> None:
 
 
 def reset(current: int = 0) -> None:
-    """Run what is queued, forget races, errors and counts, and allow everything again.
+    """Run what is queued, drop races, errors and counts, and allow everything again.
 
     The device `current` is this thread's current one then: a rank has one of its own.
     """
@@ -120,7 +120,7 @@ def reset(current: int = 0) -> None:
 
 
 def take_races() -> list[str]:
-    """Run what is queued; then the races found since the last reset or call, each kind once. They are forgotten."""
+    """Run what is queued; then the races found since the last reset or call, each kind once. They are dropped then."""
     synchronize()
     return list(filter(None, call("take_races").decode().split("\n")))
 

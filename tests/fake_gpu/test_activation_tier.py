@@ -156,7 +156,7 @@ def test_a_way_back_from_a_drive_that_breaks_off_leaves_no_upload(
             away.finish()
         assert [copy.ready.done() for copy in gpu.uploads] == [False, False]
         if not again:
-            away.abandon()
+            away.cancel()
             assert all(copy.ready.done() for copy in gpu.uploads)
         assert torch.equal(away.finish().cpu(), source.cpu())
         assert len(tier.landing) == ACTIVATION_BLOCKS_BACK

@@ -113,7 +113,7 @@ MUTATIONS: dict[str, tuple[type, str, Any, str]] = {
     "a copy's event comes before it": (AcceleratorDevice, "_copy", early_end, "cpu"),
     "copies on the stream that computes": (AcceleratorDevice, "_copy", on_one_stream, "cpu"),
     "a unit in memory is used without a wait": (UnitStreams, "use", nothing, "evaluated beside"),
-    "a unit leaves streams that still use it": (UnitStreams, "leave", nothing, "evaluated beside"),
+    "a unit leaves streams that still use it": (UnitStreams, "release", nothing, "evaluated beside"),
 }
 WRAPPED = (early_end, on_one_stream)
 

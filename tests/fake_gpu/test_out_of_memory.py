@@ -123,7 +123,7 @@ def test_a_fetch_that_is_launched_in_part_is_launched_again(
     zo.offload(model, zo.OffloadConfig(params="nvme", nvme=tmp_path, durability="scratch"))
     expected = model(tokens_of(0)).item()
     unit = next(unit for unit in runtime_of(model).units if len(unit.sections) > 1)
-    runtime_of(model).prefetcher.forget(unit)
+    runtime_of(model).prefetcher.invalidate(unit)
     launch_reads, calls = DeviceParamLoader._launch_reads, []
 
     def break_off(self: DeviceParamLoader, section: Any, *args: Any) -> Any:

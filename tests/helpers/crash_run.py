@@ -154,7 +154,7 @@ class Run:
             self._replace(next(shard for shard in self.store.shards if not shard.layout.trainable))
 
     def _update(self, shard: Shard) -> None:
-        shard.settle()
+        shard.wait_for_writes()
         shard.writes.clear()
         region = self._staging.region
         chunk = self.store.open_chunks(shard, range(1), region.address)

@@ -100,7 +100,7 @@ def engine_of(model: nn.Module) -> NativeEngine:
     return engine
 
 
-def abandon(model: nn.Module) -> None:
+def close_broken(model: nn.Module) -> None:
     """Close a model that cannot be closed in order any more."""
     with contextlib.suppress(zo.ZeroOffloadError):
         zo.close(model)

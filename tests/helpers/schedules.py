@@ -197,7 +197,7 @@ class Player(ABC):
         with torch.no_grad():
             return [self._run(replace(what, length=3 + i)).item() for i in range(count)]
 
-    def forget_losses(self) -> list[Any]:
+    def drop_losses(self) -> list[Any]:
         """As a script that raises between forward and backward."""
         self._live.clear()
         return []

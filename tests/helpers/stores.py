@@ -85,8 +85,8 @@ def grads_of(store: ShardStore, attach: AttachBuffer = attach, ring: GradRing | 
 def close(grads: HostGrads) -> None:
     """Bring what is open to rest, and return when it is there."""
     if isinstance(grads, DriveGrads):
-        grads.leave()
-        grads.settle()
+        grads.launch_write()
+        grads.detach_pages()
 
 
 def fill(store: ShardStore, shard: Shard, seed: int) -> dict[Component, torch.Tensor]:

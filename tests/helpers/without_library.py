@@ -14,7 +14,7 @@ from zero_offload.hardware import native
 from zero_offload.hardware.kernels import choice
 
 
-def forget_choices() -> None:
+def clear_choices() -> None:
     """As in a process that has loaded nothing yet."""
     for each in (native.lib, native.missing, choice.kernels):
         each.cache_clear()
@@ -26,14 +26,14 @@ def without_library() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LIBRARY_PATH", Path("/nowhere/_native.so"))
         patch.setattr(native, "set_isa", lambda isa: None)  # there is none to choose
-        forget_choices()
+        clear_choices()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert choice.kernels() is not native
             yield
         finally:
-            forget_choices()
+            clear_choices()
 
 
 @contextlib.contextmanager

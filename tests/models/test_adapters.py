@@ -108,7 +108,7 @@ def test_it_starts_from_the_base_and_peft_loads_what_is_exported(kind: str, base
 def test_fresh_adapters_follow_the_seed_and_differ_from_each_other() -> None:
     def first_of_each(seed: int) -> list[torch.Tensor]:
         model = zo.offload(deferred("lora", seed), zo.OffloadConfig(precision="fp32"))
-        recipes = [model_recipe.make() for model_recipe in pretrained.need_runtime(model, "").left_out.values()]
+        recipes = [model_recipe.make() for model_recipe in pretrained.need_runtime(model, "").without_values.values()]
         zo.close(model)
         return [values for values in recipes if values.shape == (4, 32)]
 

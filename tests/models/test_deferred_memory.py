@@ -15,7 +15,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM
-from tests.helpers.resident import forget_peak, peak_bytes
+from tests.helpers.resident import peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 768, 6
@@ -40,7 +40,7 @@ def plain_and_deferred(kind: Callable[..., nn.Module], nvme: Path) -> dict[str, 
     for values in ("init", "skip", "plain"):
         folder = nvme / values
         folder.mkdir()
-        before = forget_peak()
+        before = reset_peak()
         if values == "plain":
             model = kind(DIM, NUM_BLOCKS)
         else:

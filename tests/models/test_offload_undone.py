@@ -48,7 +48,7 @@ AFTER = [
     (OFFLOAD, "install_hooks", 1),
     (hooks, "_WeakCall", 4),
     (OFFLOAD, "install_walk_hooks", 1),
-    (RunFiles, "settle", 1),
+    (RunFiles, "finish_resume", 1),
     (OFFLOAD, "trim_heap", 1),
 ]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import abandon, drain, engine_of, open_model, runtime, small_disk, train
+from tests.helpers.disk import close_broken, drain, engine_of, open_model, runtime, small_disk, train
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pretrained import OURS, THEIRS, Everything, read_folder, weights_of, write_weights
 from tests.helpers.reference import param_groups, read_masters
@@ -463,7 +463,7 @@ def test_states_that_cannot_be_read(nvme: Path, tmp_path: Path) -> None:
     engine_of(model).inject_fault(Fault.READ_EIO, 3)
     with pytest.raises(zo.StorageError, match="rank0.swap"):
         zo.export_pretrained(model, tmp_path / "out")
-    abandon(model)
+    close_broken(model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nvme"]
 
 

@@ -14,7 +14,7 @@ import torch
 import zero_offload as zo
 from tests.helpers.models import TinyLM
 from tests.helpers.pretrained import write_weights
-from tests.helpers.resident import forget_peak, peak_bytes
+from tests.helpers.resident import peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 768, 6
@@ -47,7 +47,7 @@ def measure(folder: str, precision: str) -> None:
         ("state_dict", lambda: model.state_dict()),
         ("whole", lambda: sum(bool(tensor.any()) for tensor in [*model.state_dict().values()])),
     ):
-        before = forget_peak()
+        before = reset_peak()
         call()
         taken[name] = peak_bytes() - before
     zo.close(model)

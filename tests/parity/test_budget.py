@@ -44,12 +44,12 @@ def _rss_bytes() -> int:
 
 
 def _peak_bytes() -> int:
-    """The most this process has had resident since `_forget_peak`."""
+    """The most this process has had resident since `_reset_peak`."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) << 10
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -96,7 +96,7 @@ def measure(nvme: str, cgroup: str) -> None:
     offloaded = _rss_bytes()
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     taken = _count_ranges()
-    _forget_peak()
+    _reset_peak()
     seen: list[dict[str, float]] = []
     for step in range(NUM_STEPS + 3):
         tokens = torch.randint(0, 61, (1, 33), generator=torch.Generator().manual_seed(step))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import abandon, drain, runtime
+from tests.helpers.disk import close_broken, drain, runtime
 from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_turn
@@ -101,7 +101,7 @@ def assert_is_generation(nvme: Path, number: int, masters: dict[str, torch.Tenso
         assert all(torch.equal(found[name], masters[name]) for name in masters)
         assert all(float(state["step"]) == number for state in optimizer.state_dict()["state"].values())
     finally:
-        abandon(model)
+        close_broken(model)
 
 
 @in_turn(placement=list(PLACEMENTS), precision=["fp32", "bf16", "fp16"])

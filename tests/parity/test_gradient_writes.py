@@ -145,18 +145,18 @@ def test_a_unit_is_waited_for_when_its_pages_are_wanted(nvme: Path, monkeypatch:
     zo.offload(model, config)
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     events: list[str] = []
-    leave, settle = DriveGrads.leave, DriveGrads.settle
+    launch_write, detach_pages = DriveGrads.launch_write, DriveGrads.detach_pages
 
-    def told_leave(shard: DriveGrads) -> None:
+    def told_write(shard: DriveGrads) -> None:
         events.append(f"write {shard.layout.unit}")
-        leave(shard)
+        launch_write(shard)
 
-    def told_settle(shard: DriveGrads) -> None:
+    def told_detach(shard: DriveGrads) -> None:
         events.append(f"wait {shard.layout.unit}")
-        settle(shard)
+        detach_pages(shard)
 
-    monkeypatch.setattr(DriveGrads, "leave", told_leave)
-    monkeypatch.setattr(DriveGrads, "settle", told_settle)
+    monkeypatch.setattr(DriveGrads, "launch_write", told_write)
+    monkeypatch.setattr(DriveGrads, "detach_pages", told_detach)
     for step in range(2):
         model(tokens_of(step)).backward()
         optimizer.step()

@@ -63,7 +63,7 @@ RUNS = [
     _operation("backward_of_all"),
     _operation("evaluate", PASSES, st.sampled_from([torch.no_grad, torch.inference_mode])),
     _operation("generate", PASSES, st.integers(1, 4)),
-    _operation("forget_losses"),
+    _operation("drop_losses"),
 ]
 STEPS = [
     _operation("clip", NORMS),

@@ -93,8 +93,8 @@ class Opened:
             self._range.__enter__()
         self.begin_ns = now()
 
-    def leave(self) -> None:
-        """torch's range is over; its owner is the thread that has opened it."""
+    def exit(self) -> None:
+        """End torch's range; the thread that has opened it must call this."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
 
@@ -110,7 +110,7 @@ class Spans:
         self.backward = Turns(self, Lane.BACKWARD)
 
     def begin(self) -> None:
-        """Record from here on; what was recorded before is forgotten."""
+        """Record from here on; what was recorded before is dropped."""
         self._ring.clear()
         self._samples.clear()
         self.begin_ns = now()
@@ -132,7 +132,7 @@ class Spans:
     def close(self, opened: Opened | None, name: str = "") -> None:
         """It is over, on the same thread; `name` where that was not known before."""
         if opened is not None:
-            opened.leave()
+            opened.exit()
             if self.on:
                 self.put(opened.lane, name or opened.name, opened.begin_ns, now())
 

@@ -209,20 +209,21 @@ class FileList:
             others = [held.enter_context(hold_directory(path)) for path in self.other_paths(None)]
             # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
             # files goes last: unknown names would keep the next run from making its own.
-            self._forget(GENERATION_NAMES)
+            self._unlist(GENERATION_NAMES)
             self._home.remove(GENERATION_NAMES)
             self.flush_names()
             self._remove([name for name in names if name != RUN_NAME], [*others, *self._recorded(())])
             self._home.remove([RUN_NAME])
             self._said = {}
 
-    def _forget(self, names: Collection[str]) -> None:
-        """These manifests are about to be deleted: a crash before that is over must not look like a loss."""
+    def _unlist(self, names: Collection[str]) -> None:
+        """Take manifests that are about to be deleted off the list: a crash before that is over must not look like a
+        loss."""
         if not set(self._committed).isdisjoint(names):
             self._say([name for name in self._committed if name not in names])
 
     def _remove(self, names: Sequence[str], directories: Sequence[RunDirectory]) -> None:
-        """Delete these names, for good before `run.json` forgets them. Other runs' homes are passed over."""
+        """Delete these names, for good, before `run.json` names them no more. Other runs' homes are passed over."""
         for directory in directories:
             if directory is not self._home and _is_home(directory):
                 continue
@@ -233,7 +234,7 @@ class FileList:
     def remove_manifests(self, names: Sequence[str]) -> None:
         """Delete generations' manifests, for good, before anything that they name is touched."""
         if names:
-            self._forget(names)
+            self._unlist(names)
             self._home.remove(names)
             if self._durability is Durability.COMMIT:
                 self._home.sync()

@@ -128,7 +128,7 @@ def _cloned(source: Shard, target: Shard) -> bool:
     """True if the blocks of a shard that rests on disk could be shared with the checkpoint's file."""
     if not source.on_disk:
         return False
-    source.settle()
+    source.wait_for_writes()
     there, here = source.slots[source.current], target.slots[target.current]
     return all(there[each].written.any() and clone_blocks(there[each], extent) for each, extent in here.items())
 

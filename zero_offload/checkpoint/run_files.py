@@ -1,7 +1,7 @@
 """The directories, engine, files and generations of one model, opened in the order that several ranks need.
 
 The calls: `open`, and `create` once there is a store; to go on from a generation `fill` with every shard in place, and
-`settle`, which makes what was cut anew the newest generation and deletes what it replaces; `close`.
+`finish_resume`, which makes what was cut anew the newest generation and deletes what it replaces; `close`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunFiles:
         self._earlier: SavedGeneration | None = None
         """The same, where it was cut otherwise."""
         self._others: list[RunDirectory] = []
-        """Directories of the earlier run that are none of this one's; locked until `settle` has done with them."""
+        """Directories of the earlier run that are none of this one's; locked until `finish_resume` is over."""
         self._held = contextlib.ExitStack()
         self._opened = contextlib.ExitStack()
         """Closes all that is open, in the order that this needs."""
@@ -195,7 +195,7 @@ class RunFiles:
             store.add_states(shard, self._earlier.states(shard.layout.index))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
-    def settle(self, ranks: CommitGroup) -> None:
+    def finish_resume(self, ranks: CommitGroup) -> None:
         """Commit what was cut anew; then delete what this run does not lead on from. Collective.
 
         Nothing yet while the model lacks parameters of the generation found.

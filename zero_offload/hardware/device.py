@@ -566,7 +566,7 @@ class DeviceMemory(NamedTuple):
     reserved: int
     """Bytes reserved by torch's allocator: tensors and its cache."""
     peak: int
-    """The most that it has reserved since `forget_peak`."""
+    """The most that it has reserved since `reset_peak`."""
     allocated: int
     """Bytes of live tensors."""
     peak_allocated: int
@@ -596,7 +596,7 @@ def read_memory(device: torch.device) -> DeviceMemory | None:
     )
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Give the allocator's cache back, and begin peaks anew. Waits for the device."""
     module = _module_of(device)
     if module is not None:

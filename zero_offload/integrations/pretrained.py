@@ -3,8 +3,8 @@
 Owns the way between a model's names and its shards. Neither ever holds the model. A load passes values chunk by chunk
 from the files into this rank's shards; each rank reads what it holds. An export passes them from the shards into the
 files, which rank 0 writes. With several ranks they come unit by unit from the compute device. Formats and files are
-`checkpoint/hf_*`'s. The calls of a load: check everything, write every section, forget the copies on the device. Of an
-export: plan the files, make them beside the target, fill them, rename.
+`checkpoint/hf_*`'s. The calls of a load: check everything, write every section, invalidate the copies on the device.
+Those of an export: plan the files, make them beside the target, fill them, rename.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
         finally:
             torch.autograd.graph.increment_version([param for unit in owner.units for param in unit.params])
             for unit in owner.units:
-                owner.prefetcher.forget(unit)
+                owner.prefetcher.invalidate(unit)
     owner.life.lacks_weights = False
-    owner.left_out.clear()
+    owner.without_values.clear()
 
 
 def export_pretrained(
@@ -230,7 +230,7 @@ def _sources(
 def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:
     """By id: parameters in no file, of which `deferred_init` has left the values out."""
     named = {id(param): name for name, param in model.named_parameters()}
-    missing = {key: recipe for key, recipe in owner.left_out.items() if key not in sources}
+    missing = {key: recipe for key, recipe in owner.without_values.items() if key not in sources}
     if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
         raise ConfigError(
             f"{len(lost)} parameters are in no file, and begin with numbers that are computed from others, which "

@@ -154,7 +154,7 @@ def clip_grad_norm_(
             )
         for owner, _ in owners:
             check_holds_grads(owner.config, call)
-            owner.tracker.settle()
+            owner.tracker.recover()
         grads = [param.grad for param in ordinary if param.grad is not None]
         squares = squares_of(grads) if owners else 0.0
     if not owners:
@@ -212,7 +212,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         check_adopted(call, params)
         for owner, _ in owners:
             check_holds_grads(owner.config, call)
-            owner.tracker.settle()
+            owner.tracker.recover()
     for owner, members in owners:
         spans = owner.store.counters.spans
         opened = spans.open(Lane.CLIP, "value")

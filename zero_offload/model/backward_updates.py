@@ -8,7 +8,7 @@ drive, and made the first of these steps 20% longer.
 Owns which units a backward is done with, and the hyperparameters that it began with. Launches through `Updates`; moves
 no bytes. The calls: `add_trainer` for each optimizer; in backward `arriving` before each gradient is taken,
 `before_use` and `advance` at each sign of where backward is, and `end`; then `close` by each optimizer's step.
-`abandon` after a backward that broke off; `forget` when all states have been replaced.
+`cancel` after a backward that broke off; `reset` when all states have been replaced.
 
 [Note: when a backward is done with a unit]
 Three things are true. All its gradients are there and reduced. Nothing uses it (`Unit.in_use`): its part of backward
@@ -92,7 +92,7 @@ class BackwardUpdates:
         self._late: set[int] = set()
         """Those units that wait for the end."""
         self._launched: set[int] = set()
-        self._left_out: list[str] = []
+        self._skipped: list[str] = []
         """Parameters whose gradients were not finite, in units that were not updated, since the last step."""
         self._has_told = False
 
@@ -200,7 +200,7 @@ class BackwardUpdates:
             self._launch([index for index in order if index in held], in_backward=False)
         self._stop()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         if not self._launched:
             self._stop()
 
@@ -237,9 +237,9 @@ class BackwardUpdates:
             taken = {index: [p for grads in self._sections[index] for p in self._taken(grads)] for index in units}
             self._grads.updated.update(param for params in taken.values() for param in params)
             finite = self._grads.finite([self._sections[index] for index in units], self._hypers)
-            left_out = [index for index, each in zip(units, finite, strict=True) if not each]
-            for index in left_out:
-                self._leave_out(index, taken.pop(index))
+            skipped = [index for index, each in zip(units, finite, strict=True) if not each]
+            for index in skipped:
+                self._skip(index, taken.pop(index))
             if taken:
                 self._update(taken, in_backward=in_backward)
 
@@ -252,10 +252,10 @@ class BackwardUpdates:
         for index in taken:
             self._ring.passing(launched[index], index)
 
-    def _leave_out(self, index: int, params: Sequence[nn.Parameter]) -> None:
-        self._left_out += self._grads.non_finite(params) or [f"{self._units[index].name} on another rank"]
+    def _skip(self, index: int, params: Sequence[nn.Parameter]) -> None:
+        self._skipped += self._grads.non_finite(params) or [f"{self._units[index].name} on another rank"]
         self._grads.drop(params)
-        self._ring.leave(index)
+        self._ring.release_unit(index)
 
     # The step
 
@@ -271,15 +271,15 @@ class BackwardUpdates:
         self._grads.updated -= mine
         return bool(mine)
 
-    def take_left_out(self) -> list[str]:
+    def take_skipped(self) -> list[str]:
         """Parameters whose gradients were not finite since the last call; their units were not updated."""
-        names, self._left_out = self._left_out, []
+        names, self._skipped = self._skipped, []
         return names
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """All states were replaced: no step is half made any more."""
         self._grads.updated.clear()
-        self._left_out.clear()
+        self._skipped.clear()
         self._launched.clear()
         self._stop()
 

@@ -4,7 +4,7 @@ Owns the record of the last step until a generation has it, and the thread of co
 thread when the update is complete, which fixes what the generation is made of. It goes on on a thread of its own. Moves
 no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change, `add` per step,
 `complete` where the program has more to say, `launch_due`; `set_aside` when the program has written states itself;
-`forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
+`drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
 
 [Note: how ranks commit the same steps]
 A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone
@@ -150,10 +150,10 @@ class Commits:
         if self._clock is not None:
             self._clock.restart()
 
-    def forget_unfit(self) -> None:
+    def drop_unresumable(self) -> None:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""
         record = self._latest
-        if self._is_aside and (what := self._left_out(record)):
+        if self._is_aside and (what := self._missing_in(record)):
             warn_user(
                 f"{what}: after it load_state_dict, optimizer.state, zo.load_checkpoint, zo.gathered(mode='write') or "
                 "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
@@ -163,7 +163,7 @@ class Commits:
         if self._is_aside or (self.completes and record is not None and record.rng is None):
             self.drop()
 
-    def _left_out(self, record: StepRecord | None) -> str:
+    def _missing_in(self, record: StepRecord | None) -> str:
         """What a resume will not find, of states that the program has replaced."""
         if self._keeper is None:
             return ""

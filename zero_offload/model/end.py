@@ -43,7 +43,7 @@ class ModelEnd:
         whole = together = same = False
         try:
             self.store.read_lazy()
-            commits.forget_unfit()
+            commits.drop_unresumable()
             try:
                 # First of all: a commit under way talks to the other ranks, on the same group.
                 commits.drain()
@@ -74,7 +74,7 @@ class ModelEnd:
         exit may be one rank's failure: nothing is waited for."""
         if self.ranks.world_size > 1 or not self.life.is_in_own_process:
             return
-        self.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
+        self.store.drop_lazy()  # the program is over: a state dict that it still holds is not read for that
         told = self.errors.is_raised
         try:
             close()

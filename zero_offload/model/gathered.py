@@ -54,7 +54,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     # With stage 3 they come from all ranks; else mostly from this one.
     with owner.together("zo.gathered") if owner.collectives.partition.param_shards > 1 else nullcontext():
         owner.life.check_usable()
-        owner.tracker.settle()
+        owner.tracker.recover()
     owned = [param for param in params if owner_of(param) is owner]
     places = [owner.places[param] for param in owned]
     if mode == "write":

@@ -138,14 +138,14 @@ def move_in(
     values_of: int | None,
     undo: contextlib.ExitStack,
 ) -> dict[int, Recipe]:
-    """Make every parameter of these units a view of its section; returns, by id, recipes of values that were left out.
+    """Make every parameter of these units a view of its section; returns, by id, recipes of those without values.
 
     The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
     every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
     """
     params = dict(model.named_parameters())
     views: dict[int, nn.Parameter] = {}  # by id: with a weak reference to it no parameter can be swapped back
-    left_out: dict[int, Recipe] = {}
+    without_values: dict[int, Recipe] = {}
     for unit in units:
         for section in unit.sections:
             members = {piece: params[piece.spec.name] for piece in section.layout.params}
@@ -158,13 +158,13 @@ def move_in(
                     views[id(param)] = made = _as_view(param, view)
                     unit.params.append(made)
                     if (recipe := recipe_of(param)) is not None and recipe.is_skipped:
-                        left_out[id(made)] = recipe
+                        without_values[id(made)] = recipe
     for module in model.modules():
         for name, registered in list(module._parameters.items()):
             if registered is not None and views.get(id(registered), registered) is not registered:
                 undo.callback(module._parameters.__setitem__, name, registered)
                 setattr(module, name, views[id(registered)])
-    return left_out
+    return without_values
 
 
 def _move_out(

@@ -117,7 +117,7 @@ def offload(
             owner = builder.make_runtime()
             undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
             _install(model, owner, owner.units, builder.spec, builder.casts, undo)
-        owner.files.settle(owner.ranks)
+        owner.files.finish_resume(owner.ranks)
         if owner.files.found is not None:
             owner.adopt_generation(owner.files.found)
         else:
@@ -223,7 +223,7 @@ class Builder:
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
         files.fill(store, store.shards, collectives.shard_index)
         values_of = None if files.found is not None else collectives.shard_index
-        self.left_out = move_in(self.model, self.units, store, values_of, self.undo)
+        self.without_values = move_in(self.model, self.units, store, values_of, self.undo)
         store.staging.drop()
 
     def _make_limit(self) -> DeviceLimit:
@@ -257,7 +257,7 @@ class Builder:
             files=self.files,
             activations=self.activations,
             grad_ring=self.grad_ring,
-            left_out={} if self.files.found else self.left_out,
+            without_values={} if self.files.found else self.without_values,
         )
 
 
@@ -398,14 +398,14 @@ def _adopt(
             ]
             move_buffers(root, device, undo)
             files.fill(store, shards if awaited else (), collectives.shard_index)
-            left_out = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
+            without_values = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
             store.staging.drop()
         steps = files.found.payload.get("param_steps", {}) if awaited and files.found is not None else {}
         if keeper is not None:
             undo.callback(keeper.shrink, owner.layout)
             keeper.grow(layout)
             if awaited:
-                files.settle(owner.ranks)
+                files.finish_resume(owner.ranks)
         if owner.activations is not None:
             owner.activations.keep(root.buffers())
         limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)
@@ -419,7 +419,7 @@ def _adopt(
         owner.grow(layout, sizes, new, buffers.landing_bytes(), steps)
         if not awaited:
             owner.life.lacks_weights |= skips_values
-            owner.left_out |= left_out
+            owner.without_values |= without_values
         undo.pop_all()
     mark_prepared(model, device.torch_device.type)
     trim_heap()  # the parameters' old storages are free

@@ -432,7 +432,7 @@ class ParamAccess:
             return
         self._life.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
-        self._tracker.settle()
+        self._tracker.recover()
         need_whole(self._places.all(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walk, self._walks_over = call, module
         self._writes.clear()

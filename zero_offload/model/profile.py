@@ -121,7 +121,7 @@ class Profile:
 
     def keep(self) -> None:
         """What has been recorded until now is all."""
-        # What is under way is still to end, and the next recording forgets this one's.
+        # What is under way is still to end, and the next recording drops this one's.
         self._kept = self._recorded()
 
     def _recorded(self) -> tuple[list[Span], list[Sample], bool]:

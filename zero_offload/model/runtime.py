@@ -91,7 +91,7 @@ class ModelRuntime:
     activations: Activations | None
     grad_ring: GradRing | None
     """With overlap="backward"."""
-    left_out: dict[int, Recipe]
+    without_values: dict[int, Recipe]
     """By id: parameters without values, until weights are loaded."""
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class ModelRuntime:
         with self.together("scaler.unscale_"):
             check_holds_grads(self.config, "zo.GradScaler")
             self._scaler = scaler
-            self.tracker.settle()
+            self.tracker.recover()
         self.grads.reduce_waiting()
         return self.grads.unscale(scaler.get_scale(), overflowed)
 
@@ -242,7 +242,7 @@ class ModelRuntime:
             raise ZeroOffloadError(
                 "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
             )
-        self.tracker.settle()
+        self.tracker.recover()
 
     def grow(
         self,
@@ -343,11 +343,11 @@ class ModelRuntime:
             # Without a backward in between this is a further optimizer's part of the step before.
             self._commits.launch_due()
         self._has_new_grads = False
-        self.tracker.settle()
+        self.tracker.recover()
         if is_made:
             self.step_count += 1
             self.groups = list(groups)
-            if names := self._in_backward.take_left_out() if self._in_backward is not None else ():
+            if names := self._in_backward.take_skipped() if self._in_backward is not None else ():
                 self._count_skipped(names, "units with such gradients stay as they are, others are updated")
         elif not self._take(hypers, groups):
             return
@@ -472,9 +472,9 @@ class ModelRuntime:
                     self.store.write_components(shard, saved.source(shard.layout, index))
         replaced(self.prefetcher, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:
-            self._in_backward.forget()
+            self._in_backward.reset()
         self.life.lacks_weights, self.life.half_loaded = False, ""
-        self.left_out.clear()
+        self.without_values.clear()
         self.resume_pending = False
         self.adopt_generation(generation, loaded=True)
         return generation, rng

@@ -136,7 +136,7 @@ class Updates:
             self.await_worker()
         if not in_backward:
             # Gradients on drives, which the update reads: their pages are for the units that it makes new.
-            self._prefetcher.pool.drive_room.settle()
+            self._prefetcher.pool.drive_room.detach_pages()
 
     def await_worker(self) -> None:
         """Return when the update's thread is idle. A commit of the step before notes there what it is made of. It must

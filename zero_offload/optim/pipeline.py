@@ -128,7 +128,7 @@ class UpdatePipeline:
         shard, grads = task.section.shard, task.section.grads
         if task.rows.start == 0:
             # The last update's writes must have landed before they are read.
-            shard.settle()
+            shard.wait_for_writes()
             shard.writes.clear()
         state_bytes = self._store.state_staging_bytes if shard.on_disk else 0
         if shard.on_disk or _are_elsewhere(grads):

@@ -488,9 +488,6 @@ class Readers:
     def discard(self, reader: Entry) -> None:
         self._known.pop(reader, None)
 
-    def forget(self) -> None:
-        self._known.clear()
-
     def before_step(self) -> None:
         """States of any parameter change in place, or go: torch's tensors follow, a state dict stays what it was."""
         self._keep(lambda each: each.of_dict)

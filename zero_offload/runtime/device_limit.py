@@ -13,8 +13,8 @@ limit only falls:
 Parameters that are only evaluated are measured by one forward; training measures anew. Ranks that gather from each
 other evict alike, so they agree on the least of their limits as each forward of training begins.
 
-The calls: `begin` with each outermost forward, and `settle` once the units above a fallen limit have left; `stepped` at
-each update; `ran_out` where memory for a unit was refused; `measure` when units are added.
+The calls: `begin` with each outermost forward; `reset_peaks` once the units above a fallen limit have left; `stepped`
+at each update; `ran_out` where memory for a unit was refused; `measure` when units are added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from zero_offload.base.stats import DeviceParams
 from zero_offload.base.types import FRAME, format_bytes
-from zero_offload.hardware.device import DeviceMemory, forget_peak, read_memory
+from zero_offload.hardware.device import DeviceMemory, read_memory, reset_peak
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.runtime.graphs import refuse_capture
 from zero_offload.runtime.ranks.agreement import Agreement
@@ -91,7 +91,7 @@ class DeviceLimit:
     def begin(self, kind: str, num_elements: int, *, has_departed: bool) -> bool:
         """A forward starts, with inputs of so many elements; `has_departed`: the cycle before left its schedule.
 
-        True if units above the limit are to leave now; `settle` follows.
+        True if units above the limit are to leave now; `reset_peaks` follows.
         """
         has_departed = has_departed and self._last_kind == self._kind
         self._last_kind = kind
@@ -109,12 +109,12 @@ class DeviceLimit:
             limit = least
         self._budget.limit_to(limit)
         if limit > before:
-            forget_peak(self._device)
+            reset_peak(self._device)
         return self._budget.frame_limit < before or self._is_new
 
-    def settle(self) -> None:
+    def reset_peaks(self) -> None:
         """The peaks from now on are the new limit's."""
-        forget_peak(self._device)
+        reset_peak(self._device)
         if not self._has_grown and (memory := read_memory(self._device)) is not None:
             self._allocated = memory.allocated
 

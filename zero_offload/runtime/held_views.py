@@ -55,7 +55,7 @@ class HeldViews:
                 self._tell(unit)
                 self.keep_if_viewed(unit)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A cycle begins: look again when a unit is about to go."""
         for unit in self.kept:
             self._tell(unit)

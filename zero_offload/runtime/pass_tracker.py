@@ -44,7 +44,7 @@ from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.recompute import drop_stale
-from zero_offload.runtime.saved.tensors import SavedTensors, leave_hooks, runs, runs_again, saving_hooks
+from zero_offload.runtime.saved.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
 from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.storage.memory.heap import HeapHole, HeapTrimmer
@@ -333,7 +333,7 @@ class PassTracker:
         thread = threading.get_ident()
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # Not a module that calls itself: an earlier forward ended without its exit hook, as after a Ctrl-C.
-            self.abandon()
+            self.reset_forwards()
         with self._pushing:
             is_outermost = not self.forwards
             if is_outermost and torch._C._is_tracing():
@@ -362,7 +362,7 @@ class PassTracker:
             scope.opened = self._spans.open(Lane.FORWARD, scope.name)
         if units and (self.any_leaves or self._updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
-            watch_inputs(inputs, partial(self.leave_backward, units))
+            watch_inputs(inputs, partial(self.end_backward_through, units))
         if self._watches and self._prefetcher.device_limit is not None:
             refuse_graph_modes(module)
 
@@ -424,13 +424,13 @@ class PassTracker:
             around[-1].touched.append(unit)
         return None
 
-    def abandon(self) -> None:
-        """Forwards were left without their hooks: nothing of them runs any more."""
+    def reset_forwards(self) -> None:
+        """Forwards ended without their exit hooks: nothing of them runs any more."""
         drop_stale()
         while self.forwards:
             saving = self.forwards.pop().saving
             if saving is not None:
-                leave_hooks(saving)
+                exit_hooks(saving)
         for unit in self._units:
             unit.forward_uses = 0
             unit.close()
@@ -479,7 +479,7 @@ class PassTracker:
         """The outermost forward: whatever the last step left behind is put right first."""
         self._life.check_usable()
         if self._backward_runs or any(unit.forward_uses or unit.backward_uses for unit in self._units):
-            self._recover()
+            self._clean_up()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"
         self._num_cycles[kind] += 1
         if self._hole is not None and kind == "grad":
@@ -493,14 +493,14 @@ class PassTracker:
         sizes = () if self._prefetcher.device_limit is None else (tensor.numel() for tensor in tensors_in(inputs))
         self._prefetcher.begin_cycle(kind, sum(sizes))
 
-    def settle(self) -> None:
-        """Called before a norm, a step, or a read or write of values from outside. Gradients of a backward that broke
-        off are dropped, since some are not whole, and the units that it used go to rest."""
+    def recover(self) -> None:
+        """Clean up after a backward that broke off: its gradients are dropped, since some are not whole, and the units
+        that it used go to rest. Called before a norm, a step, or a read or write of values from outside."""
         self._life.check_alive()
         if self._backward_runs and not self.active:
-            self._recover()
+            self._clean_up()
 
-    def _recover(self, *, in_forward: bool = False) -> None:
+    def _clean_up(self, *, in_forward: bool = False) -> None:
         """Clean up after a backward, or forwards, that broke off; with `in_forward` other forwards run now."""
         broken = self._backward_runs
         if broken and _lives(self.ending):
@@ -510,7 +510,7 @@ class PassTracker:
         self._backward_runs = False
         for scope in self._inner_forwards:
             self._end_uses(scope, ())
-        self._forget_inner()
+        self._clear_inner()
         for unit in self._units:
             if not in_forward:
                 unit.forward_uses = 0
@@ -519,7 +519,7 @@ class PassTracker:
         dropped = broken and self._grads.abandon()
         self._prefetcher.pool.end_backward()
         if self._updates is not None:
-            self._updates.abandon()
+            self._updates.cancel()
         if dropped:
             warnings.warn(
                 "the last backward was left by an exception: its gradients are dropped, no step used them",
@@ -528,7 +528,7 @@ class PassTracker:
 
     # Backward
 
-    def leave_backward(self, units: tuple[Unit, ...]) -> None:
+    def end_backward_through(self, units: tuple[Unit, ...]) -> None:
         """The backward through a forward with these units is over."""
         if self._spans.on:
             self._spans.backward.pause()
@@ -555,7 +555,7 @@ class PassTracker:
                 self._updates.before_use(unit)
             self._use(unit, in_backward=True)
         if scope.units and (self.any_leaves or self._updates is not None):
-            watch_inputs(inputs, partial(self._leave_inner, scope.units))
+            watch_inputs(inputs, partial(self._end_inner_part, scope.units))
 
     def _exit_in_backward(self, call: FrameType, output: Any) -> Any:
         # After an exception the frame that called the first hook is gone.
@@ -582,18 +582,18 @@ class PassTracker:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_inner, task))
         self._inner_uses[task].append(unit)
 
-    def _leave_inner(self, units: Sequence[Unit]) -> None:
+    def _end_inner_part(self, units: Sequence[Unit]) -> None:
         """The part of an inner backward through a forward with these units is over."""
         begun = self._inner_uses.get(torch._C._current_graph_task_id(), [])
-        self.leave_backward(tuple(unit for unit in units if unit in begun))
+        self.end_backward_through(tuple(unit for unit in units if unit in begun))
 
     def _end_inner(self, task: int) -> None:
         begun = self._inner_uses.pop(task, [])
         for unit in begun:
             unit.backward_uses = min(unit.backward_uses, 1)
-        self.leave_backward(tuple(begun))
+        self.end_backward_through(tuple(begun))
 
-    def _forget_inner(self) -> None:
+    def _clear_inner(self) -> None:
         self._inner_forwards.clear()
         self._inner_uses.clear()
 
@@ -631,7 +631,7 @@ class PassTracker:
     def note_backward(self) -> None:
         """A sign of a backward that was not known before (`ending`): makes sure that its end is noticed."""
         if self._backward_runs:
-            self._recover(in_forward=bool(self.forwards))  # of one that broke off; no forward has come between
+            self._clean_up(in_forward=bool(self.forwards))  # of one that broke off; no forward has come between
         self._life.check_alive()
         torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())
 
@@ -653,7 +653,7 @@ class PassTracker:
 
     def _end_backward(self) -> None:
         self._backward_runs, self.ending = False, _NO_BACKWARD
-        self._forget_inner()
+        self._clear_inner()
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0
             unit.close()

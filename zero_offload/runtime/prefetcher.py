@@ -162,19 +162,19 @@ class Evictor:
         """Give the unit's memory back; an update that was to deliver into it no longer does."""
         if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
             unit.wait_for_update()
-        self.abandon(unit)
+        self.cancel(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         unit.advance(UnitState.AWAY)
         if self._streams is not None:
-            self._streams.leave(unit)
+            self._streams.release(unit)
         unit.detach()
         self.num_evictions += 1
 
-    def abandon(self, unit: Unit) -> None:
+    def cancel(self, unit: Unit) -> None:
         """End the fetch of the unit's values, so that its buffers may go or be filled anew."""
         if self._gatherer is not None:
-            self._gatherer.abandon(unit)
-        self._loader.abandon(unit)
+            self._gatherer.cancel(unit)
+        self._loader.cancel(unit)
 
     def _last_resort(self) -> Unit | None:
         """A unit to evict for a use that cannot wait, when all that is here is in use or kept."""
@@ -242,14 +242,14 @@ class MemoryPool:
             self._evictor.evict_one()
             or (for_grads and self._keeps_in_backward and self._arena.raise_limit(missing, claimed=True))
             or self._held_views.drop_garbage()
-            or self.drive_room.settle()
+            or self.drive_room.detach_pages()
         )
 
     def attach(self, buffer: MovableBuffer) -> None:
         """Put frames under a host buffer of gradients. Raises CapacityError."""
         if self.is_of_host:
             self.reserve(buffer.num_frames, "a gradient buffer", for_grads=True)
-        if not buffer.attach() and not (self.drive_room.settle() and buffer.attach()):
+        if not buffer.attach() and not (self.drive_room.detach_pages() and buffer.attach()):
             raise self._no_room(buffer.num_frames, "a gradient buffer")
         if self._keeps_in_backward:
             self._most_for_grads = max(self._most_for_grads, self._arena.claimed_frames)
@@ -282,7 +282,7 @@ class ParamPrefetcher:
     """Moves units between their tier and the compute device.
 
     In a step: `begin_cycle` as an outermost forward begins; `acquire` before every use; `begin_update` when `step` has
-    begun an update, then `refresh_kept`. Beside a step: `bring`, `forget`, `holds_value`. Where ranks use different
+    begun an update, then `refresh_kept`. Beside a step: `bring`, `invalidate`, `holds_value`. Where ranks use different
     units: `meet`. `begin_update` only launches; the others may wait for drives, updates or ranks.
     """
 
@@ -340,7 +340,7 @@ class ParamPrefetcher:
         self._store.read_lazy()  # a forward may change values where they rest
         self._store.counters.add("departures", self.schedule.num_departures)
         if self._held_views.kept:
-            self._held_views.forget()
+            self._held_views.reset()
         for unit in self._units:
             if unit.state is UnitState.AWAY and unit.has_memory:
                 unit.detach()  # a Ctrl-C has broken that off
@@ -349,7 +349,7 @@ class ParamPrefetcher:
         self._refused_at = -1
         if self.device_limit is not None and self.device_limit.begin(kind, num_elements, has_departed=has_departed):
             self._shrink()
-            self.device_limit.settle()
+            self.device_limit.reset_peaks()
         self._look_ahead()
 
     def acquire(self, unit: Unit) -> None:
@@ -425,7 +425,7 @@ class ParamPrefetcher:
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
-                self._evictor.abandon(unit)
+                self._evictor.cancel(unit)
                 # Frozen values that are here stay valid; a fetch that was given up delivered none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
@@ -476,7 +476,7 @@ class ParamPrefetcher:
         own = section.flat[begin : begin + value.numel()].to(value.device)
         return torch.equal(own.view(torch.int8), value.view(torch.int8))
 
-    def forget(self, unit: Unit) -> None:
+    def invalidate(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
             self._held_views.find([unit])
@@ -585,7 +585,7 @@ class ParamPrefetcher:
             self._loader.launch(unit, unit.to_read, urgency)
         except BaseException:
             # Only a part may be on its way: the next use launches all of it.
-            self._loader.abandon(unit)
+            self._loader.cancel(unit)
             unit.advance(UnitState.AWAITING)
             raise
         if opened is not None:
@@ -605,7 +605,7 @@ def replaced(prefetcher: ParamPrefetcher, placed: Iterable[tuple[Unit, nn.Parame
     """These have other values: copies on the device go, and so does the use of graphs that read the old ones."""
     found = list(placed)
     for unit in {unit.index: unit for unit, _ in found}.values():
-        prefetcher.forget(unit)
+        prefetcher.invalidate(unit)
     torch.autograd.graph.increment_version([param for _, param in found])
 
 

@@ -60,14 +60,14 @@ class Machine:
             _, total = self.module.mem_get_info()
             self.module.set_per_process_memory_fraction(min(nbytes / total, 1.0))
 
-    def forget(self) -> None:
+    def reset_peak(self) -> None:
         """Freed memory goes back to the driver, that of cycles too, and peaks begin anew."""
         gc.collect()
         self.module.empty_cache()
         self.module.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
-        """Device memory that torch's allocator has held in this process since `forget`, at its peak."""
+        """Device memory that torch's allocator has held in this process since `reset_peak`, at its peak."""
         return int(self.module.max_memory_reserved())
 
     def seconds(self, call: Callable[[], object], rounds: int = 5) -> float:

@@ -201,7 +201,7 @@ def measure(
     last_s = 0.0
 
     def at(num_tokens: int) -> Figures:
-        machine.forget()
+        machine.reset_peak()
         timed = time_steps(trainer.step, machine, batch_of(shape, num_tokens, seq, machine.device))
         flops = shape.flops(num_tokens, seq, is_frozen=is_frozen)
         rates = {"tokens_per_s": num_tokens / timed["step_s"], "flops_per_s": flops / timed["step_s"], "flops": flops}
@@ -324,4 +324,4 @@ def in_turn(
         return {"ready_s": ready_s}
 
     bench.record.attempt(name, whole, least_s)
-    bench.machine.forget()
+    bench.machine.reset_peak()

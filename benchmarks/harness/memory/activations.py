@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from harness import command
-from harness.processes import forget_peak, peak_rss_bytes, rss_bytes, take_turns
+from harness.processes import peak_rss_bytes, reset_peak, rss_bytes, take_turns
 from harness.rows import Row, row, show, write
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
     step(model, optimizer, tokens[:1, :33])
     gc.collect()
     at_start = rss_bytes()
-    forget_peak()
+    reset_peak()
     for _ in sys.stdin:
         begin = time.perf_counter()
         step(model, optimizer, tokens)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import command
-from harness.processes import forget_peak, peak_rss_bytes, rss_bytes, take_turns
+from harness.processes import peak_rss_bytes, reset_peak, rss_bytes, take_turns
 from harness.rows import Row, row, show, write
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
     targets = torch.randint(VOCAB, (SYSTEMS[system],), generator=generator)
     gc.collect()
     # From here on the peak counts: the model was built in fp32.
-    forget_peak()
+    reset_peak()
     for _ in sys.stdin:
         begin = time.perf_counter()
         model(hidden, targets).backward()

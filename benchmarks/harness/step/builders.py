@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.processes import disk_bytes, forget_peak, peak_rss_bytes
+from harness.processes import disk_bytes, peak_rss_bytes, reset_peak
 from torch import Tensor
 
 import zero_offload as zo
@@ -299,7 +299,7 @@ def serve(name: str, case: Case) -> None:
     tokens = torch.randint(case.gpt.vocab_size, (1, case.seq + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     # From here on the peak counts: building the model in fp32 is the same for all systems, and not a step.
-    forget_peak()
+    reset_peak()
     settled: dict[str, int] = {}
     num_steps = 0
     for line in sys.stdin:

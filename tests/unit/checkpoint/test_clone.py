@@ -18,7 +18,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import (
     SWAP,
-    abandon,
+    close_broken,
     committed_blocks,
     drain,
     flip_bit,
@@ -140,8 +140,8 @@ def test_damage_is_shared_and_noticed_when_it_is_read(tmp_path: Path, monkeypatc
     other, its_optimizer = open_model(tmp_path / "other", _partly_frozen())
     with pytest.raises(zo.IntegrityError, match="checksum"):
         zo.load_checkpoint(other, its_optimizer, tmp_path / "saved")
-    abandon(other)
-    abandon(model)
+    close_broken(other)
+    close_broken(model)
 
 
 def _used_bytes(path: Path) -> int:

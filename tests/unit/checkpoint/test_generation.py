@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import SWAP, abandon, drain, generation_file, open_model, runtime, train, write_run
+from tests.helpers.disk import SWAP, close_broken, drain, generation_file, open_model, runtime, train, write_run
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
 from zero_offload.runtime.ranks.collectives import CommitGroup
@@ -207,7 +207,7 @@ def test_ranks_that_commit_different_steps_make_no_generation(nvme: Path, monkey
     with pytest.raises(zo.CheckpointError, match=r"different steps: \[2, 7\]"):
         train(model, optimizer, 1, 2)
         drain(model)
-    abandon(model)
+    close_broken(model)
     assert json.loads(generation_file(nvme).read_text())["payload"]["step"] == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import SWAP, abandon, flip_bit, generation_file, open_model, train
+from tests.helpers.disk import SWAP, close_broken, flip_bit, generation_file, open_model, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import read_masters
@@ -177,7 +177,7 @@ def test_damage_is_noticed(saved: Path, tmp_path: Path) -> None:
         model, optimizer = open_model(tmp_path / f"run{number}", _partly_frozen())
         with pytest.raises(zo.IntegrityError, match=str(copy / name)):
             zo.load_checkpoint(model, optimizer, copy)
-        abandon(model)
+        close_broken(model)
 
 
 def test_a_checkpoint_without_a_directory_of_generations(tmp_path: Path) -> None:

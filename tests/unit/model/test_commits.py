@@ -108,7 +108,7 @@ def test_what_is_left_at_the_end(runtime: Runtime) -> None:
     commits.launch_latest()
     assert runtime.committed == [(2, "after 2")]
     commits.add(_record(3), 1.0, 0.0)
-    commits.forget_unfit()
+    commits.drop_unresumable()
     commits.launch_latest()
     assert runtime.committed == [(2, "after 2")]
 
@@ -122,5 +122,5 @@ def test_a_program_that_never_completes_its_steps(every: int | str, runtime: Run
         commits.add(_record(runtime.step), 1.0, 0.0)
     assert not runtime.committed and not commits.completes
     commits.launch_due()
-    commits.forget_unfit()
+    commits.drop_unresumable()
     assert runtime.committed == [(2, None)]

@@ -50,22 +50,22 @@ class Machine:
         num_units: int = UNITS,
     ) -> None:
         self.memory = DeviceMemory(TOTAL, TOTAL, 0, 0, 0, 0, 0)
-        self.num_forgotten = 0
+        self.num_resets = 0
         monkeypatch.setattr(device_limit, "read_memory", lambda device: self.memory)
-        monkeypatch.setattr(device_limit, "forget_peak", self._forget_peak)
+        monkeypatch.setattr(device_limit, "reset_peak", self._reset_peak)
         monkeypatch.setattr(device_limit, "refuse_capture", lambda device: None)
         self.budget = FrameBudget(LEAST, 1 << 40, LEAST)
         units: Any = [_Unit()] * num_units
         agreement: Any = others
         self.limit = DeviceLimit(torch.device("cuda", 0), self.budget, units, agreement, 1, grows=grows)
 
-    def _forget_peak(self, device: torch.device) -> None:
-        self.num_forgotten += 1
+    def _reset_peak(self, device: torch.device) -> None:
+        self.num_resets += 1
         self.memory = self.memory._replace(peak=self.memory.reserved, peak_allocated=self.memory.allocated)
 
     def begin(self, kind: str = "grad", num_elements: int = 100, *, has_departed: bool = False) -> bool:
         if self.limit.begin(kind, num_elements, has_departed=has_departed):
-            self.limit.settle()
+            self.limit.reset_peaks()
             return True
         return False
 
@@ -149,11 +149,11 @@ def test_an_evaluation_on_larger_inputs_keeps_no_activations(machine: Machine) -
 def test_half_of_the_margin_may_be_taken(machine: Machine, share: float) -> None:
     machine.step(1000 * FRAME)
     machine.step(-int(share * MARGIN))
-    before, forgotten = machine.budget.frame_limit, machine.num_forgotten
+    before, num_resets = machine.budget.frame_limit, machine.num_resets
     taken = -(-int(0.6 * MARGIN) // FRAME)
     assert machine.begin() == (share > 0.5)
     assert machine.budget.frame_limit == (max(before - taken, LEAST) if share > 0.5 else before)
-    assert machine.num_forgotten == forgotten + (share > 0.5)
+    assert machine.num_resets == num_resets + (share > 0.5)
     assert machine.budget.frame_limit == before or "less memory" in machine.limit.params.reason
 
 
@@ -223,7 +223,7 @@ def test_a_limit_that_was_given_only_falls_with_the_memory(monkeypatch: pytest.M
     machine.budget.raise_limit(10)
     machine.budget.least = LEAST
     assert [machine.step(-GIB, num_elements=1 << i, has_departed=True) for i in range(4)] == [LEAST + 10] * 4
-    assert machine.num_forgotten == 0
+    assert machine.num_resets == 0
     machine.memory = machine.memory._replace(num_ooms=1)
     with pytest.warns(UserWarning):
         assert machine.step(0) == LEAST

@@ -41,7 +41,7 @@ def test_what_gives_memory_back_is_asked_before_the_limit_rises() -> None:
     assert held.attach()
 
     class Leaving(DriveRoom):
-        def settle(self) -> bool:
+        def detach_pages(self) -> bool:
             gives = held.attached
             if gives:
                 held.detach()

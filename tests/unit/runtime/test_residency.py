@@ -98,9 +98,9 @@ def test_a_known_cycle_is_fetched_ahead(runtime: ModelRuntime) -> None:
 
 def test_forgotten_units_are_read_again(runtime: ModelRuntime) -> None:
     runtime.prefetcher.acquire(runtime.units[0])
-    runtime.prefetcher.forget(runtime.units[0])
+    runtime.prefetcher.invalidate(runtime.units[0])
     assert runtime.units[0].state is UnitState.AWAY
-    runtime.prefetcher.forget(runtime.units[0])
+    runtime.prefetcher.invalidate(runtime.units[0])
     assert cycle(runtime, [0]) == runtime.units[0].layout.nbytes
 
 

@@ -71,7 +71,7 @@ def deferred_init(values: str = "init") -> Iterator[None]:
     if current_recorder() is not None:
         yield
         return
-    recorder = Recorder(Tracer(leaves_out=values == "skip"))
+    recorder = Recorder(Tracer(skips_values=values == "skip"))
     registrations: list[tuple[Callable[..., RemovableHandle], Callable[..., Any]]] = [
         (register_module_parameter_registration_hook, recorder.on_parameter),
         (register_module_buffer_registration_hook, recorder.on_buffer),
@@ -296,12 +296,12 @@ class _Answers(TorchFunctionMode):
         with _unseen():
             if not self._tracer.is_face(args[0]):
                 if name in _ESCAPES:
-                    self._tracer.forget(args[0])
+                    self._tracer.untrack(args[0])
             elif name == "device":
                 return torch.device("cpu")
             elif name == "is_meta":
                 # Where values are left out, torch's own initialisations may know it, and do nothing.
-                return self._tracer.leaves_out
+                return self._tracer.skips_values
             elif name == "is_cpu":
                 return True
             elif name == "cpu":
@@ -354,9 +354,9 @@ class _Slot:
 class Tracer:
     """Storages of one recording and the operations on them. Used by one thread, outside of its modes."""
 
-    def __init__(self, *, leaves_out: bool) -> None:
-        """`leaves_out`: faces have no values, and what fills them is not run."""
-        self.leaves_out = leaves_out
+    def __init__(self, *, skips_values: bool) -> None:
+        """`skips_values`: faces have no values, and what fills them is not run."""
+        self.skips_values = skips_values
         self._slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Storage, real or meta -> slot."""
         self._kept: dict[_Slot, torch.UntypedStorage] = {}
@@ -373,7 +373,7 @@ class Tracer:
     def face(self, tensor: Tensor) -> Tensor:
         """A meta tensor in the place of `tensor`, a real one; its values are what they are now."""
         slot = self._slot(tensor) or self._follow(tensor)
-        slot.unknown |= self.leaves_out
+        slot.unknown |= self.skips_values
         storage = slot.face() if slot.face is not None else None
         if storage is None:
             storage = torch.empty(slot.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
@@ -390,8 +390,8 @@ class Tracer:
         slot = self._slot(tensor)
         return slot is not None and slot.unknown
 
-    def forget(self, tensor: Tensor) -> None:
-        """A real tensor may change where no operation is seen: from now on its values are what they are."""
+    def untrack(self, tensor: Tensor) -> None:
+        """Stop following a real tensor, which may change where no operation is seen: its values are what they are."""
         if has_storage(tensor) and not tensor.is_meta:
             self._slots.pop(tensor.untyped_storage(), None)
 
@@ -428,7 +428,7 @@ class Tracer:
             return self._move(call)
         filled = call.filled()
         if faces and call.written and all(t.is_meta and self.is_unknown(t) for t in call.written):
-            self._leave_out(call, filled)
+            self._defer(call, filled)
             return call.targets
         is_unknown = any(self.is_unknown(t) for t in call.tensors if all(t is not f for f in filled))
         if is_unknown and not call.gives_tensors:
@@ -446,7 +446,7 @@ class Tracer:
             self._note(node, call, filled, results, is_unknown=is_unknown)
         return self._with_faces(call, faces, reals, results)
 
-    def _leave_out(self, call: Call, filled: Sequence[Tensor]) -> None:
+    def _defer(self, call: Call, filled: Sequence[Tensor]) -> None:
         """Note what would fill unknown values, without doing it: a parameter may turn out to be in no file.
 
         The program's generator stays as it is. Numbers are drawn from one of each operation's own, seeded by both.

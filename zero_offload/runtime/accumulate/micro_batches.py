@@ -74,7 +74,7 @@ class MicroBatches:
         opened = spans.open(Lane.FORWARD, Lane.FORWARD.value)
         relay = self._relay
         assert relay is not None
-        tracker.abandon()
+        tracker.reset_forwards()
         tracker.begin()
         try:
             tracker.round = self
@@ -82,7 +82,7 @@ class MicroBatches:
             self._release()
         except BaseException:
             tracker.resume([])  # what hooks have entered ended with its thread
-            tracker.abandon()
+            tracker.reset_forwards()
             raise
         finally:
             tracker.round = None
@@ -181,7 +181,7 @@ class MicroBatches:
             graph = max(ready, key=lambda each: (each.left[0].visit, -each.number))
             part = graph.left[0]
             if part.visit != visit:
-                self._leave(units)
+                self._end_backward_through(units)
                 visit, units = part.visit, part.units
             with self._forks.turn(graph.number):
                 self._run_part(graph, part)
@@ -203,11 +203,11 @@ class MicroBatches:
     def _may_run(self, graph: MicroGraph) -> bool:
         return all(self._lines[group][0] == graph.number for group in graph.left[0].completes)
 
-    def _leave(self, units: tuple[Unit, ...]) -> None:
+    def _end_backward_through(self, units: tuple[Unit, ...]) -> None:
         """All backwards through this forward are over; recomputes have counted as further ones."""
         for unit in units:
             unit.backward_uses = min(unit.backward_uses, 1)
-        self._tracker.leave_backward(units)
+        self._tracker.end_backward_through(units)
 
 
 def _accumulate(leaf: Tensor, grad: Tensor) -> None:

@@ -213,7 +213,7 @@ class Gradients:
     def begin_forward(self) -> None:
         """Memory that the last backward's gradients still leave is there for parameters."""
         self._memory.num_threads = kernel_threads()
-        self._drive_room.settle()
+        self._drive_room.detach_pages()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -99,10 +99,10 @@ class Stored:
         self.here = memory if self._num_read else None
         return memory
 
-    def leave(self) -> None:
+    def drop_copy(self) -> None:
         """This backward reads it no more."""
         self.here, self._num_read = None, 0
-        self.copy.abandon()
+        self.copy.cancel()
 
 
 class _Remains(weakref.ref[Stored]):
@@ -297,7 +297,7 @@ class Activations:
         for remains in list(self._by_number.values()):
             stored = remains()
             if stored is not None:
-                stored.leave()
+                stored.drop_copy()
 
 
 def open_activations(

@@ -281,7 +281,7 @@ def runs_again(hooks: SavingHooks | None) -> bool:
     return name.startswith(_SECOND_PASSES)
 
 
-def leave_hooks(entered: saved_tensors_hooks) -> None:
+def exit_hooks(entered: saved_tensors_hooks) -> None:
     """Leave them, if saved tensors of this thread pass through them now: each thread has hooks of its own."""
     hooks = saving_hooks()
     if hooks is not None and hooks[0] is entered.pack_hook:

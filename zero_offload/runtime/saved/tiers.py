@@ -50,11 +50,11 @@ class StoredBytes(Protocol):
     def finish(self) -> Tensor:
         """(nbytes,) uint8 on the compute device, valid for compute launched from now on."""
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """The way back is not wanted any more."""
 
     def release(self) -> None:
-        """The bytes are of no use any more. Any thread, at any time: waits for nothing but `abandon`."""
+        """The bytes are of no use any more. Any thread, at any time: waits for nothing but `cancel`."""
 
 
 class ActivationTier(Protocol):
@@ -196,7 +196,7 @@ class StoredInHost:
         self._tier.device.use_here(target)
         return target
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         if self._target is not None:
             for piece in self.pieces:
                 piece.last.take()  # what gets its memory next comes after the uploads
@@ -204,7 +204,7 @@ class StoredInHost:
             self._target = None
 
     def release(self) -> None:
-        self.abandon()
+        self.cancel()
         for piece in self.pieces:
             self._tier.slabs.give_back(piece.run, piece.last)
 
@@ -272,14 +272,14 @@ class _DiskPiece:
             self.extent.blocks["nbytes"] = whole_sectors(self.nbytes)
             self.last = self.disk.launch_write(self.extent, ALL_ROWS, self.block.data_ptr())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the file has it, and no read is under way."""
         self.advance(may_wait=True)
         assert self.last is not None
         self.last.wait()
 
     def launch_read(self, address: int, urgency: Urgency) -> Transfer:
-        """Called after `settle`."""
+        """Called after `wait`."""
         self.last = self.disk.launch_read(self.extent, ALL_ROWS, address, urgency)
         return self.last
 
@@ -330,7 +330,7 @@ class DiskTier:
 
     def _lease_extent(self) -> Extent:
         if self.free:
-            self.free[0].settle()
+            self.free[0].wait()
             return self.free.popleft().extent
         self._num_extents += 1
         try:
@@ -361,7 +361,7 @@ class DiskTier:
             if victim is None:
                 self.landing.grow(1)  # a Ctrl-C between two lines has cost one
             else:
-                victim.abandon()
+                victim.cancel()
 
 
 class _ReadToHost:
@@ -387,7 +387,7 @@ class _ReadToHost:
         region, reads = self._lease
         for piece in self._pieces[len(reads) :]:
             address = region.address + len(reads) * ACTIVATION_BLOCK_BYTES
-            piece.settle()
+            piece.wait()
             reads.append(None)
             reads[-1] = piece.launch_read(address, urgency)
         return self._lease
@@ -399,11 +399,11 @@ class _ReadToHost:
         self._lease = None
         return region.tensor(torch.uint8, self._nbytes)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         self._lease = None
 
     def release(self) -> None:
-        self.abandon()
+        self.cancel()
         self._tier.free.extend(self._pieces)
 
 
@@ -428,7 +428,7 @@ class _ReadToDevice:
             piece = self._pieces[self._next]
             if not landing or (urgency is Urgency.NORMAL and not piece.is_idle):
                 return False  # nothing is waited for ahead of time
-            piece.settle()
+            piece.wait()
             block = landing.lease()
             try:
                 read = piece.launch_read(block.data_ptr(), urgency)
@@ -443,7 +443,7 @@ class _ReadToDevice:
 
     def finish(self) -> Tensor:
         if self._uploads:
-            self.abandon()
+            self.cancel()
         device = self._tier.device
         nbytes = sum(piece.nbytes for piece in self._pieces)
         self._target = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
@@ -467,7 +467,7 @@ class _ReadToDevice:
             self._tier.arrivals.remove(self)
         return first
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         for upload in self._uploads:  # `finish` was broken off: memory on both sides is in use
             upload.take_on_host()
         self._target, self._uploads = None, []
@@ -477,7 +477,7 @@ class _ReadToDevice:
         self._next = 0
 
     def release(self) -> None:
-        self.abandon()
+        self.cancel()
         self._tier.free.extend(self._pieces)
 
 

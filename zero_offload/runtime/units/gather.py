@@ -78,7 +78,7 @@ class Gatherer:
             wait()
             self._loader.keep(unit, section)
 
-    def abandon(self, unit: Unit) -> None:
+    def cancel(self, unit: Unit) -> None:
         """End the unit's gathers."""
         for _, wait in self._flying.pop(unit.index, ()):
             wait()

@@ -36,9 +36,9 @@ class ParamLoader(Protocol):
         """Make what was launched valid for compute."""
 
     def keep(self, unit: Unit, section: Section) -> None:
-        """Launch the copy of gathered values to the section's replica, if it has one; `abandon` waits for it."""
+        """Launch the copy of gathered values to the section's replica, if it has one; `cancel` waits for it."""
 
-    def abandon(self, unit: Unit) -> None:
+    def cancel(self, unit: Unit) -> None:
         """End what was launched: the buffers may be detached when this returns."""
 
 
@@ -76,7 +76,7 @@ class HostParamLoader:
             transfer.wait()
         self._transfers.pop(unit.index, None)
 
-    abandon = finish
+    cancel = finish
 
 
 @dataclass
@@ -121,8 +121,8 @@ class UnitStreams:
             streams.arrival.wait()
             streams.users.append(self._device.stream())
 
-    def leave(self, unit: Unit) -> None:
-        """The memory of the buffers goes back."""
+    def release(self, unit: Unit) -> None:
+        """Streams that use the unit are done with its buffers before their memory serves others."""
         streams = self._streams.pop(unit.index, None)
         if streams is not None:
             # Here, too: a gather that was given up is waited for by this stream.
@@ -271,7 +271,7 @@ class DeviceParamLoader:
         self._keeping.setdefault(unit.index, []).append(_Keeping(replica, download, region))
         replica.fresh = True
 
-    def abandon(self, unit: Unit) -> None:
+    def cancel(self, unit: Unit) -> None:
         for keeping in self._keeping.pop(unit.index, []):
             self._end_keeping(keeping)
         landing = self._flying.get(unit.index)

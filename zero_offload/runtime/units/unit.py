@@ -333,5 +333,5 @@ class UpdatesInBackward(Protocol):
     def end(self) -> None:
         """Backward is over."""
 
-    def abandon(self) -> None:
-        """A backward was left by an exception, before anything was updated."""
+    def cancel(self) -> None:
+        """An exception has ended a backward: make no update of it, if none was launched."""

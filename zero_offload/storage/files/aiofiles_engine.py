@@ -98,7 +98,7 @@ class _Threads(Executor):
 
     def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
         future: Future[_Result] = Future()
-        self._calls.put(partial(_settle, future, partial(fn, *args, **kwargs)))
+        self._calls.put(partial(_complete, future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -112,7 +112,8 @@ class _Threads(Executor):
             call()
 
 
-def _settle(future: Future[_Result], call: Callable[[], _Result]) -> None:
+def _complete(future: Future[_Result], call: Callable[[], _Result]) -> None:
+    """Make the call, and give the future its result or its error."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -289,14 +289,14 @@ class _Viewed:
     def nbytes(self) -> int:
         return sum(nbytes for life, nbytes in self._regions.copy().values() if life() is not None)
 
-    def forget(self) -> None:
-        """Forget all pages, in a forked child that has none of them: other memory at their addresses must stay
-        mapped."""
+    def clear(self) -> None:
+        """Drop the record of all pages, in a forked child that has none of them: other memory at their addresses must
+        stay mapped."""
         self._regions.clear()
 
 
 _mapped = _Viewed()
-os.register_at_fork(after_in_child=_mapped.forget)
+os.register_at_fork(after_in_child=_mapped.clear)
 
 
 def _region(address: int, nbytes: int) -> Region:

@@ -36,8 +36,9 @@ class DriveRoom:
 
     Backward fills the pages of a section while those of the unit before are written; sections that wait for their last
     gradients (some never come) rest on their drive until those arrive. The calls: `open` before a gradient is put in
-    its place, `leave` when the section is complete or `drop`, `settle` when the pages are wanted elsewhere. What
-    happens depends on the order of the calls alone, never on what is complete, so that it is the same on all ranks.
+    its place, `launch_writes` when the section is complete or `drop`, `detach_pages` when the pages are wanted
+    elsewhere. What happens depends on the order of the calls alone, never on what is complete, so that it is the same
+    on all ranks.
     """
 
     def __init__(self, counters: Counters, downloads: GradDownloads | None) -> None:
@@ -50,9 +51,9 @@ class DriveRoom:
         self._units: dict[int, int] = {}
         """The unit of each section."""
         self._open: list[int] = []
-        """Sections with pages, the longest unused first."""
-        self._leaving: list[int] = []
-        """The oldest first."""
+        """Sections with pages to fill, the longest unused first."""
+        self._writing: list[int] = []
+        """Sections with pages that are being written, the oldest first."""
 
     def add(self, store: DriveGrads) -> None:
         self._stores.setdefault(store.layout.index, []).append(weakref.ref(store))
@@ -60,48 +61,48 @@ class DriveRoom:
 
     def open(self, section: int) -> None:
         """There is room for this section's pages."""
-        if self._open and self._open[-1] == section and len(self._leaving) < GRADS_IN_FLIGHT:
+        if self._open and self._open[-1] == section and len(self._writing) < GRADS_IN_FLIGHT:
             return  # the next gradient of the same section
-        self._forget(section)
+        self._remove(section)
         while self._num_units([*self._open, section]) > GRADS_IN_FLIGHT:
-            self.leave(self._open[0])
-        while self._num_units(self._leaving) >= GRADS_IN_FLIGHT:
-            self._settle_oldest()
+            self.launch_writes(self._open[0])
+        while self._num_units(self._writing) >= GRADS_IN_FLIGHT:
+            self._detach_oldest()
         self._open.append(section)
 
-    def leave(self, section: int) -> None:
-        """Launch its writes."""
-        self._forget(section)
+    def launch_writes(self, section: int) -> None:
+        """Launch the writes of this section's pages."""
+        self._remove(section)
         for store in self._of(section):
-            store.leave()
-        self._leaving.append(section)
+            store.launch_write()
+        self._writing.append(section)
 
     def drop(self) -> None:
-        """Drop what has not left."""
+        """Drop gradients whose writes are not launched."""
         while self._open:
             for store in self._of(self._open[-1]):
                 store.flush(changed=False)
             self._open.pop()
 
-    def settle(self) -> bool:
-        """Pages of gradients that leave are there for others. True if there were any."""
+    def detach_pages(self) -> bool:
+        """Wait for the writes that are launched, and give back their pages. True if there were any."""
         if self.downloads is not None:
             self.downloads.advance()
-        found = bool(self._leaving)
-        while self._leaving:
-            self._settle_oldest()
+        found = bool(self._writing)
+        while self._writing:
+            self._detach_oldest()
         return found
 
-    def _settle_oldest(self) -> None:
-        stores = self._of(self._leaving[0])
+    def _detach_oldest(self) -> None:
+        stores = self._of(self._writing[0])
         with self._counters.waiting(Cause.GRADS, stores[0].unit):
             for store in stores:
-                store.settle()
-        self._leaving.pop(0)
+                store.detach_pages()
+        self._writing.pop(0)
 
-    def _forget(self, section: int) -> None:
+    def _remove(self, section: int) -> None:
         self._open = [each for each in self._open if each != section]
-        self._leaving = [each for each in self._leaving if each != section]
+        self._writing = [each for each in self._writing if each != section]
 
     def _num_units(self, sections: Iterable[int]) -> int:
         return len({self._units[each] for each in sections})
@@ -154,10 +155,10 @@ class DriveGrads(HostGrads):
 
     def flush(self, *, changed: bool = True) -> None:
         if changed:
-            self._room.leave(self.layout.index)
+            self._room.launch_writes(self.layout.index)
         else:
             self._forget_array()
-            self._settle()
+            self._detach_pages()
 
     def _write(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         self._room.open(self.layout.index)
@@ -178,7 +179,7 @@ class DriveGrads(HostGrads):
 
     def stream(self, grad: torch.Tensor) -> None:
         """Write `grad`, the shard's elements from the first on, chunk after chunk; the last few are under way then."""
-        self._settle()
+        self._detach_pages()
         nbytes = CHUNK_NUMEL * grad.itemsize
         self._stream_pages = self._attached(self._stream_pages, nbytes * STREAM_CHUNKS)
         for row, (begin, end) in enumerate(self.layout.chunks()):
@@ -207,7 +208,7 @@ class DriveGrads(HostGrads):
             self._await_writes()  # what they write must not change
             self._writes = ()
             return self._pages.region.tensor(self.dtype, numel)
-        self._settle()
+        self._detach_pages()
         self._pages = self._attached(self._pages, numel * self.dtype.itemsize)
         array = self._pages.region.tensor(self.dtype, numel)
         if self.held:
@@ -216,9 +217,9 @@ class DriveGrads(HostGrads):
 
     def _begin_wide(self) -> None:
         super()._begin_wide()
-        self._settle()
+        self._detach_pages()
 
-    def leave(self) -> None:
+    def launch_write(self) -> None:
         """Launch the write of the open array."""
         if self._array is not None:
             self._await_writes()
@@ -226,13 +227,13 @@ class DriveGrads(HostGrads):
             self._writes = (write,)
             self._forget_array()
 
-    def settle(self) -> None:
-        """What leaves is on its drive, and its pages go back."""
+    def detach_pages(self) -> None:
+        """Wait for the write that `launch_write` launched, and give back its pages."""
         if self._array is None:
-            self._settle()
+            self._detach_pages()
 
-    def _settle(self) -> None:
-        """What is under way is on its drive, and no pages are attached."""
+    def _detach_pages(self) -> None:
+        """Wait for writes under way, and give back all pages."""
         self._await_writes()
         for pages in (self._pages, self._stream_pages):
             if pages is not None and pages.attached:

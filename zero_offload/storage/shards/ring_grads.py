@@ -49,7 +49,7 @@ class GradRing:
         """Gradients that come from now on are held until later, and so are those that no update has taken."""
         self._is_open = False
         for unit in list(self._filling):
-            self.leave(unit)
+            self.release_unit(unit)
 
     def lease(self, shard: RingGrads, nbytes: int) -> Region | None:
         """Memory until `release`; None where gradients are to be held elsewhere."""
@@ -66,10 +66,10 @@ class GradRing:
     def release(self, region: Region) -> None:
         self._pool.release(region)
 
-    def leave(self, unit: int) -> None:
+    def release_unit(self, unit: int) -> None:
         """No update of this backward takes the unit's gradients."""
         for shard in self._filling.pop(unit, {}).values():
-            shard.leave_ring()
+            shard.release_span()
 
     def passing(self, update: UnitUpdate, unit: int) -> None:
         """An update is launched that uses the unit's gradients; waits while too many are."""
@@ -85,13 +85,13 @@ class GradRing:
                 self._launched.append((update, shards))
                 continue
             for shard in shards:
-                shard.leave_ring()
+                shard.release_span()
 
     def _await_oldest(self) -> None:
         update, shards = self._launched.popleft()
         update.wait()
         for shard in shards:
-            shard.leave_ring()
+            shard.release_span()
 
 
 class RingGrads(HostGrads):
@@ -113,7 +113,7 @@ class RingGrads(HostGrads):
                 self._array = self._span.tensor(self.dtype, self.layout.shard_numel)
         return super().open()
 
-    def leave_ring(self) -> None:
+    def release_span(self) -> None:
         """Give back what was leased, unless an update reads it; gradients that are still held move to memory of their
         own. The ring asks again for what an update has used."""
         if self._lent or self._span is None:
@@ -161,9 +161,9 @@ class RingDriveGrads(RingGrads, DriveGrads):
         DriveGrads.__init__(self, room, attach, memory, layout, unit, sums_up=sums_up)
         self._ring = ring
 
-    def leave(self) -> None:
+    def launch_write(self) -> None:
         if self._span is None:
-            super().leave()
+            super().launch_write()
 
     def flush(self, *, changed: bool = True) -> None:
         if changed or self._span is None:

@@ -279,7 +279,7 @@ class Shard:
         """True if the working copy is in the slots (then generations cost no further write)."""
         return any(component not in self.memory for component in self.components)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Return when what was written can be read. Raises StorageError when a write failed."""
         for transfer in list(self.writes):
             if not transfer.arrived:

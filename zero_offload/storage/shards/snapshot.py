@@ -133,7 +133,7 @@ class Snapshots:
         `unit_order` is that of the next update. No other update may run before this returns.
         """
         for shard in self._shards:
-            shard.settle()
+            shard.wait_for_writes()
             shard.writes.clear()
         self._wait_until(lambda: not self._active)
         self._active = True

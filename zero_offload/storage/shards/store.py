@@ -346,7 +346,7 @@ class ShardStore:
                 self.counters.read(shard.memory_tier, value.nbytes)
                 ctypes.memmove(address, value.data_ptr(), value.nbytes)
             return []
-        shard.settle()
+        shard.wait_for_writes()
         assert self.swap is not None
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
         return [self.swap.launch_read(extent, ALL_ROWS, address, urgency)]
@@ -432,7 +432,7 @@ class ShardStore:
         What rests on disk is a view of staging, valid until the next read."""
         if component in shard.memory:
             return _on_host(shard, shard.array(component, row))
-        shard.settle()
+        shard.wait_for_writes()
         extent = shard.slots[shard.current][component]
         return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
 
@@ -457,7 +457,7 @@ class ShardStore:
             lazy.read()
         self._lazy.clear()
 
-    def forget_lazy(self) -> None:
+    def drop_lazy(self) -> None:
         self._lazy.clear()
 
     def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
@@ -508,7 +508,7 @@ class ShardStore:
                 target.copy_(values)
                 chunk.addresses[component] = target.data_ptr()
             self.close_chunks(chunk)
-            shard.settle()
+            shard.wait_for_writes()
         self.finish_update(shard)
         shard.writes.clear()
 

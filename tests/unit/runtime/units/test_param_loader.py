@@ -22,7 +22,7 @@ class Transfer:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("end", ["finish", "abandon"])
+@pytest.mark.parametrize("end", ["finish", "cancel"])
 def test_what_ctrl_c_breaks_off_is_waited_for_again(end: str) -> None:
     """Otherwise the unit would be taken for present while reads are under way, or its pages be given to another."""
     transfers = [Transfer(), Transfer()]

@@ -93,19 +93,19 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
         assert store.arena.free_frames == 1
 
 
-@pytest.mark.parametrize("settles", [True, False])
-def test_values_survive_leaving(settles: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who wants them waits for their write, which takes place then; without `settle` the pages are still there."""
+@pytest.mark.parametrize("detaches", [True, False])
+def test_values_survive_leaving(detaches: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages go back once their write is over; without `detach_pages` they are still there."""
     make_writes_late(monkeypatch)
     with grad_shard("nvme", nvme) as shard:
         staging = Arena(0).allocate(4 << 20)
         for step in range(3):
             shard.open().fill_(step)
             shard.held = True
-            shard.leave()
+            shard.launch_write()
             assert shard.on_disk
-            if settles:
-                shard.settle()
+            if detaches:
+                shard.detach_pages()
             for row, (begin, end) in enumerate(shard.layout.chunks()):
                 (piece,), (wait,) = shard.chunks(range(row, row + 1), staging)
                 wait()

@@ -28,7 +28,7 @@ class Part:
         self.layout = SimpleNamespace(unit=unit, index=unit)
         self.region = ring.lease(cast(Any, self), SECTOR)
 
-    def leave_ring(self) -> None:
+    def release_span(self) -> None:
         if self.region is not None:
             self._ring.release(self.region)
         self.region = None
@@ -108,7 +108,7 @@ RINGS: weakref.WeakKeyDictionary[HostGrads, GradRing] = weakref.WeakKeyDictionar
 
 
 def leased(shard: HostGrads) -> bool:
-    other = cast(Any, SimpleNamespace(layout=SimpleNamespace(unit=1, index=1), leave_ring=lambda: None))
+    other = cast(Any, SimpleNamespace(layout=SimpleNamespace(unit=1, index=1), release_span=lambda: None))
     whole = RINGS[shard].lease(other, 4 * shard.layout.shard_numel)
     if whole is not None:
         RINGS[shard].release(whole)
@@ -122,14 +122,14 @@ def test_a_shard_leases_whatever_its_tier(shard: HostGrads) -> None:
     close(shard)
     assert leased(shard) and torch.all(shard.open() == 1)
     shard.held = False
-    RINGS[shard].leave(shard.layout.unit)
+    RINGS[shard].release_unit(shard.layout.unit)
     assert not leased(shard)
 
 
 def test_what_is_held_moves_to_memory_of_its_own(shard: HostGrads) -> None:
     shard.open().fill_(3)
     shard.held = True
-    RINGS[shard].leave(shard.layout.unit)
+    RINGS[shard].release_unit(shard.layout.unit)
     assert not leased(shard)
     assert shard.on_disk == (shard.tier is Tier.NVME)
     assert torch.all(shard.open() == 3)

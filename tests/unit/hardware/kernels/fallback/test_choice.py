@@ -16,7 +16,7 @@ import torch
 from numba.core.bytecode import FunctionIdentity
 
 from tests.helpers.fresh import run_script
-from tests.helpers.without_library import forget_choices, without_library
+from tests.helpers.without_library import clear_choices, without_library
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi, native
@@ -31,10 +31,10 @@ from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Nothing is chosen yet; what a test patches is forgotten after it."""
-    forget_choices()
+    clear_choices()
     yield monkeypatch
     monkeypatch.undo()
-    forget_choices()
+    clear_choices()
 
 
 def test_the_library_is_used_where_it_is() -> None:
