@@ -162,14 +162,14 @@ FAULTS = [
     fault(
         "zero_grad leaves the gradients for the next step",
         "model/params.py",
-        "        self._grads.forget(params)",
+        "        self._grads.clear(params)",
         "        pass",
         "tests/parity/test_reference.py::test_dropped_steps_leave_no_trace",
     ),
     fault(
         "a backward that broke off leaves its gradients for the next step",
         "runtime/grads/gradients.py",
-        "            found = found or bool(indices)\n            self._forget(section, indices)\n",
+        "            found = found or bool(indices)\n            self._clear(section, indices)\n",
         "            found = found or bool(indices)\n",
         "tests/models/test_exceptions.py::test_without_zero_grad_the_broken_gradients_are_dropped",
     ),

@@ -544,4 +544,4 @@ class ParamAccess:
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 param.grad = None
-        self._grads.forget(params)
+        self._grads.clear(params)

@@ -462,7 +462,7 @@ class ModelRuntime:
                 rng = saved.rng_of(self.ranks.rank) if same_ranks else None
                 generation = saved.generation
             self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
-            self.grads.abandon()
+            self.grads.reset()
             self._commits.drop()
             self.life.half_loaded = str(path)
             saved.tell_conversion(self.layout)

@@ -163,7 +163,7 @@ class Updates:
         # A backward through weights that are about to change must fail as it does in plain torch.
         placed = (each for unit in units for each in self._units[unit].placed_params)
         torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
-        self._grads.forget(params)
+        self._grads.clear(params)
         # Between here and the next record nothing says which step the states are of.
         self.commits.drop()
         self._run(sections, updates)

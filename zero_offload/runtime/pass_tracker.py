@@ -516,7 +516,7 @@ class PassTracker:
                 unit.forward_uses = 0
             unit.backward_uses = unit.num_uses = 0
             unit.close()
-        dropped = broken and self._grads.abandon()
+        dropped = broken and self._grads.reset()
         self._prefetcher.pool.end_backward()
         if self._updates is not None:
             self._updates.cancel()

@@ -4,7 +4,7 @@
 goes to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
 (`GradSection.partial`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store.
 The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `all_finite`, `squares`,
-`unscale`, `multiply`, `clip_value`; `forget` when a step has taken them; `drop` where they are not wanted, `abandon`
+`unscale`, `multiply`, `clip_value`; `clear` when a step has taken them; `drop` where they are not wanted, `reset`
 after a backward that broke off.
 
 [Note: factors]
@@ -294,7 +294,7 @@ class Gradients:
             section.holding |= anywhere
             if section.joined is not None:  # on all ranks: these gradients have crossed with others
                 section.joined, section.whole = None, True
-                self._forget_zeros(section)
+                self._drop_zeros(section)
             elif anywhere:
                 self._open_partial(section)
                 section.partial.widen()
@@ -376,7 +376,7 @@ class Gradients:
         section.whole = section.joined is None
         if section.whole and not section.holding:
             section.land()
-            self._forget_zeros(section)
+            self._drop_zeros(section)
 
     def _add_waiting(self, section: GradSection) -> None:
         """Add this rank's own sums of earlier backwards, and of what was set aside, to the partial one."""
@@ -537,7 +537,7 @@ class Gradients:
 
     # Their end
 
-    def forget(self, params: Iterable[nn.Parameter]) -> None:
+    def clear(self, params: Iterable[nn.Parameter]) -> None:
         """A step has taken these parameters' gradients, or they are dropped: the next backward starts afresh."""
         taken: dict[int, tuple[GradSection, list[int]]] = {}
         for param in params:
@@ -545,7 +545,7 @@ class Gradients:
             taken.setdefault(id(section), (section, []))[1].append(index)
             self.zeroed.discard(param)
         for section, indices in taken.values():
-            self._forget(section, indices)
+            self._clear(section, indices)
         self._end_if_none()
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
@@ -554,14 +554,14 @@ class Gradients:
         self.zeroed.difference_update(list(self.zeroed) if params is None else params)
         for section, indices in self._chosen(params):
             found = found or bool(indices)
-            self._forget(section, indices)
+            self._clear(section, indices)
             if section.local is not None and not section.waiting:
                 section.local.drop()
         self._end_if_none()
         return found
 
-    def abandon(self) -> bool:
-        """Forget all gradients, those of a backward that broke off included. True if there were any."""
+    def reset(self) -> bool:
+        """Drop all gradients, those of a backward that broke off included. True if there were any."""
         self._reductions.drop()
         self.close()
         self._drive_room.drop()
@@ -580,8 +580,8 @@ class Gradients:
         if self._downloads is not None:
             self._downloads.drop()
 
-    def _forget(self, section: GradSection, indices: Iterable[int]) -> None:
-        """These parameters' gradients are over, as far as they are held."""
+    def _clear(self, section: GradSection, indices: Iterable[int]) -> None:
+        """Hold these parameters' gradients no longer."""
         gone = section.holding.intersection(indices)
         if not gone:
             return
@@ -591,9 +591,9 @@ class Gradients:
         for each in (section.holding, section.exposed, section.waiting, section.reduced):
             each -= gone
         section.store.drop(gone)
-        self._forget_zeros(section)
+        self._drop_zeros(section)
 
-    def _forget_zeros(self, section: GradSection) -> None:
+    def _drop_zeros(self, section: GradSection) -> None:
         """Drop what a reduction has made for a section without gradients: nothing is kept of it."""
         if not section.holding:
             section.store.drop()

@@ -112,7 +112,7 @@ class FreshGrads:
         """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
         stream, before = self._device.stream(), self._fresh.get(index)
         if before is not None and before.adds:
-            self._leave()  # its store adds one gradient after the other
+            self._add_to_store()  # its store adds one gradient after the other
             before = None
         if before is None:
             self._fresh[index] = Fresh(grad, stream, adds)
@@ -123,19 +123,19 @@ class FreshGrads:
 
     def flush(self) -> None:
         """The section is complete: what has arrived goes to rest."""
-        self._leave()
+        self._add_to_store()
         self._downloads.advance()
 
     def land(self) -> None:
         """Return when all that has arrived is where it rests."""
-        self._leave()
+        self._add_to_store()
         self._downloads.land(self._store.layout.index)
 
     def cancel(self) -> None:
         """What has arrived is not wanted."""
         self._fresh.clear()
 
-    def _leave(self) -> None:
+    def _add_to_store(self) -> None:
         fresh, self._fresh = self._fresh, {}
         for indices in neighbours(fresh):
             self._store.add_shard(self._gathered({index: fresh.pop(index) for index in indices}))

@@ -157,7 +157,7 @@ class DriveGrads(HostGrads):
         if changed:
             self._room.launch_writes(self.layout.index)
         else:
-            self._forget_array()
+            self._drop_array()
             self._detach_pages()
 
     def _write(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
@@ -225,7 +225,7 @@ class DriveGrads(HostGrads):
             self._await_writes()
             write = self._store.disk.launch_write(self._extent(self.dtype), ALL_ROWS, self._array.data_ptr())
             self._writes = (write,)
-            self._forget_array()
+            self._drop_array()
 
     def detach_pages(self) -> None:
         """Wait for the write that `launch_write` launched, and give back its pages."""

@@ -274,7 +274,7 @@ class HostGrads(GradStore):
         if self._adopted:
             self._adopted.pop(index, None)
         if self.shown and not self.held:
-            self._leave_to_user()
+            self._detach_shown_array()
         # In the first place, so that a gradient costs no call for it.
         place = self._views.get(index)
         if place is None or self._arriving is not None:
@@ -293,11 +293,11 @@ class HostGrads(GradStore):
             self.sums[index] = found
         self.held = True
 
-    def _leave_to_user(self) -> None:
-        """An array of which the user has views stays what it is; the next gradients get another."""
+    def _detach_shown_array(self) -> None:
+        """Leave an array of which the user has views to those; the next gradients get another."""
         self.shown = False
         if self._array is not None and _has_more_views(self._array, len(self._views)):
-            self._forget_array()
+            self._drop_array()
 
     # The array
 
@@ -331,7 +331,7 @@ class HostGrads(GradStore):
         if self.dtype == torch.float32:
             return
         narrow = self._complete_array().float() if self.held else None
-        self._forget_array()
+        self._drop_array()
         self._begin_wide()
         if narrow is not None:
             self.open().copy_(narrow)
@@ -352,7 +352,7 @@ class HostGrads(GradStore):
             self._arriving.take_on_host()
             self._arriving = None
 
-    def _forget_array(self) -> None:
+    def _drop_array(self) -> None:
         self._await_arrival()
         self._array = None
         self._views.clear()

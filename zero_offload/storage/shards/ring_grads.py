@@ -120,7 +120,7 @@ class RingGrads(HostGrads):
             return
         array = self._complete_array()
         own = self._moved(array) if self.held else None
-        self._forget_array()
+        self._drop_array()
         self._array = own
 
     def lend(self, made: Event | None) -> None:
@@ -133,8 +133,8 @@ class RingGrads(HostGrads):
         """An array with the same gradients, or None where they went to a drive."""
         return self._store.arena.array(self.dtype, self.layout.shard_numel).copy_(array)
 
-    def _forget_array(self) -> None:
-        super()._forget_array()
+    def _drop_array(self) -> None:
+        super()._drop_array()
         if self._span is not None:
             self._ring.release(self._span)
         self._span = None
