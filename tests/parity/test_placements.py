@@ -15,6 +15,8 @@ from tests.helpers.pairwise import Row, all_rows, label, pairwise
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
 from zero_offload.storage.shards.grad_store import LARGE_BYTES
 
+NUM_STEPS = 12
+"""An fp16 run backs off, grows and backs off again."""
 TIERS = {
     "device": "device",
     "cpu": "cpu",
@@ -47,7 +49,7 @@ def plain(dim: int, precision: str, micro_batches: int, max_norm: float | None) 
 
 def recipe_of(dim: int, precision: str, micro_batches: int, max_norm: float | None) -> Recipe:
     make = functools.partial(TinyLM, dim)
-    return Recipe(make, precision, micro_batches=micro_batches, max_norm=max_norm)
+    return Recipe(make, precision, NUM_STEPS, micro_batches, max_norm)
 
 
 def check(row: Row, nvme: Path) -> None:
