@@ -41,7 +41,7 @@ def test_one_rank(dim: int, settings: dict[str, Any]) -> None:
     check(train_offloaded(0, 1, dim, settings, STEPS), train_by_hand(dim, STEPS))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_two_ranks(stage: int, settings: dict[str, Any], pool: RankPool) -> None:
     torch.set_num_threads(1)
     expected = train_by_hand(33, STEPS)

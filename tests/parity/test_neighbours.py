@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
@@ -116,7 +117,7 @@ def train_without(rank: int, world_size: int, case: Case, what: str) -> Outcome:
         return ranks.train(rank, world_size, case)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, full(2), 3])
 def test_sockets_give_the_same_bits(stage: int, pool: RankPool) -> None:
     case = Case({"stage": stage, "precision": "bf16"}, num_steps=3, micro_batches=2, max_norm=0.5)
     expected = pool.succeed(ranks.train, case)
