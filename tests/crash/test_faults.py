@@ -29,6 +29,7 @@ from tests.helpers.disk import (
     write_run,
 )
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.pairwise import full
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Fault, IoResultStruct, IoStatus
 from zero_offload.model import move_in
@@ -302,7 +303,7 @@ def test_the_directory_vanishes(nvme: Path) -> None:
 MOVES: list[dict[str, Any]] = [{}, {"params": "cpu"}, {"params": "cpu", "precision": "fp16"}, {"precision": "fp32"}]
 
 
-@pytest.mark.parametrize("nth", [1, pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("nth", [1, full(2), 4])
 @pytest.mark.parametrize("settings", MOVES, ids=str)
 def test_a_failure_while_the_model_moves_in_leaves_it_usable(
     settings: dict[str, Any], nth: int, nvme: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from tests.helpers.disk import (
     train,
     write_run,
 )
+from tests.helpers.pairwise import full
 from tests.helpers.trainer import Run, Spec, finish, outcome
 from zero_offload.base.types import Durability
 from zero_offload.storage.files import manifest
@@ -267,9 +268,9 @@ def test_a_crash_after_going_back_does_not_bring_the_newer_one(
 DEATHS = [
     ("before unlink", 1),
     ("after unlink", 1),
-    pytest.param("write", 1, marks=pytest.mark.full),
-    pytest.param("before rename", 1, marks=pytest.mark.full),
-    pytest.param("after rename", 2, marks=pytest.mark.full),
+    full("write", 1),
+    full("before rename", 1),
+    full("after rename", 2),
 ]
 
 

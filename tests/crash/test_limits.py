@@ -13,6 +13,7 @@ import zero_offload as zo
 from tests.helpers.child import run_in_child
 from tests.helpers.disk import assert_finishes, drain, engine_of, open_model, reference, train, write_run
 from tests.helpers.models import WIDE, TinyLM, build
+from tests.helpers.pairwise import full
 from tests.helpers.seccomp import forbid_io_uring
 from tests.helpers.without_library import whole_run_without_library
 from zero_offload.hardware.probe import memory_limits
@@ -97,7 +98,7 @@ def _train_with_few_files(nvme: str, spare: int, engine: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("engine", ["threads", pytest.param("io_uring", marks=pytest.mark.full)])
+@pytest.mark.parametrize("engine", ["threads", full("io_uring")])
 def test_however_few_files_may_be_open(engine: str, tmp_path: Path) -> None:
     """It works, or says which limit it is; one more each time."""
     refusals, spare = 0, 0

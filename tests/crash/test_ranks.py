@@ -23,6 +23,7 @@ import torch.distributed as dist
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import engine_of
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.trainer import arm, fork_server
 from zero_offload.checkpoint.generation import GenerationKeeper
@@ -156,15 +157,15 @@ SAYS = {
 }
 STRIKES = [
     ("kill", "forward"),
-    pytest.param("kill", "backward", marks=pytest.mark.full),
-    pytest.param("kill", "update", marks=pytest.mark.full),
-    pytest.param("kill", "commit", marks=pytest.mark.full),
+    full("kill", "backward"),
+    full("kill", "update"),
+    full("kill", "commit"),
     ("kill", "digest"),
     ("fill", "drive"),
     ("raise", "forward"),
-    pytest.param("raise", "backward", marks=pytest.mark.full),
+    full("raise", "backward"),
     ("stop", "forward"),
-    pytest.param("stop", "commit", marks=pytest.mark.full),
+    full("stop", "commit"),
 ]
 
 
@@ -312,7 +313,7 @@ def look_at_resumed(rank: int, world_size: int, case: Case) -> tuple[int, Any]:
 
 @pytest.mark.parametrize(
     ("interrupted", "step"),
-    [([0], 2), ([1], 2), ([], 3), pytest.param([0, 1], 2, marks=pytest.mark.full)],
+    [([0], 2), ([1], 2), ([], 3), full([0, 1], 2)],
 )
 def test_ranks_close_when_an_update_of_some_was_interrupted(
     interrupted: list[int], step: int, pool: RankPool, tmp_path: Path

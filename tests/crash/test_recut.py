@@ -23,6 +23,7 @@ from tests.helpers.disk import (
     train,
     write_run,
 )
+from tests.helpers.pairwise import full
 from tests.helpers.reference import read_masters
 from tests.helpers.trainer import Run, Spec, finish, outcome
 from zero_offload.base.types import Durability
@@ -174,9 +175,9 @@ def _expected(path: Path) -> dict[str, str]:
 # run.json, then the rank's manifest and the generation; after it the old generation goes, then the old file.
 POINTS = [
     ("after rename", 1),
-    pytest.param("write", 9, marks=pytest.mark.full),
+    full("write", 9),
     ("before rename", 3),
-    pytest.param("after rename", 3, marks=pytest.mark.full),
+    full("after rename", 3),
     ("after unlink", 1),
 ]
 

@@ -15,6 +15,7 @@ from typing import IO
 import pytest
 
 from tests.helpers.disk import assert_finishes, generation_file, reference
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import wait_until
 from tests.helpers.signals import interrupt
 from tests.helpers.trainer import Run, Spec, finish, outcome
@@ -93,7 +94,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT)])
 def test_the_first_signal_ends_train_with_its_step_committed(
     number: signal.Signals, text: Path, tmp_path: Path
 ) -> None:
@@ -243,7 +244,7 @@ EVERY = range(20)
     [
         (_terminate, EVERY[::8]),
         (_raise_twice, EVERY[4::8]),
-        *(pytest.param(each, EVERY, marks=pytest.mark.full) for each in (_terminate, _raise_twice)),
+        *(full(each, EVERY) for each in (_terminate, _raise_twice)),
     ],
 )
 def test_at_any_moment(send: Callable[[subprocess.Popen[str]], None], moments: range, tmp_path: Path) -> None:

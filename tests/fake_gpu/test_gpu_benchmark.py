@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.pairwise import full
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 MAY_BE_SKIPPED = {"deepspeed", "transformers"}
@@ -18,7 +20,7 @@ ALIKE = {"13b-24g", "kernel-tests", "2b-nvme"}
 """Their lines are those of other sections, at other sizes."""
 
 
-@pytest.mark.parametrize("is_alike", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_alike", [False, full(True)])
 def test_every_section_runs(is_alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from harness.gpu.sections import SECTIONS

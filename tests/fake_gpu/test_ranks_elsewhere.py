@@ -14,6 +14,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_ranks import late
 from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import RankPool, RankPools
 from tests.models import test_memory_ranks
 from tests.parity import test_branches
@@ -149,7 +150,7 @@ def test_branches_of_any_kind(stage: int, params: str, pool: RankPool, nvme: Pat
         assert replace(mine, norms=theirs.norms) == theirs
 
 
-@pytest.mark.parametrize(("stage", "tier"), [(1, "cpu"), pytest.param(3, "cpu", marks=pytest.mark.full), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "tier"), [(1, "cpu"), full(3, "cpu"), (3, "nvme")])
 def test_host_memory_is_what_the_plan_says(stage: int, tier: str, pool: RankPool, nvme: Path) -> None:
     settings = {"params": tier, "grads": tier, "optimizer": tier, "stage": stage, "precision": "fp32"}
     for found in succeed(pool, test_memory_ranks.measure, settings | ({"nvme": nvme} if tier == "nvme" else {})):

@@ -17,6 +17,7 @@ import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.models import WIDE, Block, build
+from tests.helpers.pairwise import full
 from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import runtime_of
 from zero_offload.plan.memory import ACTIVATIONS_AHEAD_BYTES, MARGIN_SHARE, WORKSPACE_BYTES
@@ -138,7 +139,7 @@ def peak_of_a_step(**settings: Any) -> int:
     [
         *((name, Policy.RANDOM) for name in PLACEMENTS),
         ("cpu", Policy.LATE),
-        *(pytest.param("cpu", policy, marks=pytest.mark.full) for policy in (Policy.SIDE_EARLY, Policy.SIDE_LATE)),
+        *(full("cpu", policy) for policy in (Policy.SIDE_EARLY, Policy.SIDE_LATE)),
     ],
 )
 def test_parameters_stay_where_there_is_room(placement: str, policy: Policy, tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_an_evaluation_uploads_nothing_after_its_second_forward() -> None:
     assert found[0] == NUM_UNITS and found[1] <= NUM_UNITS and found[2:] == [0, 0]
 
 
-@pytest.mark.parametrize("num_frames", [0, 5, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 2))])
+@pytest.mark.parametrize("num_frames", [0, 5, *(full(each) for each in (1, 2))])
 def test_growth_ends_at_the_margin(num_frames: int) -> None:
     peak = peak_of_a_step()
     with room_for(num_frames, peak):
@@ -221,8 +222,8 @@ def num_ooms() -> int:
     [
         (Policy.LATE, "forward"),
         (Policy.RANDOM, "backward"),
-        pytest.param(Policy.LATE, "backward", marks=pytest.mark.full),
-        pytest.param(Policy.RANDOM, "forward", marks=pytest.mark.full),
+        full(Policy.LATE, "backward"),
+        full(Policy.RANDOM, "forward"),
     ],
 )
 def test_a_step_that_ran_out_of_memory_is_run_again_with_less(policy: Policy, where: str) -> None:
@@ -260,8 +261,8 @@ def test_a_step_that_ran_out_of_memory_is_run_again_with_less(policy: Policy, wh
     [
         (Policy.LATE, {}),
         (Policy.RANDOM, {"device_memory": "40MiB"}),
-        pytest.param(Policy.LATE, {"device_memory": "40MiB"}, marks=pytest.mark.full),
-        pytest.param(Policy.RANDOM, {}, marks=pytest.mark.full),
+        full(Policy.LATE, {"device_memory": "40MiB"}),
+        full(Policy.RANDOM, {}),
     ],
 )
 def test_prefetches_without_memory_do_not_break_a_step(policy: Policy, settings: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_residency import BLOCK_FRAMES, NUM_BLOCKS, make
 from tests.helpers.models import WIDE
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import RankPool, RankPools
 from zero_offload.base.types import FRAME
 
@@ -64,7 +65,7 @@ def train(rank: int, world_size: int, seed: int, memory: dict[int, int], setting
     return seen._replace(reason=reason)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [full(1), 3])
 def test_ranks_keep_as_many_parameters(pool: RankPool, stage: int) -> None:
     few = pool.succeed(train, 0, {}, {"stage": stage, "device_memory": "64MiB"})
     both, never, later = (

@@ -9,6 +9,7 @@ import pytest
 
 import zero_offload as zo
 from tests.helpers.late_writes import Gate, make_writes_late
+from tests.helpers.pairwise import full
 from tests.helpers.scripts import run_offloaded, run_plain
 from tests.parity import test_adoption, test_commits, test_defaults, test_module_dtypes
 
@@ -37,7 +38,7 @@ def test_modules_with_dtypes_of_their_own(params: str, nvme: Path) -> None:
     ("default", "precision", "optimizer"),
     [
         ("bfloat16", "fp16", "AdamW"),
-        pytest.param("float64", "compact", "Lion", marks=pytest.mark.full),
+        full("float64", "compact", "Lion"),
         ("torch.device", "bf16", "Adagrad"),
     ],
 )

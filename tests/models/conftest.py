@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import zero_offload as zo
+from tests.helpers.pairwise import full
 from tests.helpers.reference import placed
 
 TIGHT = {"fp32": "8MiB", "bf16": "6MiB"}
@@ -17,7 +18,7 @@ TIGHT = {"fp32": "8MiB", "bf16": "6MiB"}
     params=[
         "cpu-bf16",
         "nvme-fp32",
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("cpu-fp32", "nvme-bf16")),
+        *(full(each) for each in ("cpu-fp32", "nvme-bf16")),
     ]
 )
 def config(request: pytest.FixtureRequest, nvme: Path) -> zo.OffloadConfig:

@@ -26,6 +26,7 @@ from tests.helpers.accumulating import (
 )
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.models import NARROW, VOCAB, AttentionBlock, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import full
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 
 Make = Callable[[], nn.Module]
@@ -516,9 +517,7 @@ QUICK = ["llama", "t5", "bart", "qwen2_moe", "deberta_v2", "clip"]
 """Two stacks, experts that some micro-batches leave out, parameters that many units use, two towers."""
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", [each if each in QUICK else full(each) for each in ARCHITECTURES])
 def test_architectures(name: str, nvme: Path) -> None:
     pytest.importorskip("transformers")
     architecture = ARCHITECTURES[name]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.accumulating import assert_at_rest, assert_same_grads, away, batches_of, loop, third, threads
 from tests.helpers.models import TinyLM, build
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import wait_until
 from tests.models.test_exceptions import Explosion, Fused
 from zero_offload.hardware.device import HostDevice
@@ -176,7 +177,7 @@ def traced() -> Iterator[Callable[[Strike], None]]:
 
 
 @pytest.mark.filterwarnings("ignore:the last backward")
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [8, full(200)])
 def test_ctrl_c_anywhere(count: int, nvme: Path, traced: Callable[[Any], None]) -> None:
     """No thread stays, and the next call is right."""
     model, draws = zo.offload(build(Fused), away(nvme)), random.Random(0)

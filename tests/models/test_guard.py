@@ -21,6 +21,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import VOCAB, WIDE, TinyLM, build, tokens_of
+from tests.helpers.pairwise import full
 from tests.helpers.reference import placed
 from tests.helpers.twins import train
 from zero_offload.model.api import runtime_of
@@ -151,7 +152,7 @@ def test_a_sparse_gradient_is_refused(fp32_config: zo.OffloadConfig) -> None:
         model(tokens_of(0)).backward()
 
 
-@pytest.mark.parametrize("optimizer", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
+@pytest.mark.parametrize("optimizer", ["cpu", full("nvme")])
 def test_a_dropped_model_frees_its_directory_and_its_memory(optimizer: str, nvme: Path) -> None:
     config = placed("fp32", ("nvme", "nvme", optimizer), nvme)
     # In a process of its own: what other tests have left in the C library's hands would come and go in between.

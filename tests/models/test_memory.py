@@ -22,6 +22,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import NARROW, WIDE, TinyLM, build, tokens_of
 from tests.helpers.offloaded_player import Offloaded
+from tests.helpers.pairwise import full
 from tests.helpers.reference import param_groups, placed
 from tests.helpers.schedules import Pass, Script
 from tests.helpers.twins import train
@@ -177,11 +178,11 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("where", "precision"),
     [
         ("fractions", "bf16"),
-        pytest.param("cpu", "bf16", marks=pytest.mark.full),
-        pytest.param("nvme", "fp32", marks=pytest.mark.full),
-        pytest.param("cpu", "fp32", marks=pytest.mark.full),
-        pytest.param("nvme", "bf16", marks=pytest.mark.full),
-        pytest.param("fractions", "fp32", marks=pytest.mark.full),
+        full("cpu", "bf16"),
+        full("nvme", "fp32"),
+        full("cpu", "fp32"),
+        full("nvme", "bf16"),
+        full("fractions", "fp32"),
     ],
 )
 def test_nothing_grows_with_steps(where: str, precision: str, nvme: Path, ranges: list[int]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
+from tests.helpers.pairwise import full
 from tests.helpers.ranks import RankPools
 from zero_offload.base.types import STAGES, Tier
 from zero_offload.model.api import runtime_of
@@ -79,7 +80,7 @@ ALL = list(itertools.product(STAGES, (1, 2, 3, 4), ("cpu", "nvme")))
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "tier"),
-    [*FEW, *(pytest.param(*each, marks=pytest.mark.full) for each in ALL if each not in FEW)],
+    [*FEW, *(full(*each) for each in ALL if each not in FEW)],
 )
 def test_ranks_hold_what_the_plan_says(stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path) -> None:
     check(stage, world_size, tier, pools, nvme)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
+from tests.helpers.pairwise import full
 from tests.helpers.reference import placed
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install 'zero_offload[hf]'")
@@ -162,9 +163,7 @@ def test_methods_on_nvme(name: str, nvme: Path, tmp_path: Path) -> None:
 QUICK = ("modules_to_save", "embeddings", "target_parameters", "dora", "prefix")
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in METHODS]
-)
+@pytest.mark.parametrize("name", [each if each in QUICK else full(each) for each in METHODS])
 def test_methods_in_memory(name: str, nvme: Path, tmp_path: Path) -> None:
     compare(name, "cpu", nvme, tmp_path)
 

@@ -13,6 +13,7 @@ import torch
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM
+from tests.helpers.pairwise import full
 from tests.helpers.pretrained import write_weights
 from tests.helpers.resident import peak_bytes, reset_peak
 from zero_offload.base.types import MIB
@@ -54,7 +55,7 @@ def measure(folder: str, precision: str) -> None:
     print(json.dumps(taken))
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("precision", [full("fp32"), "bf16"])
 def test_a_unit_is_enough(precision: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "tests.models.test_pretrained_memory", str(tmp_path), precision]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.architectures import ARCHITECTURES, Architecture
+from tests.helpers.pairwise import full
 from tests.helpers.reference import placed, read_masters
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.unit import UnitState
@@ -29,7 +30,7 @@ TWO_FRAMES, THREE_FRAMES = "4MiB", "6MiB"
 """Of these models a unit takes one frame, and one more when part of it is frozen."""
 
 
-@pytest.fixture(params=["nvme", pytest.param("cpu", marks=pytest.mark.full)])
+@pytest.fixture(params=["nvme", full("cpu")])
 def config(request: pytest.FixtureRequest, nvme: Path) -> zo.OffloadConfig:
     if request.param == "cpu":
         return placed("fp32", ("cpu", "cpu", "cpu"), None, None)
