@@ -33,15 +33,6 @@ def test_a_foreign_optimizer_raises(params: str, grads: str, optimizer: object, 
         optimizer(model.parameters(), lr=0.1).step()
 
 
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=name_of)
-@pytest.mark.parametrize("grads", ["cpu", "nvme"])
-def test_torch_clipping_of_gradients_that_are_away_raises(grads: str, clip: object, nvme: Path) -> None:
-    model = zo.offload(build(Model), placed("fp32", ("cpu", grads, "cpu"), nvme))
-    model(tokens_of(0)).backward()
-    with pytest.raises(zo.ZeroOffloadError, match=r"zo\.clip_grad_norm_"):
-        clip(model.parameters(), 0.1)
-
-
 def with_torch_clip(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
     for seed in range(4):
         loss = model(tokens_of(seed))
@@ -92,13 +83,13 @@ def test_a_gradient_that_is_kept_stays_what_it_is(micro_batches: int, nvme: Path
 
 
 @pytest.mark.parametrize("grads", ["cpu", "nvme"])
-def test_grad_raises_while_it_waits_elsewhere(grads: str, nvme: Path) -> None:
+def test_elements_of_a_gradient_raise_while_it_waits_elsewhere(grads: str, nvme: Path) -> None:
     model = zo.offload(build(Model), placed("fp32", ("nvme", grads, "nvme"), nvme))
     weight = model.blocks[0].up.weight
     assert weight.grad is None
     model(tokens_of(0)).backward()
-    with pytest.raises(zo.ZeroOffloadError, match=rf"blocks\.0\.up\.weight rests on {grads}"):
-        _ = weight.grad
+    with pytest.raises(zo.ZeroOffloadError, match=rf"blocks\.0\.up\.weight, which rests on {grads}"):
+        _ = weight.grad + 1
     zo.AdamW(model.parameters()).step()
     assert weight.grad is None
     model.zero_grad()
@@ -111,15 +102,13 @@ def test_gradients_can_be_dropped(call: str, fp32_config: zo.OffloadConfig) -> N
     expected = build(Model)(tokens_of(1)).item()
     model(tokens_of(0)).backward()
     if call == "model":
-        # torch reads every .grad first, which raises while one waits elsewhere: nothing is dropped silently.
-        with pytest.raises(zo.ZeroOffloadError, match="optimizer.zero_grad"):
-            model.zero_grad()
+        model.zero_grad()
     for param in model.parameters():
         if call == "delete":
             del param.grad
         elif call == "param":
             param.grad = None
-    if call in ("model", "optimizer"):
+    if call == "optimizer":
         optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     optimizer.step()

@@ -127,13 +127,15 @@ def test_a_backward_after_unscale_raises_until_the_gradients_are_gone() -> None:
 
 
 def test_grad_in_memory_is_not_shown_once_the_step_divides() -> None:
+    """Then `.grad` stands for what the step makes of it."""
     model, optimizer = offloaded("fp32", grads="device")
     scaler, param = zo.GradScaler(SMALL), next(model.parameters())
     backward(model, scaler, 0)
-    assert param.grad is not None
+    scaled = param.grad.norm().item()
     scaler.unscale_(optimizer)
-    with pytest.raises(zo.ZeroOffloadError, match="still has the loss scale.*zo.clip_grad_norm_"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert param.grad.norm().item() == pytest.approx(scaled / SMALL)
+    with pytest.raises(zo.ZeroOffloadError, match="needs the elements"):
+        param.grad.clone()
     scaler.step(optimizer)
     assert param.grad is None
 
@@ -244,31 +246,35 @@ def test_a_scaler_without_gradients_does_no_step() -> None:
 # torch's own
 
 
-def torch_step(scaler: torch.amp.GradScaler, optimizer: zo.AdamW) -> None:
-    scaler.step(optimizer)
-
-
-def torch_unscale(scaler: torch.amp.GradScaler, optimizer: zo.AdamW) -> None:
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("call", [torch_step, torch_unscale])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("grads", ["cpu", "device", "nvme"])
-def test_torchs_scaler_raises_and_names_ours(grads: str, precision: str, call: Any, nvme: Path) -> None:
-    model, optimizer = offloaded(precision, grads=grads, nvme=nvme)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(tokens_of(0))).backward()
-    with pytest.raises(zo.ZeroOffloadError, match=r"zo\.GradScaler"):
-        call(scaler, optimizer)
+def test_torchs_scaler_steps_as_ours(grads: str, precision: str, nvme: Path) -> None:
+    """Clipping between, an overflow on the way, and a scale that grows. torch's leaves an overflow's step out."""
+    if (grads, precision) == ("device", "fp16"):
+        pytest.skip("torch's scaler takes no fp16 gradients, and these are the gradients themselves")
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu", SMALL, growth_interval=2), zo.GradScaler(SMALL, growth_interval=2)):
+        model, optimizer = offloaded(precision, grads=grads, nvme=nvme / type(scaler).__module__)
+        scales = []
+        for step, factor in enumerate((1.0, 1.0, math.inf, 1.0)):
+            scaler.scale(model(tokens_of(step)) * factor).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        found.append((scales, states(model, optimizer)))
+        zo.close(model)
+    assert found[0][0] == found[1][0] == [SMALL, 2 * SMALL, SMALL, SMALL] and same(found[0][1], found[1][1])
 
 
-def test_torchs_scaler_raises_without_gradients_too() -> None:
+def test_torchs_scaler_without_gradients_raises_as_it_does() -> None:
     _model, optimizer = offloaded()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(zo.ConfigError, match=r"zo\.GradScaler"):
+    with pytest.raises(AssertionError, match="No inf checks"):
         scaler.step(optimizer)
 
 

@@ -216,7 +216,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     for owner, members in owners:
         spans = owner.store.counters.spans
         opened = spans.open(Lane.CLIP, "value")
-        owner.grads.clip_value(members, clip_value)
+        owner.grads.clamp(members, -clip_value, clip_value)
         spans.close(opened)
     if held := [param for param in ordinary if param.grad is not None]:
         torch.nn.utils.clip_grad_value_(held, clip_value, foreach)

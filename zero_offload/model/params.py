@@ -37,6 +37,7 @@ from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, 
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
+from zero_offload.runtime.grads.handle import GradHandle
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.saved.tensors import runs
@@ -507,27 +508,21 @@ class ParamAccess:
         check_not_updated(self._grads, param, place.name)
         if param in self._grads.zeroed:
             return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)  # which refuses writes
-        if not place.section.layout.trainable or not self._grads.held(param):
+        if not place.section.layout.trainable:
             return None
-        view = self._grads.view(param)
-        if view is None:
-            raise ZeroOffloadError(
-                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits for the "
-                "optimizer's step; .grad does not have it. Step with zo.AdamW (or zo.SGD, ...), not torch.optim's; "
-                "clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, clip_value) instead of "
-                "torch's; unscale with zo.GradScaler; drop it with optimizer.zero_grad(), or where no optimizer has it "
-                "with param.grad = None. On one rank a copy is read by "
-                f'\'with zo.gathered(model, kind="grads") as grads: grads["{place.name}"]\''
-            )
-        if self._grads.loss_scale != 1.0:
-            raise ZeroOffloadError(
-                f"the gradient of {place.name} is unscaled by the step itself: in memory it still has the loss scale. "
-                'Clip with zo.clip_grad_norm_(model, max_norm), or read a copy with zo.gathered(module, kind="grads")'
-            )
-        return view
+        self._grads.share(param)
+        if self._grads.held(param):
+            self._tracker.recover()
+        if not self._grads.held(param):
+            return None
+        # The step divides the loss scale out: in memory it still has it.
+        view = self._grads.view(param) if self._grads.loss_scale == 1.0 else None
+        return GradHandle.of(param, self._grads, self._grads.life_of(param)) if view is None else view
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
-        if grad is not None and (grad.shape != param.shape or bool(grad.any())):
+        if isinstance(grad, GradHandle) and grad.param is param:
+            return
+        if grad is not None and (isinstance(grad, GradHandle) or grad.shape != param.shape or bool(grad.any())):
             raise ZeroOffloadError(
                 f"the gradient of {self._places.describe(param)} cannot be assigned; only None, which drops it, or "
                 "zeros"

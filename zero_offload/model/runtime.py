@@ -384,6 +384,7 @@ class ModelRuntime:
         if not grads.any_held(taken):
             return False
         finite = taken is not None and grads.all_finite(taken)
+        grads.agree_on_factors()
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()

@@ -215,16 +215,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     raise dropped_error(param)
         return found
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks before it steps: it would see no gradient of an offloaded parameter."""
-        if self._by_owner()[0]:
-            raise ConfigError(
-                "torch.amp.GradScaler cannot see the gradients of offloaded parameters; use zo.GradScaler, which takes "
-                "the same calls"
-            )
-        return False
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has consumed.
 

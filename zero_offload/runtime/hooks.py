@@ -23,7 +23,7 @@ from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
-from zero_offload.runtime.units.guard import refuse_copy
+from zero_offload.runtime.units.guard import LastHook, refuse_copy
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of
 
@@ -167,8 +167,8 @@ def _call_of(name: str) -> FrameType:
     return frame
 
 
-class _WeakCall:
-    """Calls a bound method while its object lives."""
+class _WeakCall(LastHook):
+    """Calls a bound method with a gradient, which it takes, while its object lives."""
 
     def __init__(self, method: GradReady) -> None:
         self._method = weakref.WeakMethod(method)

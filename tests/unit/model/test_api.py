@@ -170,10 +170,10 @@ def test_a_resume_after_a_checkpoint_of_another_step_is_refused(tmp_path: Path) 
 def test_the_message_of_grad_leads_to_the_gradient() -> None:
     model, optimizer = offloaded()
     model(torch.ones(2, 8)).float().sum().backward()
-    with zo.gathered(model, kind="grads"), pytest.raises(zo.ZeroOffloadError, match="does not have it") as caught:
-        _ = model[0].weight.grad
+    with zo.gathered(model, kind="grads"), pytest.raises(zo.ZeroOffloadError, match="needs the elements") as caught:
+        model[0].weight.grad.clone()
     message = str(caught.value)
-    steps = ["zo.AdamW", "zo.clip_grad_norm_", 'with zo.gathered(model, kind="grads") as grads: grads["0.weight"]']
+    steps = ["zo.AdamW", 'with zo.gathered(model, kind="grads") as grads: grads["0.weight"]']
     places = [message.index(text) for text in steps]
     assert places == sorted(places)
     with zo.gathered(model, kind="grads") as grads:

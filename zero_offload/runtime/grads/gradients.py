@@ -4,8 +4,8 @@
 goes to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
 (`GradSection.partial`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store.
 The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `all_finite`, `squares`,
-`unscale`, `multiply`, `clip_value`; `clear` when a step has taken them; `drop` where they are not wanted, `reset`
-after a backward that broke off.
+`unscale`, `multiply`, `clamp`, and what handles of `.grad` ask; `clear` when a step has taken them; `drop` where they
+are not wanted, `reset` after a backward that broke off.
 
 [Note: factors]
 Clipping by norm moves no gradient: each gets a factor that the update multiplies by. Some code must see the product
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.grads.reductions import Reductions
-from zero_offload.runtime.grads.section import DevicePartial, FreshGrads, GradSection, HostPartial
+from zero_offload.runtime.grads.section import DevicePartial, Factor, FreshGrads, GradSection, HostPartial
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
@@ -42,6 +44,17 @@ from zero_offload.storage.shards.drive_grads import DriveGrads
 from zero_offload.storage.shards.grad_store import Gathered, GradMemory, GradStore, HostGrads
 from zero_offload.storage.shards.ring_grads import GradRing, RingDriveGrads, RingGrads
 from zero_offload.storage.shards.store import ShardStore
+
+
+@dataclass
+class Norms:
+    """Norms of one order of all gradients held, without factors and loss scale, by the parameter's id."""
+
+    of: dict[int, float]
+    at: dict[int, int]
+    """Their places in `rows`."""
+    rows: torch.Tensor | None = None
+    """(norms,) fp32 on the compute device, once a handle is asked."""
 
 
 class Gradients:
@@ -79,8 +92,18 @@ class Gradients:
         self._deferred = False
         self.coming: Mapping[int, Sized] = {}
         """What this backward has still to deliver, by the numbers of `arrive_together`; empty where that is unknown."""
+        self._norms: dict[float, Norms] = {}
+        """By the order: of all gradients held. Known until one of them changes."""
+        self._captured: Factor | None = None
+        """The last factor in a device's memory; the next parameter mostly has the same."""
+        self._changed: GradSection | None = None
+        """A section that was changed where it rests, and that has not left for its drive."""
+        self._no_sync = 0
+        """How many `deferring` blocks the program is in."""
         self.loss_scale = 1.0
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        self.scales_by_handle = False
+        """True if the program has scaled gradients held by their handles."""
         self.overflowed = False
         """True if a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self.updated: set[nn.Parameter] = set()
@@ -153,6 +176,8 @@ class Gradients:
         section, index = self._places[id(param)]
         if not section.arrived:
             section.num_expected = sum(each.requires_grad for each in section.params)
+            if section.factors:
+                self._read_factors()
         if type(grad) is not torch.Tensor:
             grad = _local_grad(param, grad)
         if grad.layout is not torch.strided or self.loss_scale != 1.0:
@@ -207,11 +232,16 @@ class Gradients:
         if self._downloads is not None:
             for section in self.sections:
                 section.entry.flush()
+        self._norms.clear()
         if not self.defers:
             self.reduce_waiting()
+            self._know_norms()
+        elif self._collectives.world_size > 1:
+            self._deferred = True  # another rank may have what this one has not
 
     def begin_forward(self) -> None:
         """Memory that the last backward's gradients still leave is there for parameters."""
+        self._save_changed()
         self._memory.num_threads = kernel_threads()
         self._drive_room.detach_pages()
 
@@ -219,9 +249,11 @@ class Gradients:
     def deferring(self) -> Iterator[None]:
         """Backwards inside leave what they add up on this rank to be reduced by a later one."""
         before, self.defers = self.defers, True
+        self._no_sync += 1
         try:
             yield
         finally:
+            self._no_sync -= 1
             self.defers = before
 
     @property
@@ -282,6 +314,7 @@ class Gradients:
         if not self._deferred and not self._collectives.partition.any_branches:
             return
         self._deferred = False
+        self._norms.clear()
         left = [each.waiting if each.joined is None else each.joined for each in self.sections]
         flags = [
             index in each
@@ -415,12 +448,14 @@ class Gradients:
         section, index = self._places[id(param)]
         if section.store.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
+        self._read_factors()
         section.exposed.add(index)
         return section.store.apply_factor(index).view(section.layout.params[index].spec.shape)
 
     def read(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""
         found = {}
+        self._read_factors()
         for section, indices in self._chosen(params):
             brought = section.store.on_disk
             for index in indices:
@@ -434,6 +469,7 @@ class Gradients:
     def _chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[GradSection, list[int]]]:
         """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
         wanted = None if params is None else set(map(id, params))
+        self._save_changed()
         for section in self.sections:
             if section.fresh is not None:
                 section.fresh.land()
@@ -444,7 +480,14 @@ class Gradients:
 
     def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
         """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
-        return self._squares(params)[1]
+        self._read_factors()
+        if (known := self._norms.get(2.0)) is None or not self._collectives.divides:
+            return self._squares(params)[1]
+        return all(
+            math.isfinite(known.of[id(section.params[index])] * section.store.factors.get(index, 1.0))
+            for section, indices in self._chosen(params)
+            for index in indices
+        )
 
     def squares(self, params: Collection[nn.Parameter]) -> float:
         """The sum of squares of these gradients, as the next update would use them. Collective."""
@@ -453,6 +496,7 @@ class Gradients:
 
     def _squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         total, bad = 0.0, 0.0
+        self._read_factors()
         self._complete_sums(self.sections)
         for section, indices in self._chosen(params):
             sums, factors = section.store.sums_of(indices), section.store.factors
@@ -462,7 +506,10 @@ class Gradients:
             )
             # Tensor-parallel ranks that hold the same count it once between them.
             total += squares / section.layout.num_copies
-            bad += sum(not each.finite for each in sums)
+            bad += sum(
+                not (each.finite and math.isfinite(factors.get(index, 1.0)))
+                for index, each in zip(indices, sums, strict=True)
+            )
         total, bad = self._collectives.sum_over_shards([total, bad])
         return total, bad == 0
 
@@ -486,7 +533,7 @@ class Gradients:
             section.layout.params[index].spec.name
             for section, indices in self._chosen(params)
             for index, each in zip(indices, section.store.sums_of(indices), strict=True)
-            if not each.finite
+            if not (each.finite and math.isfinite(section.store.factors.get(index, 1.0)))
         ]
 
     def _complete_sums(self, sections: Sequence[GradSection]) -> None:
@@ -517,36 +564,220 @@ class Gradients:
             for index in indices:
                 section.store.factors[index] = section.store.factors.get(index, 1.0) * factor
 
-    def clip_value(self, params: Collection[nn.Parameter], clip_value: float) -> None:
-        """Clip the elements of the gradients held of `params` to [-clip_value, clip_value], where they rest, as
-        torch.nn.utils.clip_grad_value_ would. Collective."""
+    def clamp(self, params: Collection[nn.Parameter], low: float | None, high: float | None) -> None:
+        """Clip the elements of the gradients held of `params` to [low, high], where they rest. None is no bound.
+        Collective where a reduction waits."""
         self.reduce_waiting()
-        for section in self.sections:
-            if section.holding:
+        self._read_factors()
+        for section, indices in self._by_section(params):
+            section.land()
+            chosen = sorted(section.holding.intersection(indices))
+            if not chosen:
+                continue
+            if self._changed is not section:
+                self._save_changed()
                 # Other parameters of the section may have had a step, whose update reads it still.
                 section.unit.wait_for_update()
-        for section, indices in self._chosen(params):
-            for index in indices:
+                self._changed = section
+            for index in chosen:
+                power = _power_of_two(section.store.factors, index)
                 view = section.store.apply_factor(index)
-                # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
-                bound = min(clip_value * self.loss_scale, torch.finfo(view.dtype).max)
-                view.clamp_(-bound, bound)
-            if indices:
-                section.store.measure(indices)
-                section.store.flush()
+                if power != 1.0:
+                    section.store.factors[index] = power
+                # What is still to be multiplied, as by the loss scale: bounds follow it, as far as the dtype goes.
+                most, left = torch.finfo(view.dtype).max, power / self.loss_scale
+                view.clamp_(
+                    None if low is None else max(-most, low / left),
+                    None if high is None else min(most, high / left),
+                )
+            section.store.measure(chosen)
+            self._norms.clear()
+
+    def _save_changed(self) -> None:
+        """What was changed where it rests leaves for where it was."""
+        section, self._changed = self._changed, None
+        if section is not None:
+            section.store.flush()
+
+    # What handles of `.grad` ask
+
+    def share(self, param: nn.Parameter) -> None:
+        """Before `param` is asked for its gradient: reduce what earlier backwards have left. Collective where a
+        reduction waits: then all ranks ask, or all raise."""
+        if not self._deferred or self._collectives.world_size == 1 or _in_backward():
+            return
+        if self._no_sync:
+            section, index = self._places[id(param)]
+            raise ZeroOffloadError(
+                f"the gradient of {section.layout.params[index].spec.name} is not reduced inside of zo.no_sync, where "
+                "each rank has a part of its own. Read it on all ranks after the backward that follows the block"
+            )
+        self.reduce_waiting()
+        self._know_norms()
+
+    def life_of(self, param: nn.Parameter) -> object:
+        """What is the same object until the gradient held of `param` ends."""
+        section, index = self._places[id(param)]
+        return section.lives.setdefault(index, object())
+
+    def check_held(self, param: nn.Parameter, life: object) -> None:
+        """Raise where this gradient is over, or is not complete."""
+        section, index = self._places[id(param)]
+        name = section.layout.params[index].spec.name
+        if section.lives.get(index) is not life:
+            raise ZeroOffloadError(
+                f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again"
+            )
+        if _in_backward():
+            raise ZeroOffloadError(
+                f"the gradient of {name} is not complete while backward runs. Read it after backward. A hook that "
+                f"register_post_accumulate_grad_hook puts on {name} finds what its backward adds in .grad"
+            )
+
+    def refuse(self, param: nn.Parameter, what: str) -> ZeroOffloadError:
+        """The error for `what`, which needs the elements of a gradient."""
+        section, index = self._places[id(param)]
+        name, where = section.layout.params[index].spec.name, section.section.shard.placement.grads.value
+        return ZeroOffloadError(
+            f"{what} needs the elements of the gradient of {name}, which rests on {where} until the optimizer's step. "
+            "Its .grad answers norms, is scaled and clipped; step with zo.AdamW (or zo.SGD, ...), not torch.optim's. "
+            f'A copy is read by \'with zo.gathered(model, kind="grads") as grads: grads["{name}"]\', on one rank'
+        )
+
+    def norm(self, param: nn.Parameter, order: float) -> torch.Tensor:
+        """The norm of a gradient held, as the next update would use it; () fp32 on the compute device, not shared.
+
+        Of order 2 it is known. The first of another order since a gradient has changed takes one pass over all
+        gradients, where they rest, and is collective. So is that of order 2 where a GPU's ranks have sums under way.
+        """
+        section, index = self._places[id(param)]
+        if order not in self._norms:
+            self._norms[order] = self._find_norms(order)
+        found = self._norms[order]
+        if found.rows is None:
+            values = torch.tensor([*found.of.values()], dtype=torch.float64, device="cpu")
+            found.rows = values.to(self._device.torch_device, torch.float32)
+        factor = 1.0 if order == 0 else abs(section.store.factors.get(index, 1.0)) / self.loss_scale
+        norm = found.rows[found.at[id(param)]] * factor
+        for each in section.factors.get(index, ()) if order else ():
+            norm = norm * each.value.abs()
+        return norm.float()
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """True if a gradient held is finite, on every rank. Collective as `norm`."""
+        self.norm(param, 2.0)
+        return math.isfinite(self._norms[2.0].of[id(param)])
+
+    def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        """Let a gradient held count `factor` times, or its inverse. A tensor, one element, in a device's memory, stays
+        there until a step reads it. See [Note: factors]."""
+        section, index = self._places[id(param)]
+        section.land()
+        self.scales_by_handle = True
+        if isinstance(factor, torch.Tensor):
+            section.factors.setdefault(index, []).append(self._capture(factor, divides))
+            return
+        if divides:
+            factor = 1.0 / factor if factor else math.copysign(math.inf, factor)
+        section.store.factors[index] = section.store.factors.get(index, 1.0) * factor
+
+    def _capture(self, factor: torch.Tensor, divides: bool) -> Factor:
+        """The factor as it is now: the program may change the tensor."""
+        last = self._captured
+        if last is None or last.given is not factor or (last.version, last.divides) != (factor._version, divides):
+            value = factor.detach().reshape(()).to(torch.float64, copy=True)
+            last = Factor(value.reciprocal_() if divides else value, factor, factor._version, divides)
+            self._captured = last
+        return last
+
+    def _read_factors(self) -> None:
+        """Bring factors in a device's memory to where the step finds them; one wait for all."""
+        if self._captured is None:
+            return
+        self._captured = None
+        scaled = [(section, index, each) for section in self.sections for index, each in section.factors.items()]
+        factors = {id(factor): factor.value for _, _, each in scaled for factor in each}
+        values = dict(zip(factors, torch.stack([*factors.values()]).tolist(), strict=True)) if factors else {}
+        for section, index, each in scaled:
+            for factor in each:
+                section.store.factors[index] = section.store.factors.get(index, 1.0) * values[id(factor)]
+        for section in self.sections:
+            section.factors.clear()
+
+    def agree_on_factors(self) -> None:
+        """Before a step: raise on all ranks where they have scaled gradients differently. Collective where they
+        have."""
+        if not self.scales_by_handle:
+            return
+        self.scales_by_handle = False
+        if self._collectives.world_size > 1:
+            factors = [sorted(section.store.factors.items()) for section in self.sections]
+            digest = zlib.crc32(repr(factors).encode())
+            self._collectives.agreement.same(f"a step with gradients scaled by .grad (factors {digest:08x})")
+
+    def zero(self, param: nn.Parameter) -> None:
+        """Let a gradient be zeros, to which the next backward adds."""
+        self.clear([param])
+        self.zeroed.add(param)
+
+    def _know_norms(self) -> None:
+        """At the end of a backward that has reduced: each rank knows norms of whole gradients. Collective.
+
+        On a GPU the sums are still under way, and the host waits for nothing here.
+        """
+        if self._device.is_host and self._collectives.divides and not self.updates_in_backward:
+            self._norms[2.0] = self._find_norms(2.0)
+
+    def _find_norms(self, order: float) -> Norms:
+        """Norms of all gradients held, without factors and loss scale. Collective."""
+        if order == 2:
+            self._complete_sums(self.sections)
+        at, found = dict[int, int](), list[float]()
+        for section, indices in self._chosen(None):
+            at |= {id(section.params[index]): len(found) + row for row, index in enumerate(indices)}
+            if order == 2:
+                found += [each.sumsq / section.layout.num_copies for each in section.store.sums_of(indices)]
+            elif indices:
+                found += self._powers(section, indices, order)
+        if order == math.inf:
+            norms = self._collectives.most_over_shards(found)
+        else:
+            sums = self._collectives.sum_over_shards(found)
+            norms = [math.sqrt(each) if order == 2 else each ** (1 / (order or 1)) for each in sums]
+        return Norms(dict(zip(at, norms, strict=True)), at)
+
+    def _powers(self, section: GradSection, indices: Sequence[int], order: float) -> list[float]:
+        """The sum of each gradient's absolute values to a power, of this rank's part; of order inf the largest one."""
+        section.unit.wait_for_update()
+        brought, store = section.store.on_disk, section.store
+        views = [store.view(index) for index in indices]
+        norms = [
+            torch.linalg.vector_norm(view, order, dtype=torch.float64) if view.numel() else view.new_zeros(()).double()
+            for view in views
+        ]
+        values: list[float] = torch.stack(norms).tolist()
+        store.flush(changed=not brought)
+        if order == math.inf:
+            return values
+        return [each ** (order or 1) / section.layout.num_copies for each in values]
 
     # Their end
 
     def clear(self, params: Iterable[nn.Parameter]) -> None:
         """A step has taken these parameters' gradients, or they are dropped: the next backward starts afresh."""
-        taken: dict[int, tuple[GradSection, list[int]]] = {}
-        for param in params:
-            section, index = self._places[id(param)]
-            taken.setdefault(id(section), (section, []))[1].append(index)
-            self.zeroed.discard(param)
-        for section, indices in taken.values():
+        params = list(params)
+        self.zeroed.difference_update(params)
+        for section, indices in self._by_section(params):
             self._clear(section, indices)
         self._end_if_none()
+
+    def _by_section(self, params: Iterable[nn.Parameter]) -> Iterable[tuple[GradSection, list[int]]]:
+        """The sections of these parameters, each with their indices in it."""
+        found: dict[int, tuple[GradSection, list[int]]] = {}
+        for param in params:
+            section, index = self._places[id(param)]
+            found.setdefault(id(section), (section, []))[1].append(index)
+        return found.values()
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
         """Drop the gradients (of `params`; by default all). True if there were any."""
@@ -565,6 +796,7 @@ class Gradients:
         self._reductions.drop()
         self.close()
         self._drive_room.drop()
+        self._changed = None
         for section in self.sections:
             section.arrived.clear()
             section.awaits_more, section.aside, section.joined = False, False, None
@@ -590,6 +822,9 @@ class Gradients:
         section.store.shown |= bool(gone & section.exposed)
         for each in (section.holding, section.exposed, section.waiting, section.reduced):
             each -= gone
+        for index in gone if section.lives or section.factors else ():
+            section.lives.pop(index, None)
+            section.factors.pop(index, None)
         section.store.drop(gone)
         self._drop_zeros(section)
 
@@ -602,7 +837,24 @@ class Gradients:
     def _end_if_none(self) -> None:
         """End the loss scale with the last gradients."""
         if not any(section.holding for section in self.sections):
-            self.loss_scale, self.overflowed = 1.0, False
+            self.loss_scale, self.overflowed, self.scales_by_handle = 1.0, False, False
+            self._captured = None
+            self._norms.clear()
+
+
+def _power_of_two(factors: dict[int, float], index: int) -> float:
+    """Take a power of two out of a gradient's factor, which is near 1 then: 16 bits have no room for a loss scale."""
+    mantissa, exponent = math.frexp(factors.get(index, 1.0))
+    if not math.isfinite(mantissa) or not mantissa:
+        return 1.0
+    if abs(mantissa) == 0.5:
+        mantissa, exponent = 2 * mantissa, exponent - 1
+    factors[index] = mantissa
+    return math.ldexp(1.0, exponent)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _local_grad(param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:

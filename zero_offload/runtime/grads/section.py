@@ -31,6 +31,19 @@ BUCKET_BYTES = 1 * MIB
 """Smaller sections share a collective: its start would take longer than its transfer."""
 
 
+class Factor(NamedTuple):
+    """What a gradient is multiplied by, in a device's memory until a step reads it."""
+
+    value: torch.Tensor
+    """() fp64, of our own."""
+    given: torch.Tensor
+    """The program's tensor that it was taken from."""
+    version: int
+    """The tensor's then."""
+    divides: bool
+    """True if `value` is the inverse."""
+
+
 @dataclass
 class GradSection:
     """One section's gradients in this step."""
@@ -67,6 +80,10 @@ class GradSection:
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
     """Parameters whose gradient the user has in hand, and may have changed."""
+    lives: dict[int, object] = field(default_factory=dict)
+    """Of parameters whose gradient the program has a handle of, an object that ends with the gradient."""
+    factors: dict[int, list[Factor]] = field(default_factory=dict)
+    """Factors of gradients held beside those of the store, not read yet."""
 
     def __post_init__(self) -> None:
         self.layout: SectionLayout = self.section.layout

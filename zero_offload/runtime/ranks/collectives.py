@@ -274,6 +274,19 @@ class Collectives:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         return self._all_reduce(total, dist.ReduceOp.SUM, self._over_shards, "the gradient norm")
 
+    def most_over_shards(self, values: list[float]) -> list[float]:
+        """The largest of each number over the ranks that hold different shards, of this part of the model and of the
+        others."""
+        if not self._over_shards:
+            return values
+        most = torch.tensor(values, dtype=torch.float64, device=self._device)
+        return self._all_reduce(most, dist.ReduceOp.MAX, self._over_shards, "the largest elements of gradients")
+
+    @property
+    def divides(self) -> bool:
+        """True if ranks hold different shards, or different parts of the model."""
+        return bool(self._over_shards)
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some rank, whatever part of the model that holds."""
         if not self._over_all:

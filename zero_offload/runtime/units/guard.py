@@ -42,7 +42,7 @@ _HARMLESS_PROPERTIES = (
 _HARMLESS_METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_neg"),
-    *("is_conj", "is_same_size", "has_names", "register_hook", "register_post_accumulate_grad_hook"),
+    *("is_conj", "is_same_size", "has_names", "register_hook"),
     *("is_pinned", "is_set_to", "dim_order", "retain_grad", "__len__", "__hash__", "__dir__"),
 )
 _FACTORIES = (
@@ -68,7 +68,7 @@ _QUESTIONS = (
     *("view_as", "expand_as", "reshape_as", "is_same_size", "is_set_to", "is_signed", "is_neg", "is_conj"),
 )
 """Those that often need no data: they are asked without it before a unit is fetched for them."""
-_ADDRESSES = (
+ADDRESSES = (
     *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type"),
     *("numpy", "tolist", "__array__", "__dlpack__", "as_subclass", "resize", "resize_as"),
 )
@@ -92,7 +92,7 @@ def _harmless() -> frozenset[Any]:
 
 
 @functools.cache
-def _named(*names: str) -> frozenset[Any]:
+def named(*names: str) -> frozenset[Any]:
     """Functions and methods of these names."""
     found = (getattr(place, name, None) for place in (torch, Tensor) for name in names)
     return frozenset(each for each in found if each is not None)
@@ -110,6 +110,7 @@ def _special() -> dict[Any, Callable[..., Any]]:
         grad.__delete__: _set_grad,
         requires_grad.__set__: _set_requires_grad,
         Tensor.requires_grad_: _call_requires_grad_,
+        Tensor.register_post_accumulate_grad_hook: _register_grad_hook,
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
         data.__set__: _set_data,
@@ -151,6 +152,19 @@ def _set_grad(param: nn.Parameter, grad: Tensor | None = None) -> None:
     owner = owner_of(param)
     if owner is not None:
         owner.access.write_grad(param, grad)
+
+
+class LastHook:
+    """A hook on a gradient that takes it away: the program's hooks run before, whenever they are registered."""
+
+
+def _register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        handle = param.register_post_accumulate_grad_hook(hook)
+        hooks: Any = param._post_accumulate_grad_hooks
+    for number in [number for number, each in hooks.items() if isinstance(each, LastHook)]:
+        hooks.move_to_end(number)
+    return handle
 
 
 def _set_requires_grad(param: nn.Parameter, value: bool) -> None:
@@ -299,7 +313,7 @@ class AtRest:
             fills = kwargs.pop("materialize_grads", False)
             found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
             return _filled(args, kwargs, found) if fills else found
-        if func in _named(*_FACTORIES, *_QUESTIONS):
+        if func in named(*_FACTORIES, *_QUESTIONS):
             try:
                 answer = _answer(func, args, kwargs)
             except _NeedsDataError:
@@ -411,12 +425,12 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 raise _NeedsDataError(param)
             return stand_ins.setdefault(id(param), Away.of_param(param))
 
-        if func in _named(*_FACTORIES) and is_dtensor(args[0] if args else None):
+        if func in named(*_FACTORIES) and is_dtensor(args[0] if args else None):
             return func(*args, **kwargs)
         args, kwargs = tree_map_only(AtRest, stand_in, (args, kwargs))
-        if func in _named(*_ADDRESSES):
+        if func in named(*ADDRESSES):
             raise _NeedsDataError(next(x.param for x in tree_leaves((args, kwargs)) if isinstance(x, Away)))
-        if func in _named("new", "new_tensor") and args and isinstance(args[0], Away):
+        if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
             # They take dtype and device past the view's own answers.
             args = (torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:])
         try:
