@@ -329,7 +329,8 @@ def test_two_runs_cannot_share_a_directory(text: Path, tmp_path: Path, capsys: C
 def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     sizes = ["--model", "tiny", "--seq", 16, "--batch", 1, "--steps", 3, "--data", text]
-    arguments = ["train", *sizes, "--out", out, "--trace", 1]
+    (tmp_path / "run.toml").write_text("[train]\nsample_bytes = 16\n")
+    arguments = ["train", tmp_path / "run.toml", *sizes, "--out", out, "--trace", 1]
     printed = run_program("zero_offload", *arguments, folder=tmp_path, num_ranks=2)
     assert [row["step"] for row in _rows(out)] == [1, 2, 3]
     assert printed.count("unigram entropy:") == 1  # only the first rank speaks

@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.models import WIDE, Block, build
-from tests.helpers.pairwise import full
+from tests.helpers.pairwise import full, in_turn
 from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import runtime_of
 from zero_offload.plan.memory import ACTIVATIONS_AHEAD_BYTES, MARGIN_SHARE, WORKSPACE_BYTES
@@ -425,8 +425,10 @@ def test_a_captured_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     zo.close(model)
 
 
-@pytest.mark.parametrize("how", ["whole", "in place", "a block", "a block in place", "a part", "a function"])
-@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
+@in_turn(
+    how=["whole", "in place", "a block", "a block in place", "a part", "a function"],
+    options=[{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}],
+)
 def test_compiling_to_graphs_is_refused(how: str, options: dict[str, Any]) -> None:
     model: Any = zo.offload(make(), zo.OffloadConfig(precision="fp32"))
     call = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, AttentionBlock, Block, TinyLM, tokens_of
-from tests.helpers.pairwise import in_pairs
+from tests.helpers.pairwise import in_turn
 from tests.helpers.twins import assert_same, train
 
 
@@ -124,21 +125,24 @@ def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
     yield from train(model, optimizer, range(3))
 
 
-CONFIGS = ["cpu-bf16", "nvme-fp32"]
+CONFIGS = ["cpu-bf16", "nvme-fp32", "nvme-bf16", "cpu-fp32"]
 
 
-@in_pairs(
+@in_turn(
+    model=[*itertools.product([AroundBlocks, AroundSome, InsideBlocks, WithAttention], [True, False])],
     config=CONFIGS,
-    make=[AroundBlocks, AroundSome, InsideBlocks, WithAttention],
-    reentrant=[True, False],
     indirect=["config"],
 )
-def test_of_one_block_at_a_time(make: type[nn.Module], reentrant: bool, config: zo.OffloadConfig) -> None:
+def test_of_one_block_at_a_time(model: tuple[type[nn.Module], bool], config: zo.OffloadConfig) -> None:
+    make, reentrant = model
     assert_same(script, partial(make, reentrant), roomy(config, "16MiB") if make is WithAttention else config)
 
 
-@in_pairs(config=CONFIGS, make=[OverSegment, Nested, InChunks], reentrant=[True, False], indirect=["config"])
-def test_of_two_blocks_at_a_time(make: type[nn.Module], reentrant: bool, config: zo.OffloadConfig) -> None:
+@in_turn(
+    model=[*itertools.product([OverSegment, Nested, InChunks], [True, False])], config=CONFIGS, indirect=["config"]
+)
+def test_of_two_blocks_at_a_time(model: tuple[type[nn.Module], bool], config: zo.OffloadConfig) -> None:
+    make, reentrant = model
     assert_same(script, partial(make, reentrant), roomy(config, "16MiB"))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, TinyLM, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.twins import Script, assert_same, train
 
 Model = partial(TinyLM, WIDE)
@@ -141,7 +142,7 @@ SCRIPTS: list[Script] = [
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@in_turn(script=SCRIPTS, fp32_config=["cpu", "nvme"], indirect=["fp32_config"])
 def test_the_same_bits_as_plain_torch(script: Script, fp32_config: zo.OffloadConfig) -> None:
     assert_same(script, Model, fp32_config)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_pairs, in_turn
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same, train
 
@@ -23,9 +24,7 @@ def name_of(make: object) -> str:
     return getattr(make, "__name__", "foreach")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
-@pytest.mark.parametrize("grads", ["cpu", "device", "nvme"])
-@pytest.mark.parametrize("params", ["cpu", "nvme"])
+@in_pairs(params=["cpu", "nvme"], grads=["cpu", "device", "nvme"], optimizer=OPTIMIZERS)
 def test_a_foreign_optimizer_raises(params: str, grads: str, optimizer: object, nvme: Path) -> None:
     model = zo.offload(build(Model), placed("fp32", (params, grads, "cpu"), nvme))
     model(tokens_of(0)).backward()
@@ -225,6 +224,6 @@ def frozen_by_the_optimizer(model: nn.Module, optimizer: zo.AdamW) -> Iterator[f
 SCRIPTS = [with_two_optimizers, with_closure, with_scheduler, clip_then_drop, frozen_by_the_optimizer]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+@in_turn(script=SCRIPTS, fp32_config=["nvme", "cpu"], indirect=["fp32_config"])
 def test_optimizer_uses_that_work(script: object, fp32_config: zo.OffloadConfig) -> None:
     assert_same(script, Model, fp32_config)

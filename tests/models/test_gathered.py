@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import train
 from zero_offload.model.api import runtime_of
@@ -57,8 +58,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@in_turn(place=["cpu", "nvme"], write=list(WRITES))
 def test_a_write_in_a_block_for_reading_raises_and_changes_nothing(place: str, write: str, nvme: Path) -> None:
     model, optimizer = trained("bf16", **settings_of(place, nvme))
     before = read_masters(model)

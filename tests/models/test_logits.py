@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from tests.helpers.models import VOCAB, WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same, run_offloaded, run_plain, train
 from zero_offload.plan.model_spec import ModelSpec
@@ -100,7 +101,7 @@ class Autocast(WithLossHead):
 MODELS = [ChunkedLM, OneChunk, WithLossHead, Checkpointed, FrozenEmbedding, Autocast]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@in_turn(model=MODELS, config=["nvme-fp32", "cpu-bf16", "nvme-bf16", "cpu-fp32"], indirect=["config"])
 def test_a_chunked_loss_of_an_offloaded_weight(model: type[nn.Module], config: zo.OffloadConfig) -> None:
     assert_same(script, model, config)
 

@@ -22,7 +22,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import NARROW, WIDE, TinyLM, build, tokens_of
 from tests.helpers.offloaded_player import Offloaded
-from tests.helpers.pairwise import full
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.reference import param_groups, placed
 from tests.helpers.schedules import Pass, Script
 from tests.helpers.twins import train
@@ -80,7 +80,7 @@ def imported_for(use: str) -> None:
         Offloaded(NARROW, zo.OffloadConfig(precision="fp32"), Path(folder)).play(USES[use])
 
 
-@pytest.mark.parametrize("use", USES)
+@in_turn(use=list(USES), fp32_config=["cpu", "nvme"], indirect=["fp32_config"])
 def test_a_dropped_model_leaves_memory_at_once(use: str, fp32_config: zo.OffloadConfig, tmp_path: Path) -> None:
     """Not when Python's garbage collector comes by: it counts objects, and a model is few objects of many bytes."""
     imported_for(use)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import placed
 from tests.helpers.twins import Script, assert_same, train
 
@@ -213,7 +214,7 @@ MAKERS = [DropsLayers, ExitsEarly, Routed, CallsItself, ReturnsAView, ChangesIts
 MAKERS += [Lists, ListsOfLists, Dataclasses, ReturnsContainers, ManyParams, weight_normed]
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@in_turn(make=MAKERS, fp32_config=["nvme", "cpu"], indirect=["fp32_config"])
 def test_what_forward_does(make: Any, fp32_config: zo.OffloadConfig) -> None:
     def seeded(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
         torch.manual_seed(7)
@@ -366,7 +367,7 @@ SCRIPTS: list[Script] = [
 ]
 
 
-@pytest.mark.parametrize("steps", SCRIPTS, ids=lambda steps: steps.__name__)
+@in_turn(steps=SCRIPTS, fp32_config=["nvme", "cpu"], indirect=["fp32_config"])
 def test_what_the_script_does(steps: Script, fp32_config: zo.OffloadConfig) -> None:
     assert_same(steps, Model, fp32_config)
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, AttentionBlock, Block, TinyLM, tokens_of
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.twins import run_offloaded, run_plain, train
 
 DIM = 16
@@ -468,8 +469,9 @@ def marks_some(model: nn.Module) -> None:
     zo.checkpoint([model.blocks[0], model.blocks[2], model.norm])
 
 
-@pytest.mark.parametrize("mark", [marks, marks_some, marks_all], ids=lambda mark: mark.__name__)
-@pytest.mark.parametrize("when", ["before", "after"])
+@in_pairs(
+    mark=[marks, marks_some, marks_all], when=["before", "after"], config=["cpu-bf16", "nvme-fp32"], indirect=["config"]
+)
 def test_offloaded_models(mark: Callable[[nn.Module], None], when: str, config: zo.OffloadConfig) -> None:
     def make() -> nn.Module:
         model = Marked()

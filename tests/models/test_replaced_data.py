@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_p
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import assert_same, run_offloaded, train
 
@@ -46,8 +47,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("place", PLACES)
+@in_turn(place=PLACES, write=list(WRITES))
 def test_in_a_block_for_writing_it_is_written(place: str, write: str, nvme: Path) -> None:
     def losses_and_masters(write: Callable[[nn.Parameter], Any]) -> tuple[list[float], dict[str, Tensor]]:
         model = zo.offload(build(partial(TinyLM, NARROW)), config_of(place, nvme))

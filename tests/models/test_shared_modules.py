@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import zero_offload as zo
 from tests.helpers.models import VOCAB, WIDE, AttentionBlock, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import in_turn
 from tests.helpers.twins import assert_same, train
 
 
@@ -131,7 +132,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: getattr(make, "__name__", "AttentionBlocks"))
+@in_turn(make=MODELS, config=["nvme-fp32", "cpu-bf16", "nvme-bf16", "cpu-fp32"], indirect=["config"])
 def test_trains_to_the_bits_of_the_plain_model(make: type[nn.Module], config: zo.OffloadConfig) -> None:
     assert_same(script, make, config)
 
@@ -146,10 +147,10 @@ def test_eval_fast_path_of_the_transformer_encoder(fp32_config: zo.OffloadConfig
     assert_same(with_eval, Encoder, fp32_config)
 
 
-@pytest.mark.parametrize(
-    "units",
-    [["blocks"], [Block], ["blocks.0", "blocks.2"], [nn.Linear], ["blocks.1.up", "blocks.1"], [""]],
-    ids=["list", "class", "some", "linears", "nested", "root"],
+@in_turn(
+    units=[["blocks"], [Block], ["blocks.0", "blocks.2"], [nn.Linear], ["blocks.1.up", "blocks.1"], [""]],
+    fp32_config=["nvme", "cpu"],
+    indirect=["fp32_config"],
 )
 def test_units_named_by_the_user(units: list[object], fp32_config: zo.OffloadConfig) -> None:
     # As one unit the blocks need more than the tight budget.
