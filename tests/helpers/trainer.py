@@ -194,8 +194,9 @@ def fork_server() -> ForkServerContext:
     """A server that has imported what children need; no thread runs in it."""
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     context = multiprocessing.get_context("forkserver")
-    # The last one is what the first optimizer imports.
-    tools = ["tests.helpers.tools"] if "tests.helpers.tools" in sys.modules else []
+    # Tools take seconds to import: children of tests that have them need them too.
+    tools = [name for name in ("tests.helpers.tools", "tests.helpers.tool_runs") if name in sys.modules]
+    # The last but them is what the first optimizer imports.
     context.set_forkserver_preload([__name__, "tests.helpers.ranks", "torch._dynamo", *tools])
     return context
 

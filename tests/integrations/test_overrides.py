@@ -17,13 +17,43 @@ from tests.helpers import tools as tools
 
 TOOLS = ("transformers", "accelerate", "trl", "lightning", "peft")
 
-MIXINS: dict[str, str] = {}
+MIXINS: dict[str, str] = {"OffloadMixin": "transformers.trainer.Trainer"}
 """Mixins of `zero_offload.integrations`, each with the class of the tool that it stands before."""
 
 OVERRIDES: dict[str, str] = {
     "accelerate.accelerator.Accelerator.load_state": "self input_dir load_kwargs load_model_func_kwargs",
     "accelerate.accelerator.Accelerator.no_sync": "self model",
     "accelerate.accelerator.Accelerator.save_state": "self output_dir safe_serialization save_model_func_kwargs",
+    "transformers.trainer.Trainer._get_grad_norm": "self model grad_norm",
+    "transformers.trainer.Trainer._get_output_dir": "self trial",
+    "transformers.trainer.Trainer._init_training_state": (
+        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
+    "transformers.trainer.Trainer._load_best_model": "self",
+    "transformers.trainer.Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
+    "transformers.trainer.Trainer._load_optimizer_and_scheduler": "self checkpoint",
+    "transformers.trainer.Trainer._load_rng_state": "self checkpoint",
+    "transformers.trainer.Trainer._load_scaler": "self checkpoint",
+    "transformers.trainer.Trainer._maybe_log_save_evaluate": (
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
+    ),
+    "transformers.trainer.Trainer._move_model_to_device": "self model device",
+    "transformers.trainer.Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
+    "transformers.trainer.Trainer._push_from_checkpoint": "self checkpoint_folder",
+    "transformers.trainer.Trainer._run_epoch": (
+        "self model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial "
+        "ignore_keys_for_eval start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+    ),
+    "transformers.trainer.Trainer._save": "self output_dir state_dict",
+    "transformers.trainer.Trainer._save_checkpoint": "self model trial",
+    "transformers.trainer.Trainer._save_optimizer_and_scheduler": "self output_dir",
+    "transformers.trainer.Trainer.call_model_init": "self trial",
+    "transformers.trainer.Trainer.create_optimizer": "self model",
+    "transformers.trainer.Trainer.get_optimizer_cls_and_kwargs": "args model",
+    "transformers.trainer.Trainer.set_initial_training_values": "self args dataloader",
+    "transformers.trainer.Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
+    "transformers.trainer.Trainer.training_step": "self model inputs num_items_in_batch",
+    "transformers.trainer_callback.TrainerCallback.on_log": "self args state control kwargs",
 }
 """Methods of tools, each with its parameters, by name and in order. A property has none."""
 

@@ -1,0 +1,351 @@
+"""`OffloadTrainer` against transformers' Trainer over the plain model; resumed, killed, and on other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.helpers.tool_runs as runs  # before transformers  # isort: skip
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import zero_offload as zo
+from tests.helpers import tools
+from tests.helpers.tool_runs import Outcome, Spec, in_processes, train
+from zero_offload.integrations.transformers import OffloadTrainer, StatsCallback
+
+UNCLIPPED = {"max_grad_norm": 0.0}
+SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+EPOCHS: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "logging_steps": 4, "eval_strategy": "epoch"}
+"""Six steps an epoch on one rank: a log in the midst of one, and an evaluation at its end."""
+FEATURES: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "max_steps": 4,
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+}
+
+
+def without_norms(outcome: Outcome) -> Outcome:
+    """torch and the library add up the squares of a norm in another order."""
+    logs = [{key: value for key, value in each.items() if key != "grad_norm"} for each in outcome.logs]
+    return Outcome(logs, outcome.values)
+
+
+def spec(tmp_path: Path, where: str, **changes: Any) -> Spec:
+    return Spec(tmp_path / "out", tmp_path / "nvme" if where == "nvme" else None, **changes)
+
+
+# The plain model's numbers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "more"),
+    [
+        (1, "nvme", {}),
+        (1, "cpu", {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}),
+        (2, "nvme", {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}),
+        (2, "cpu", {}),
+    ],
+)
+def test_trains_as_the_plain_model(tmp_path: Path, ranks: int, where: str, more: dict[str, Any]) -> None:
+    args = FEATURES | UNCLIPPED | more
+    plain = in_processes(ranks, train, Spec(tmp_path / "plain", args=args, is_plain=True, model_init=ranks == 1))
+    ours = in_processes(ranks, train, spec(tmp_path, where, args=args, model_init=ranks == 1))
+    assert [without_norms(each) for each in ours] == [without_norms(each) for each in plain]
+    for mine, theirs in zip(ours, plain, strict=True):
+        norms = [[each["grad_norm"] for each in outcome.logs if "grad_norm" in each] for outcome in (mine, theirs)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_clips_as_the_plain_model(tmp_path: Path) -> None:
+    plain, ours = (train(Spec(tmp_path, args={"max_grad_norm": 0.5}, is_plain=is_plain)) for is_plain in (True, False))
+    assert tools.distance(ours.values, plain.values) < 2e-7
+
+
+def test_updates_in_backward(tmp_path: Path) -> None:
+    args = UNCLIPPED | {"gradient_accumulation_steps": 2, "max_steps": 3}
+    whole = train(Spec(tmp_path / "whole", args=args))
+    config = tools.config("cpu", "", overlap="backward")
+    trainer = OffloadTrainer(
+        model=tools.llama(attention_dropout=0.1),
+        args=runs.arguments(tmp_path, **args),
+        train_dataset=tools.Tokens(24),
+        offload=config,
+    )
+    trainer.train()
+    assert tools.distance(tools.values_of(trainer.model), whole.values) == 0
+    zo.close(trainer.model)
+
+
+# Going on
+
+
+@pytest.mark.parametrize(
+    ("ranks", "death"), [(1, ("on_step_begin", 3)), (1, ("on_evaluate", 6)), (2, ("on_step_begin", 7))]
+)
+def test_goes_on_after_a_kill(tmp_path: Path, ranks: int, death: tuple[str, int]) -> None:
+    args = EPOCHS | {"num_train_epochs": 2 * ranks}
+    whole = in_processes(ranks, train, Spec(tmp_path / "whole", tmp_path / "whole_nvme", args))
+    assert in_processes(ranks, train, spec(tmp_path, "nvme", args=args, die_at=death))[0] is None
+    resumed = in_processes(ranks, train, spec(tmp_path, "nvme", args=args))
+    assert resumed == whole
+    assert [each.ends for each in resumed] == [each.ends for each in whole]
+    assert len(resumed[0].rows) <= (12 - death[1] + 2) * 4
+    # A run that is over has nothing left to do.
+    again = in_processes(ranks, train, spec(tmp_path, "nvme", args=args))
+    assert again == whole
+    assert again[0].rows == []
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(1, "cpu"), (1, "nvme"), (2, "nvme")])
+def test_resumes_from_a_checkpoint(tmp_path: Path, ranks: int, where: str) -> None:
+    args = SAVES | {"logging_steps": 3}
+    whole = in_processes(ranks, train, Spec(tmp_path / "whole", args=args))
+    out = tmp_path / "out"
+    in_processes(ranks, train, spec(tmp_path, where, args=args, stop_after=3))
+    shutil.rmtree(tmp_path / "nvme", ignore_errors=True)
+    assert in_processes(ranks, train, spec(tmp_path, where, args=args), True) == whole
+    assert sorted(each.name for each in out.iterdir()) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    loaded = AutoModelForCausalLM.from_pretrained(out / "checkpoint-6")
+    assert tools.distance(dict(loaded.named_parameters()), whole[0].values) == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("by", ["checkpoint", "generation"])
+def test_goes_on_with_other_ranks_after_the_samples_seen(tmp_path: Path, before: int, after: int, by: str) -> None:
+    args = SAVES | {"max_steps": 8}
+    where = "nvme" if by == "generation" else "cpu"
+    first = in_processes(before, train, spec(tmp_path, where, args=args, stop_after=4))
+    # Nothing is left to do but to load.
+    loaded = in_processes(after, train, spec(tmp_path, where, args=args | {"max_steps": 4}), True)
+    assert tools.distance(loaded[0].values, first[0].values) == 0
+    then = in_processes(after, train, spec(tmp_path, where, args=args), True)
+    trained_on = sorted(row for each in (*first, *then) for row in each.rows)
+    assert trained_on == sorted(tools.Tokens(24).rows.sum(1).tolist() * 2)
+
+
+def test_the_newer_of_checkpoint_and_generation_goes_on(tmp_path: Path) -> None:
+    args = SAVES | {"max_steps": 4}
+    train(spec(tmp_path, "nvme", args=args, stop_after=3))
+    newer = tmp_path / "out" / "checkpoint-4"
+    shutil.copytree(tmp_path / "nvme", tmp_path / "nvme3")
+    train(spec(tmp_path, "nvme", args=args))
+    shutil.rmtree(tmp_path / "nvme")
+    (tmp_path / "nvme3").rename(tmp_path / "nvme")
+    assert get_last_checkpoint(str(tmp_path / "out")) == str(newer)
+    assert train(spec(tmp_path, "nvme", args=args), True).rows == []  # step 4, of the checkpoint
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_goes_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path, is_sharded: bool) -> None:
+    args = SAVES | UNCLIPPED
+    plain = Spec(tmp_path / "out", args=args, is_plain=True)
+    whole = train(plain)
+    folder = tmp_path / "out" / "checkpoint-4"
+    if is_sharded:
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="100KB")
+        (folder / "model.safetensors").unlink()
+    ours = train(spec(tmp_path, "nvme", args=args), str(folder))
+    assert without_norms(ours) == without_norms(whole)
+
+
+# Checkpoints
+
+
+def test_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.3,
+        "save_total_limit": 1,
+    }
+    args = SAVES | UNCLIPPED | {"eval_strategy": "steps", "eval_steps": 2} | best
+    plain = train(Spec(tmp_path / "plain", args=args, is_plain=True))
+    with pytest.warns(UserWarning, match="a resume goes on from the generation committed last"):
+        ours = train(spec(tmp_path, "nvme", args=args))
+    assert without_norms(ours) == without_norms(plain)
+    left = [sorted(os.listdir(tmp_path / name)) for name in ("out", "plain")]
+    assert left[0] == left[1]
+
+
+def test_saves_the_model_alone(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}
+    args = SAVES | UNCLIPPED | {"eval_strategy": "steps", "eval_steps": 2, "save_only_model": True} | best
+    plain = train(Spec(tmp_path / "plain", args=args, is_plain=True))
+    ours = train(spec(tmp_path, "cpu", args=args))
+    assert without_norms(ours) == without_norms(plain)
+    assert not (tmp_path / "out" / "checkpoint-2" / "zero_offload").exists()
+
+
+def test_each_moment_of_a_save_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    """The directory is copied at each change of it: as a kill would leave it."""
+    out, moments = tmp_path / "out", tmp_path / "moments"
+    moments.mkdir()
+    state = {"is_on": False, "number": 0}
+
+    def copy() -> None:
+        state["is_on"] = False
+        shutil.copytree(out, moments / str(state["number"]))
+        state["is_on"], state["number"] = True, state["number"] + 1
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate")
+        if state["is_on"] and (changes or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))):
+            copy()
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, status: Any, control: Any, **kwargs: Any) -> None:
+            state["is_on"] = status.global_step == 2
+
+        def on_save(self, args: Any, status: Any, control: Any, **kwargs: Any) -> None:
+            state["is_on"] = False
+
+    sys.addaudithook(hook)
+    args = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "save_total_limit": 1}
+    trainer = runs.make(Spec(out, args=args))
+    trainer.add_callback(Watch())
+    trainer.train()
+    whole = files_of(out / "checkpoint-2")
+    assert state["number"] > 20
+    newest = set()
+    for moment in sorted(moments.iterdir(), key=lambda each: int(each.name)):
+        last = get_last_checkpoint(str(moment))
+        assert last is not None
+        assert files_of(Path(last)) == whole
+        newest.add(int(last.rpartition("-")[2]))
+    assert newest == {1, 2}
+    zo.close(trainer.model)
+    shutil.rmtree(out)
+    (moments / str(state["number"] // 2)).rename(out)
+    left = [each.name for each in out.iterdir()]
+    assert any(each.startswith("tmp-") for each in left)
+    resumed = train(Spec(out, args=args), True)
+    assert resumed == train(Spec(tmp_path / "whole", args=args | {"save_strategy": "no"}))
+    assert [each.name for each in out.iterdir()] == ["checkpoint-2"]
+
+
+def files_of(folder: Path) -> set[tuple[str, int]]:
+    """Names and sizes of all files; those of JSON differ by what they say."""
+    sized = (each for each in folder.rglob("*") if each.is_file())
+    return {(str(each.relative_to(folder)), each.stat().st_size if each.suffix != ".json" else 0) for each in sized}
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    args = SAVES | {"save_total_limit": 2}
+    params = sum(each.numel() for each in tools.llama().parameters())
+
+    def free(nbytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=nbytes))
+
+    free(16 * params - 1)
+    with pytest.raises(zo.CapacityError, match="a checkpoint takes .* free"):
+        train(Spec(tmp_path / "out", args=args))
+    free(40 * params)
+    with pytest.warns(UserWarning, match="too little for the 3 that will be there"):
+        train(Spec(tmp_path / "out", args=args))
+
+
+def adapted(spec: Spec) -> Any:
+    """The Trainer of a run, whose model has adapters of PEFT."""
+    base = tools.llama()
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return runs.make(spec, model)
+
+
+def test_checkpoints_of_adapters_are_adapters(tmp_path: Path) -> None:
+    args = SAVES | UNCLIPPED
+    plain = train(Spec(tmp_path / "plain", args=args, is_plain=True), None, adapted)
+    ours = train(spec(tmp_path, "nvme", args=args), None, adapted)
+    assert without_norms(ours) == without_norms(plain)
+    folder = tmp_path / "out" / "checkpoint-4"
+    names = {each.name for each in folder.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert "model.safetensors" not in names
+    theirs, mine = (load_file(tmp_path / part / "checkpoint-4/adapter_model.safetensors") for part in ("plain", "out"))
+    assert tools.distance(mine, theirs) == 0
+    shutil.rmtree(tmp_path / "nvme")
+    assert train(spec(tmp_path, "nvme", args=args), str(folder), adapted) == ours
+    again = spec(tmp_path, "cpu", args=args)
+    assert without_norms(train(again, str(tmp_path / "plain" / "checkpoint-4"), adapted)) == without_norms(plain)
+
+
+# What has no meaning, and numbers
+
+
+def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(zo.ConfigError, match="pass offload=zo.OffloadConfig"):
+        OffloadTrainer(model=tools.llama(), args=runs.arguments(tmp_path))
+    with pytest.raises(zo.ConfigError, match="bf16_full_eval"):
+        runs.make(Spec(tmp_path, args={"bf16_full_eval": True}))
+    with pytest.raises(zo.ConfigError, match="optim='adafactor' has no counterpart"):
+        train(Spec(tmp_path, args={"optim": "adafactor"}))
+    model = tools.llama()
+    torchs = torch.optim.AdamW(model.parameters())
+    given = {"args": runs.arguments(tmp_path), "train_dataset": tools.Tokens(8), "offload": zo.OffloadConfig()}
+    with pytest.raises(zo.ConfigError, match=r"torch\.optim\.\w+\.AdamW cannot update"):
+        OffloadTrainer(model=model, optimizers=(torchs, None), **given).train()
+
+
+def test_a_generation_of_another_program_is_refused(tmp_path: Path) -> None:
+    model = zo.offload(tools.llama(), tools.config("nvme", tmp_path / "nvme"))
+    optimizer = zo.AdamW(model.parameters())
+    model(**{key: value[None] for key, value in tools.Tokens(1)[0].items()}).loss.backward()
+    optimizer.step()
+    zo.commit(model, optimizer, extra={"mine": 1})
+    zo.close(model)
+    with pytest.raises(zo.ConfigError, match="was not made by an OffloadTrainer"):
+        train(spec(tmp_path, "nvme"))
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"), [("adamw_torch", zo.AdamW), ("sgd", zo.SGD), ("adagrad", zo.Adagrad), ("lion_32bit", zo.Lion)]
+)
+def test_optimizers_are_those_of_the_arguments(tmp_path: Path, optim: str, kind: type) -> None:
+    given = {"optim": optim, "adam_beta1": 0.8, "adam_epsilon": 1e-6, "optim_args": None}
+    trainer = runs.make(Spec(tmp_path, args=given | {"optim_args": "momentum=0.9"} if optim == "sgd" else given))
+    optimizer = trainer.create_optimizer()
+    assert type(optimizer) is kind
+    decayed, kept = optimizer.param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"], decayed["lr"]) == (0.1, 0.0, 1e-3)
+    expected = {"momentum": 0.9, "betas": (0.8, 0.999), "eps": 1e-6}
+    names = {"adamw_torch": ("betas", "eps"), "sgd": ("momentum",), "lion_32bit": ("betas",)}.get(optim, ())
+    assert all(decayed[name] == expected[name] for name in names)
+    zo.close(trainer.model)
+
+
+def test_numbers_of_the_library_are_logged(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Report(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer = OffloadTrainer(
+        model=tools.llama(),
+        args=runs.arguments(tmp_path, max_steps=2),
+        train_dataset=tools.Tokens(8),
+        callbacks=[Report(), StatsCallback()],
+        offload=tools.config("nvme", tmp_path / "nvme"),
+    )
+    trainer.train()
+    assert seen[1]["offload/step"] == 2
+    assert seen[1]["offload/written_bytes/nvme"] > 0
+    assert all(isinstance(value, int | float) for each in seen for value in each.values())
+    json.dumps(seen)
+    zo.close(trainer.model)

@@ -1,0 +1,467 @@
+"""`OffloadTrainer`, and `OffloadMixin` before any other Trainer class: transformers' Trainer over an offloaded model.
+
+Trainer's loop runs as it is. The mixin answers where Trainer would need the whole model in memory or plain gradients:
+it offloads the model in place of moving it to a device, builds our optimizers, and writes checkpoints piece by piece.
+After each step and what Trainer does behind it (logs, evaluation, a checkpoint), `zo.commit` keeps Trainer's own state
+in the generation. After a kill `train()` reads it back as Trainer reads a checkpoint's.
+
+[Note: what a checkpoint is]
+`checkpoint-N/` is a Hugging Face folder with Trainer's files, and `zero_offload/` in it has the states. All of it is
+written below `tmp-checkpoint-N/` and renamed at its end. So a kill leaves a whole checkpoint, or a directory that
+neither Trainer nor `get_last_checkpoint` takes for one; the next save deletes it.
+
+[Note: where the data goes on]
+Trainer counts steps, which have other samples on another number of ranks. So each saved state also says how many
+samples of the epoch the ranks have seen (`TrainerState.stateful_callbacks`, under the mixin's name).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint, rotate_checkpoints
+from transformers.training_args import OptimizerNames
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.inputs import check_optimizer
+from zero_offload.base.problems import warn_user
+from zero_offload.base.stats import Stats
+from zero_offload.base.types import format_bytes
+from zero_offload.checkpoint.extras import capture_rng, from_json, restore_rng
+from zero_offload.integrations.peft import is_peft
+from zero_offload.integrations.pretrained import export_pretrained, load_pretrained
+from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
+from zero_offload.model.offload import offload as offload_model
+from zero_offload.model.saving import commit, load_checkpoint, resume, save_checkpoint
+from zero_offload.optim.optimizer import FusedOptimizer
+from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
+from zero_offload.storage.shards.shard import master_components, shard_bytes
+
+_LOGGER = logging.getLogger(__name__)
+STATES = "zero_offload"
+"""The directory of our states in a checkpoint, and the mixin's name in Trainer's state."""
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
+_ADAMS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.PAGED_ADAMW)
+_LIONS = (OptimizerNames.LION, OptimizerNames.PAGED_LION)
+
+_Base: Any = object
+"""To mypy: the Trainer class that comes behind."""
+
+
+class OffloadMixin(_Base):  # type: ignore[misc]
+    """Put it before a Trainer class: `class OffloadSFTTrainer(OffloadMixin, SFTTrainer): pass`.
+
+    All arguments are those of the class behind it, and `offload`: how the model is offloaded. Without it the model has
+    to be offloaded already. With `OffloadConfig(existing="resume")` a generation that is found goes on, whatever
+    checkpoints there are; a checkpoint that is named, or is newer than it, replaces it.
+
+    Raises ConfigError for what has no meaning here, and CapacityError when a checkpoint does not fit the disk.
+    """
+
+    def __init__(self, *args: Any, offload: OffloadConfig | None = None, **kwargs: Any) -> None:
+        self._offload = offload
+        self._generation: dict[str, Any] | None = None
+        """What the generation says of Trainer, while `train` goes on from it."""
+        self._rng: dict[str, Any] | None = None
+        self._seen: dict[str, Any] = {}
+        """What the state that `train` goes on from says of samples and running losses."""
+        self._begins = True
+        self._staging: Path | None = None
+        self._history: list[str] = []
+        super().__init__(*args, **kwargs)
+        self._take(self.model)
+        callbacks = self.callback_handler.callbacks
+        callbacks.sort(key=lambda each: not isinstance(each, StatsCallback))  # before those that report the logs
+
+    # The model and its optimizer
+
+    def _take(self, model: nn.Module) -> None:
+        """Offload it, unless it is."""
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            raise ConfigError(
+                "bf16_full_eval and fp16_full_eval cast the model, and an offloaded one keeps its dtype; leave them "
+                "out: evaluation computes in OffloadConfig(precision=), too"
+            )
+        if runtime_of(model) is None:
+            if self._offload is None:
+                raise ConfigError(
+                    f"{type(self).__name__} was given a model that is not offloaded; pass "
+                    "offload=zo.OffloadConfig(...), or call zo.offload(model, config) first"
+                )
+            offload_model(model, self._offload)
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # ranks have a GPU each, and nothing is replicated over threads
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        self._take(model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        if self.model is not None and runtime_of(self.model) is not None:
+            close(self.model)
+        if trial is not None and self._offload is not None and self._offload.existing == "resume":
+            raise ConfigError("each trial of a search begins anew; pass OffloadConfig(existing='discard')")
+        model: nn.Module = super().call_model_init(trial)
+        self._take(model)
+        return model
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer = check_optimizer("Trainer", super().create_optimizer(model))
+        if not isinstance(optimizer, FusedOptimizer):
+            raise ConfigError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update an offloaded model; leave "
+                "optimizers= out, or pass optimizer_cls_and_kwargs=(zo.AdamW, {'lr': ...})"
+            )
+        return optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Ours, where the mathematics is that of `args.optim`."""
+        if args.optim in _ADAMS or args.optim in _LIONS:
+            betas = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+            return (AdamW, {**betas, "eps": args.adam_epsilon}) if args.optim in _ADAMS else (Lion, betas)
+        ours = {OptimizerNames.SGD: SGD, OptimizerNames.ADAGRAD: Adagrad}
+        if args.optim not in ours:
+            raise ConfigError(
+                f"optim={str(args.optim.value)!r} has no counterpart for offloaded models; use one of "
+                f"{', '.join(each.value for each in (*_ADAMS, *_LIONS, *ours))}. In the place of 8-bit optimizers pass "
+                "OffloadConfig(precision=zo.Precision(states='compact'))"
+            )
+        return ours[args.optim], Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with nullcontext() if self.accelerator.sync_gradients else no_sync(self.model):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if need_runtime(model, "Trainer").config.overlap == "backward":
+            return None  # gradients are gone
+        return super()._get_grad_norm(model, grad_norm)
+
+    # Going on
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. Where `zo.offload` has found a generation, training goes on from it."""
+        source: Any = resume_from_checkpoint
+        if source is True and os.path.isdir(self.args.output_dir):
+            source = get_last_checkpoint(self.args.output_dir) or True  # type: ignore[no-untyped-call]
+        with tempfile.TemporaryDirectory() as folder:
+            self._generation = None if isinstance(resume_from_checkpoint, str) else self._found()
+            if self._generation is not None and isinstance(source, str):
+                is_older = self._generation["state"]["global_step"] < int(source.rpartition("-")[2])
+                self._generation = None if is_older else self._generation
+            if self._generation is not None:
+                source = folder
+                Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(self._generation["state"]), encoding="utf-8")
+            self._seen = _seen_at(source) if isinstance(source, str) else {}
+            return super().train(source, *args, **kwargs)
+
+    def _found(self) -> dict[str, Any] | None:
+        """What the generation that zo.offload has found says of Trainer."""
+        owner = need_runtime(self.model, "train()")
+        if not owner.resume_pending or owner.keeper is None or owner.keeper.found is None:
+            return None
+        found = owner.keeper.found
+        extra = from_json(found.payload.get("extra"))
+        said = extra.get(STATES) if isinstance(extra, dict) else None
+        if not isinstance(said, dict):
+            raise ConfigError(
+                f"{found} in {owner.config.nvme} was not made by an OffloadTrainer, so it does not say where Trainer "
+                "was; go on with the program that made it, or pass OffloadConfig(existing='discard')"
+            )
+        history = json.loads(f"[{said['history']}]")
+        return {**said, "state": json.loads(said["state"]) | {"log_history": history}}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if self._generation is not None or (folder / STATES).is_dir():
+            return  # weights come with the optimizer's states
+        owner = need_runtime(self.model, "train()")
+        if owner.resume_pending:
+            raise ConfigError(
+                f"{folder} and the generation of step {owner.step_count} in {owner.config.nvme} both have weights; "
+                "pass OffloadConfig(existing='discard') to begin with the folder's"
+            )
+        if owner.step_count or is_peft(self.model) or not any(folder.glob("model*.safetensors")):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_pretrained(self.model, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if self._generation is not None:
+            resume(self.model, self.optimizer)
+            self._rng = capture_rng()
+            self.lr_scheduler.load_state_dict(self._generation["scheduler"])
+        elif (folder / STATES).is_dir():
+            load_checkpoint(self.model, self.optimizer, folder / STATES)
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        else:
+            if not (folder / OPTIMIZER_NAME).is_file():
+                warn_user(f"{folder} has no states of an optimizer: they begin at zero")
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._generation is None:
+            super()._load_scaler(checkpoint)
+        elif self._generation["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(self._generation["scaler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._generation is None:
+            super()._load_rng_state(checkpoint)
+        elif self._rng is not None:
+            restore_rng(self._rng)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint or "") / STATES
+        if not folder.is_dir():
+            super()._load_best_model()
+            return
+        rng = capture_rng()
+        load_checkpoint(self.model, self.optimizer, folder)
+        restore_rng(rng)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        num_epochs, *values = super().set_initial_training_values(args, dataloader)
+        self._batches_per_epoch = values[4]
+        if args.max_steps > 0 and self._is_cut_otherwise:
+            num_epochs += self._seen["epoch"]  # more than enough: the last step ends the training
+        return num_epochs, *values
+
+    def _init_training_state(self, max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
+        epoch, num_batches = super()._init_training_state(max_steps, per_epoch, num_epochs, *args)
+        self._history, self._begins = [], True
+        if self._is_cut_otherwise:
+            epoch, num_steps = self._seen["epoch"], math.ceil(self._seen["samples"] / self._samples_per_step)
+            num_batches = 0 if self.args.ignore_data_skip else num_steps * self.args.gradient_accumulation_steps
+        return epoch, num_batches
+
+    @property
+    def _samples_per_step(self) -> int:
+        return int(self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
+
+    @property
+    def _is_cut_otherwise(self) -> bool:
+        """True if the steps so far had other numbers of samples than those to come."""
+        return bool(self._seen) and self._seen["samples_per_step"] != self._samples_per_step
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        begins, self._begins = self._begins, False
+        if begins and self._seen:
+            running = self._seen["running"]
+            same = len(running) == self.args.world_size
+            mean = [sum(each) / len(running) for each in zip(*running, strict=True)]
+            loss, self.current_flos = running[self.args.process_index] if same else mean
+            self._tr_loss += loss
+            self._globalstep_last_logged = self._seen["logged_at"]
+            if self._generation is not None:  # the same run: its mean loss is over all steps
+                self._total_loss_scalar, self._initial_global_step = self._seen["total"], self._seen["began_at"]
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+        self._commit()
+
+    # Keeping
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        # An epoch's end is to come, which may evaluate and save: a run that is killed before that repeats the step.
+        if not (self.control.should_epoch_stop or self.control.should_training_stop or self.state.epoch % 1 == 0):
+            self._commit()
+
+    def _commit(self) -> None:
+        """Let the step become a generation, with Trainer's state."""
+        if need_runtime(self.model, "train()").keeper is None:
+            return
+        self._history += map(json.dumps, self.state.log_history[len(self._history) :])
+        exported = [
+            each for each in (*self.callback_handler.callbacks, self.control) if isinstance(each, ExportableState)
+        ]
+        state = replace(self.state, log_history=[], stateful_callbacks=exported)
+        state.stateful_callbacks[STATES] = self._position()
+        scaler = getattr(self.accelerator, "scaler", None)
+        said = {
+            "state": json.dumps(asdict(state)),
+            "history": ",".join(self._history),
+            "scheduler": self.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        commit(self.model, self.optimizer, extra={STATES: said})
+
+    def _position(self) -> dict[str, Any]:
+        """Samples that were seen in this epoch; by rank, the loss and operations since the last log."""
+        epoch = int(self.state.epoch)
+        num_batches = round((self.state.epoch - epoch) * self._batches_per_epoch)
+        running = [[0.0, 0.0]] * self.args.world_size
+        if self._globalstep_last_logged < self.state.global_step:
+            own = torch.tensor(
+                [[self._tr_loss.item(), self.current_flos]], dtype=torch.float64, device=self.args.device
+            )
+            running = self.accelerator.gather(own).tolist()
+        return {
+            "epoch": epoch,
+            "samples": num_batches * self._train_batch_size * self.args.world_size,
+            "samples_per_step": self._samples_per_step,
+            "running": running,
+            "total": self._total_loss_scalar,
+            "logged_at": self._globalstep_last_logged,
+            "began_at": self._initial_global_step,
+        }
+
+    # Checkpoints
+
+    def _prepare_for_training(self, max_steps: int, *args: Any) -> Any:
+        self.accelerator.device_placement = False  # the optimizer's states stay on their tiers
+        prepared = super()._prepare_for_training(max_steps, *args)
+        epochs, every = self.state.num_train_epochs, self.state.save_steps
+        kinds = {SaveStrategy.NO: 0, SaveStrategy.STEPS: max_steps // every, SaveStrategy.EPOCH: epochs}
+        number = kinds.get(self.args.save_strategy, 2)
+        if limit := self.args.save_total_limit:
+            number = min(number, limit + 1)  # the oldest is deleted when the newest is complete
+        with need_runtime(self.model, "train()").together("train()"):
+            self._check_disk(number)
+        return prepared
+
+    def _check_disk(self, number: int) -> None:
+        """State what a checkpoint takes. Raise CapacityError if one has no room, warn if so many do not."""
+        if not number or not self.args.should_save:
+            return
+        owner, folder = need_runtime(self.model, "train()"), self.args.output_dir
+        saved = [each for each in self.model.parameters() if each.requires_grad or not is_peft(self.model)]
+        nbytes = sum(each.numel() * each.element_size() for each in saved)
+        if not self.args.save_only_model:
+            shards = owner.store.shards
+            kept = [shard_bytes(each.layout, (*master_components(each.layout), *each.states)) for each in shards]
+            nbytes += sum(kept) * owner.ranks.world_size
+        free = shutil.disk_usage(folder).free
+        text = f"a checkpoint takes {format_bytes(nbytes)}, and {folder} has {format_bytes(free)} free"
+        if nbytes > free:
+            raise CapacityError(f"{text}; free space there, choose another output_dir, or pass save_only_model=True")
+        if number * nbytes > free:
+            warn_user(f"{text}, too little for the {number} that will be there; pass a smaller save_total_limit=")
+        _LOGGER.info(text)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or super()._get_output_dir(trial))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        owner, args, state = need_runtime(self.model, "a checkpoint"), self.args, self.state
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        staging = run_dir / f"tmp-{name}"
+        self.store_flos()
+        state.stateful_callbacks[STATES] = self._position()
+        with owner.together("a checkpoint"):
+            if args.should_save:
+                for left in run_dir.glob(f"tmp-{PREFIX_CHECKPOINT_DIR}-*"):
+                    shutil.rmtree(left)
+                staging.mkdir(parents=True)
+            self._check_disk(1)
+        self._staging = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        with owner.together("a checkpoint"):
+            pass  # every rank has written its files
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(run_dir / name)
+        with owner.together("a checkpoint"):
+            if args.should_save:
+                state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+                if (run_dir / name).exists():
+                    os.rename(run_dir / name, staging / "replaced")
+                os.rename(staging / name, run_dir / name)
+                shutil.rmtree(staging)
+                rotate_checkpoints(str(run_dir), args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(self.model, self.optimizer, Path(output_dir, STATES))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Every rank calls `save_model`."""
+        if state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        folder, owner = Path(output_dir or self.args.output_dir), need_runtime(self.model, "save_model")
+        exported = folder / "tmp-weights"
+        with owner.together("save_model"):
+            if owner.ranks.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(exported, ignore_errors=True)
+        export_pretrained(self.model, exported)
+        with owner.together("save_model"):
+            if owner.ranks.rank == 0:
+                for old in (each for pattern in _WEIGHTS for each in folder.glob(pattern)):
+                    old.unlink()
+                for new in exported.iterdir():
+                    if new.is_dir():  # one of several adapters
+                        shutil.rmtree(folder / new.name, ignore_errors=True)
+                    os.replace(new, folder / new.name)
+                exported.rmdir()
+                words = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if words is not None:
+                    words.save_pretrained(str(folder))
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+
+def _seen_at(folder: str) -> dict[str, Any]:
+    """What a state that OffloadTrainer has saved says of its data; nothing of another Trainer's."""
+    file = Path(folder, TRAINER_STATE_NAME)
+    state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found: dict[str, Any] = (state.get("stateful_callbacks") or {}).get(STATES, {})
+    return found
+
+
+class StatsCallback(TrainerCallback):
+    """Adds the numbers of `zo.stats` to what Trainer logs, so that `report_to` has them.
+
+    Pass it to an OffloadTrainer: `callbacks=[StatsCallback()]`. In the list of another Trainer it has to stand before
+    the callbacks that report: `trainer.callback_handler.callbacks.insert(0, StatsCallback())`.
+    """
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+        if logs is not None and model is not None and runtime_of(model) is not None:
+            logs.update(scalars(stats(model)))
+
+
+def scalars(found: Stats) -> dict[str, float]:
+    """Numbers by name, "offload/step_s" and "offload/read_bytes/nvme"."""
+    values: dict[str, float] = {}
+    for field in fields(found):
+        value = getattr(found, field.name)
+        if isinstance(value, tuple):
+            value = {"nbytes": value[0], "limit": value[1]}
+        named = {f"/{key}": each for key, each in value.items()} if isinstance(value, dict) else {"": value}
+        values |= {f"offload/{field.name}{key}": each for key, each in named.items() if each is not None}
+    return values
+
+
+class OffloadTrainer(OffloadMixin, Trainer):
+    """transformers.Trainer over an offloaded model; see `OffloadMixin`."""
