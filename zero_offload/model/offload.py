@@ -534,7 +534,6 @@ def _unit_bytes(
 def plan(
     model: nn.Module,
     config: OffloadConfig,
-    *,
     units: UnitChoice | None = None,
     tokens: int = TOKENS_UNKNOWN,
     mesh: DeviceMesh | None = None,

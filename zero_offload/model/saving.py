@@ -121,29 +121,35 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, scaler: GradScaler | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | Path, scaler: GradScaler | None = None
 ) -> Resumed:
     """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
 
     `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets the
-    state of the one that the run had. Generators are restored when the number of ranks is the same. Raises
-    CheckpointError, naming the first difference, when it is another model's. Raises IntegrityError when a byte is not
+    state of the one that the run had. Generators are restored when the number of ranks is the same. To evaluate, pass
+    None for `optimizer`: hyperparameters, the loss scale and generators stay what they are. Raises CheckpointError,
+    naming the first difference, when it is another model's. Raises IntegrityError when a byte is not
     what was written, and LockError when a run is at work in `path`.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     with owner.together("zo.load_checkpoint"):
-        optimizer = check_optimizer("zo.load_checkpoint", optimizer)
-        _check_trains(optimizer, owner, "zo.load_checkpoint")
+        if optimizer is not None:
+            optimizer = check_optimizer("zo.load_checkpoint", optimizer)
+            _check_trains(optimizer, owner, "zo.load_checkpoint")
         source = Path(path)
         owner.drain()
 
     def check(found: Generation) -> None:
-        check_groups(optimizer, _groups(found), str(path))
+        if optimizer is not None:
+            check_groups(optimizer, _groups(found), str(path))
         check_buffers(model, _buffers(found), str(path))
 
     generation, rng = owner.load(source, check)
     with owner.together("zo.load_checkpoint"):
-        _restore(generation, model, optimizer, scaler, rng, str(path))
+        if optimizer is not None:
+            _restore(generation, model, optimizer, scaler, rng, str(path))
+        else:
+            restore_buffers(model, _buffers(generation), str(path))
     return _resumed(generation)
 
 

@@ -87,6 +87,20 @@ def test_a_loaded_checkpoint_is_committed_with_the_next_step(saved: Path, tmp_pa
     zo.close(model_again)
 
 
+def test_an_evaluation_loads_without_an_optimizer(saved: Path, tmp_path: Path) -> None:
+    model, optimizer = open_model(tmp_path / "b", _partly_frozen())
+    zo.load_checkpoint(model, optimizer, saved)
+    other, its_optimizer = open_model(tmp_path / "c", _partly_frozen())
+    its_optimizer.param_groups[0]["lr"] = 5.0
+    torch.manual_seed(5)
+    generator = torch.get_rng_state()
+    assert zo.load_checkpoint(other, None, saved).step == 3
+    assert _equal(_states(model, optimizer), _states(other, its_optimizer))
+    assert its_optimizer.param_groups[0]["lr"] == 5.0 and torch.equal(torch.get_rng_state(), generator)
+    zo.close(model)
+    zo.close(other)
+
+
 def _layout(num_shards: int) -> ShardLayout:
     return make_layout(ModelSpec.from_module(_partly_frozen(), None), ComputeDtypes(torch.bfloat16), num_shards)
 

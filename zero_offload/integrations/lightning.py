@@ -1,0 +1,226 @@
+"""A strategy of Lightning: `Trainer(strategy=OffloadStrategy(config))` trains a LightningModule that is offloaded.
+
+Owns when Lightning's module is offloaded, how its steps enter it, and Lightning's checkpoints as directories. Training
+itself stays Lightning's: loops, precision plugins, clipping by torch's functions.
+
+A checkpoint is a directory: `states` is what `zo.save_checkpoint` writes, `lightning.ckpt` the rest, which is small.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.inputs import check_config
+from zero_offload.checkpoint.extras import capture_rng, restore_rng
+from zero_offload.model.api import no_sync, runtime_of
+from zero_offload.model.deferred.recorder import deferred_init
+from zero_offload.model.offload import offload
+from zero_offload.model.saving import load_checkpoint, save_checkpoint
+from zero_offload.storage.shards.registry import owner_of
+
+# One package under two names, whose classes differ: the Trainer takes those of its own.
+if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+    from pytorch_lightning.trainer.states import TrainerFn
+else:
+    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+
+_STATES, _REST = "states", "lightning.ckpt"
+_SOURCE = "zero_offload"
+"""The key of a loaded checkpoint that says where its states are."""
+_PRECISIONS = {"32-true": None, "bf16-mixed": None, "16-mixed": None, "bf16-true": "bf16", "16-true": "fp16"}
+"""Lightning's `precision=`, and the compute dtype that each asks for."""
+
+
+class OffloadStrategy(ParallelStrategy):
+    """Offloads the LightningModule as `config` says, on one rank or several.
+
+    `configure_optimizers` runs after that, and makes optimizers of zero_offload. A training step is a forward of the
+    module; with manual optimization only calls of modules are. Checkpoints are directories. `process_group_backend` and
+    `timeout` are DDPStrategy's. Raises ConfigError for a config, a precision or a module that cannot be used.
+    """
+
+    # Between ranks this does what DDPStrategy does. A subclass of that would have the data of one rank shuffled.
+    root_device, num_nodes, num_processes = DDPStrategy.root_device, DDPStrategy.num_nodes, DDPStrategy.num_processes
+    distributed_sampler_kwargs, set_world_ranks = DDPStrategy.distributed_sampler_kwargs, DDPStrategy.set_world_ranks
+    setup_distributed, _get_process_group_backend = (
+        DDPStrategy.setup_distributed,
+        DDPStrategy._get_process_group_backend,
+    )
+    barrier, broadcast, reduce = DDPStrategy.barrier, DDPStrategy.broadcast, DDPStrategy.reduce
+    determine_ddp_device_ids, model_to_device = DDPStrategy.determine_ddp_device_ids, DDPStrategy.model_to_device
+    _configure_launcher = DDPStrategy._configure_launcher
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        **plugins: Any,
+    ) -> None:
+        """`plugins` are `accelerator`, `cluster_environment`, `checkpoint_io` and `precision_plugin`."""
+        super().__init__(**plugins)
+        self.config = check_config("OffloadStrategy", config)
+        if config.existing == "resume":
+            raise ConfigError(
+                "OffloadStrategy goes on from Lightning's checkpoints, which know where the data was, and not from "
+                "generations: pass trainer.fit(ckpt_path=...), and existing='discard' in place of existing='resume'"
+            )
+        self._num_nodes, self._start_method = 1, "popen"
+        self._process_group_backend, self._timeout = process_group_backend, timeout
+        self._has_old_states = False
+        """True if an evaluation has loaded states, which the next optimizer would begin with."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if Lightning deals the data out to ranks."""
+        return bool(self.num_nodes * self.num_processes > 1)
+
+    # The module and its steps
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.is_distributed:
+            self.setup_distributed()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built in host memory; by `zo.deferred_init` if a checkpoint is to fill them."""
+        deferred = deferred_init(values="skip") if empty_init else nullcontext()
+        with self.precision_plugin.tensor_init_context(), deferred:
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if self._layer_sync is not None and runtime_of(module) is None:
+            self._layer_sync.apply(module)
+        self._offload(module)
+        self.model_to_device()
+        self.model = _Forward(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers if self._has_old_states else ():
+                optimizer.state.clear()
+            self._has_old_states = False
+        self.setup_precision_plugin()
+
+    def _offload(self, module: nn.Module) -> None:
+        name, compute = self.precision_plugin.precision, self.config.numerics.compute
+        if _PRECISIONS.get(name, "") not in (None, compute):
+            raise ConfigError(
+                f"Trainer(precision={name!r}) does not go with OffloadConfig(precision={compute!r}); leave the first "
+                "out, or give 'bf16-mixed' or '16-mixed', which add autocast, or 'bf16-true' or '16-true' to both"
+            )
+        if any(owner_of(param) is None for param in module.parameters()):
+            offload(module, self.config)
+        if (owner := runtime_of(module)) is None:
+            raise ConfigError(
+                "the LightningModule has no parameters; make them before trainer.fit, or in configure_model"
+            )
+        if owner.config != self.config:
+            raise ConfigError("the LightningModule is offloaded with another config; give OffloadStrategy the same one")
+        if (device := owner.device.torch_device.type) != self.root_device.type:
+            raise ConfigError(f"the model is offloaded beside {device}; give Trainer(accelerator={device!r})")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With manual optimization no forward of the module: there are backwards and optimizer steps in it."""
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with no_sync(self.lightning_module):
+            yield
+
+    def teardown(self) -> None:
+        """The module stays offloaded and of use, until `zo.close`."""
+        self.model = self.lightning_module
+        for each in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            each.teardown()
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: `save_checkpoint` streams parameters and buffers."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Hyperparameters: `save_checkpoint` streams the states."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        return {"param_groups": groups}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a directory beside `filepath`, which gets that name when it is whole. Every rank must call."""
+        if "://" in str(filepath):
+            raise ConfigError(f"{filepath} is elsewhere; states are written to a directory: give one of a file system")
+        if not self.optimizers:
+            raise ConfigError("a checkpoint has the states of an optimizer: save it in trainer.fit, or after it")
+        target = Path(self.broadcast(str(filepath)))
+        part = target.with_name(f"{target.name}.part")
+        if self.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            self.checkpoint_io.save_checkpoint(checkpoint, part / _REST, storage_options=storage_options)
+        self.barrier()
+        save_checkpoint(self.lightning_module, self.optimizers[0], part / _STATES)
+        if self.is_global_zero:
+            self.remove_checkpoint(target)
+            part.rename(target)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The small file of a directory; or the file of another strategy, which has all."""
+        options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning 2.5 has no such argument
+        if not (rest := Path(checkpoint_path) / _REST).is_file():
+            return dict(super().load_checkpoint(checkpoint_path, **options))
+        return {**super().load_checkpoint(rest, **options), _SOURCE: str(rest.with_name(_STATES))}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if _SOURCE not in checkpoint:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        fits, generators = self.lightning_module.trainer.state.fn == TrainerFn.FITTING, capture_rng()
+        load_checkpoint(self.lightning_module, self.optimizers[0] if fits else None, checkpoint[_SOURCE])
+        restore_rng(generators)  # Lightning leaves them alone, and where it draws is not the same in a fit that goes on
+        self._has_old_states = not fits
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if _SOURCE not in checkpoint:
+                optimizer.load_state_dict(state)
+            else:  # their states are there
+                for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                    group.update(saved)
+
+
+class _Forward(nn.Module):
+    """What Lightning calls for a step, which becomes a forward of `module`: the module's own parameters are there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
