@@ -18,7 +18,7 @@ from zero_offload.runtime.grads import section
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks import collectives
-from zero_offload.runtime.ranks.collectives import HostLane, NativeLane
+from zero_offload.runtime.ranks.collectives import HostExchange, NativeExchange
 from zero_offload.runtime.ranks.group import Group, RankGroup
 
 GATHER, REDUCE = "gather", "reduce"
@@ -38,11 +38,11 @@ def case_of(stage: int, **settings: Any) -> Case:
     return Case({"stage": stage, "precision": "bf16"} | settings, num_steps=4, max_norm=0.5, num_frozen=1)
 
 
-class LateLane:
+class LateExchange:
     """Nothing happens before the wait; until then the target is poisoned, and the source must stay as it is."""
 
-    def __init__(self, lane: HostLane, outstanding: dict[str, int]) -> None:
-        self._lane = lane
+    def __init__(self, exchange: HostExchange, outstanding: dict[str, int]) -> None:
+        self._exchange = exchange
         self._open = 0
         self._most = outstanding
 
@@ -59,36 +59,36 @@ class LateLane:
         return wait
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        parts = flat.tensor_split(self._lane.num_ranks)
+        parts = flat.tensor_split(self._exchange.num_ranks)
         for rank, part in enumerate(parts):
-            if rank != self._lane.index:
+            if rank != self._exchange.index:
                 part.fill_(float("nan"))
-        return self._late(GATHER, parts[self._lane.index], lambda: self._lane.gather(flat)())
+        return self._late(GATHER, parts[self._exchange.index], lambda: self._exchange.gather(flat)())
 
     def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        return self._late(REDUCE, flat, lambda: self._lane.reduce_scatter(flat, dtype)())
+        return self._late(REDUCE, flat, lambda: self._exchange.reduce_scatter(flat, dtype)())
 
     def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        return self._late(REDUCE, flat, lambda: self._lane.all_reduce(flat, dtype)())
+        return self._late(REDUCE, flat, lambda: self._exchange.all_reduce(flat, dtype)())
 
 
 def train_with(
     rank: int, world_size: int, case: Case, make: Callable[..., Any], bucket_bytes: int
 ) -> tuple[Outcome, dict[str, int]]:
-    """`ranks.train` on other lanes; and how many gathers and reductions were under way at once."""
+    """`ranks.train` with other exchanges; and how many gathers and reductions were under way at once."""
     outstanding = {GATHER: 0, REDUCE: 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "lane", lambda group, of, device: make(group, of, outstanding))
+        patch.setattr(collectives, "exchange_of", lambda group, of, device: make(group, of, outstanding))
         patch.setattr(section, "BUCKET_BYTES", bucket_bytes)
         return ranks.train(rank, world_size, case), outstanding
 
 
-def late(group: RankGroup, of: Group, outstanding: dict[str, int]) -> LateLane:
-    return LateLane(HostLane(group.copy_of(of)), outstanding)
+def late(group: RankGroup, of: Group, outstanding: dict[str, int]) -> LateExchange:
+    return LateExchange(HostExchange(group.copy_of(of)), outstanding)
 
 
-def native(group: RankGroup, of: Group, outstanding: dict[str, int]) -> NativeLane:
-    return NativeLane(group.copy_of(of))
+def native(group: RankGroup, of: Group, outstanding: dict[str, int]) -> NativeExchange:
+    return NativeExchange(group.copy_of(of))
 
 
 @in_pairs(stage=STAGES, params=["cpu", "nvme"], bucket_bytes=[0, 20_000, 1 << 20])
@@ -111,8 +111,8 @@ def count_ahead(rank: int, world_size: int, case: Case) -> tuple[int, int]:
     """How many gathers and reductions were waited for at a later use or gradient than they were launched at."""
     counts, events = {GATHER: 0, REDUCE: 0}, [0]
 
-    def watched(self: Any, launch: Any, lane: Any, what: str, *moved: Any) -> Any:
-        wait, began = original(self, launch, lane, what, *moved), events[0]
+    def watched(self: Any, launch: Any, exchange: Any, what: str, *moved: Any) -> Any:
+        wait, began = original(self, launch, exchange, what, *moved), events[0]
 
         def counted() -> Any:
             counts[GATHER if "gather" in what else REDUCE] += events[0] > began

@@ -17,7 +17,7 @@ from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
-from zero_offload.runtime.ranks.collectives import HostLane
+from zero_offload.runtime.ranks.collectives import HostExchange
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
 from zero_offload.runtime.ranks.watch import Place
 
@@ -54,11 +54,11 @@ def test_every_rank_hears_every_turn(pool: RankPool) -> None:
 
 
 def sum_on_a_lane(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What a lane makes of the same gradients: reduced in parts, and whole."""
-    lane = HostLane(dist.new_group(list(range(world_size))))
+    """What an exchange makes of the same gradients: reduced in parts, and whole."""
+    exchange = HostExchange(dist.new_group(list(range(world_size))))
     grads = torch.randn(world_size * 1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    part = lane.reduce_scatter(grads.clone(), torch.float32)()
-    return [part, lane.all_reduce(grads.clone(), torch.float32)()]
+    part = exchange.reduce_scatter(grads.clone(), torch.float32)()
+    return [part, exchange.all_reduce(grads.clone(), torch.float32)()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

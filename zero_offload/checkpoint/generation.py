@@ -3,7 +3,7 @@
 Owns the order of a commit. First every write is complete, and flushed if asked for. Then come this rank's manifest, all
 ranks' digests, and the global manifest by rank 0 (the commit point). Only then the older slots are free. `commit` runs
 on a thread of its own, behind forward and backward; everything else on the control thread. Never deletes a file that no
-manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `begin` a run, or `restore` one (where
+manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `start_run`, or `restore` one (where
 its files are cut anew: `prepare_recut` and `commit`) and `tidy` what is left; `commit` per generation.
 """
 
@@ -202,7 +202,7 @@ class GenerationKeeper:
                 )
         self.run_id = run_id
 
-    def begin(self, **facts: Any) -> None:
+    def start_run(self, **facts: Any) -> None:
         """Delete the files of an earlier run, and announce this one's; rank 0 only."""
         self.files.remove_all()
         self.files.announce(self.run_id, self._names, **facts)
@@ -318,7 +318,7 @@ class GenerationKeeper:
         spans = self._store.counters.spans
         opened = spans.open(Lane.COMMIT, f"step {record.step}")
         with self._store.counters.timed("commit_s"):
-            self._commit(record, snapshot or self._store.snapshots.begin())
+            self._commit(record, snapshot or self._store.snapshots.take())
         spans.close(opened)
         self._store.snapshots.end()
 

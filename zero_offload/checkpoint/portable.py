@@ -63,7 +63,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
                     raise CheckpointError(
                         f"{path} holds a checkpoint already, and those never change; save to another path"
                     )
-                keeper.begin(kind=CHECKPOINT_KIND)
+                keeper.start_run(kind=CHECKPOINT_KIND)
         with ranks.together():
             engine = open_engine()
             cleanup.callback(engine.close)

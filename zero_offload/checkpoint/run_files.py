@@ -103,7 +103,7 @@ class RunFiles:
             else:
                 with ranks.together():
                     if ranks.rank == 0:
-                        keeper.begin()
+                        keeper.start_run()
         moved_bytes = _state_bytes(layout)
         with ranks.together():
             settings = pick(config.io_engine, moved_bytes)

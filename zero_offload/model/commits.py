@@ -140,11 +140,11 @@ class Commits:
             return
         snapshots, order = self._snapshots, self._unit_order()
 
-        def begin() -> None:
-            snapshot = snapshots.begin(order)
+        def take() -> None:
+            snapshot = snapshots.take(order)
             commits.submit(lambda: keeper.commit(record, snapshot))
 
-        self._updates.submit(begin)
+        self._updates.submit(take)
         # Not before: what was never submitted is never over.
         self._num_launched += 1
         if self._clock is not None:

@@ -94,7 +94,7 @@ class Worker:
 
     The queues are short by construction. A step submits one update (with overlap="backward" one per unit) and at most
     one commit. Before that it waits for the previous update of every unit. A commit begins when the one before has
-    ended (`Snapshots.begin`).
+    ended (`Snapshots.take`).
     """
 
     def __init__(self, errors: FirstError, name: str = "zero_offload-update") -> None:

@@ -28,7 +28,7 @@ class Runtime:
     def submit(self, job: Callable[[], None]) -> None:
         job()
 
-    def begin(self, order: tuple[int, ...]) -> tuple[int, ...]:
+    def take(self, order: tuple[int, ...]) -> tuple[int, ...]:
         return order
 
     def commit(self, record: StepRecord, snapshot: tuple[int, ...]) -> None:

@@ -110,7 +110,7 @@ def test_a_commit_under_way_is_waited_for_chunk_by_chunk(nvme: Path, monkeypatch
     for is_under_way, expected in ((False, 1), (True, NUM_CHUNKS), (False, 1)):
         calls.count = 0
         model(torch.ones(1, WIDTH)).backward()
-        snapshot = store.snapshots.begin() if is_under_way else None
+        snapshot = store.snapshots.take() if is_under_way else None
         assert store.may_open_all(shard) == (not is_under_way)
         optimizer.step()
         assert calls.count == expected

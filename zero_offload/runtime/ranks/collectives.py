@@ -1,11 +1,11 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only gradients and flags travel.
-Parameters and gradients have a lane each: launched here, waited for by calling what the launch returned. A lane has a
+Parameters and gradients have an exchange each: launched here, waited for by calling what the launch returned. It has a
 process group of its own, so that what one carries never waits for another's. In host memory ranks exchange their parts,
 and each adds up its own in the order of ranks. That is half the bytes of gloo's reduce-scatter, which reduces
 everything everywhere, and the bits do not depend on a ring. On a GPU the backend's collectives run on the group's
-stream. Buffers belong to the lane from the launch to the end of the wait.
+stream. Buffers belong to the exchange from the launch to the end of the wait.
 
 Flags and sums are blocking calls. All on the control thread, each announced to `Agreement`; beside them only
 `CommitGroup` communicates, on a process group of its own because commits have a thread of their own.
@@ -24,8 +24,7 @@ import torch.distributed as dist
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.events import Counters
 from zero_offload.base.host import host_tensor
-from zero_offload.base.spans import Lane as TraceLane
-from zero_offload.base.spans import now
+from zero_offload.base.spans import Lane, now
 from zero_offload.base.types import Branches, GradReduction
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup, all_gather, reduce_scatter
@@ -40,7 +39,7 @@ COME_S = timedelta(seconds=5)
 _TAGS = 1 << 30
 
 
-class Lane(Protocol):
+class Exchange(Protocol):
     """A tensor's part i, of as many as there are ranks, is rank i's."""
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
@@ -53,7 +52,7 @@ class Lane(Protocol):
         """The wait returns the sum over ranks of `flat`, in `dtype`; `flat` is overwritten."""
 
 
-class HostLane:
+class HostExchange:
     """Host memory: every rank sends every other its part, over a process group's sockets."""
 
     def __init__(self, group: Group) -> None:
@@ -114,7 +113,7 @@ class HostLane:
         return wait
 
 
-class NativeLane:
+class NativeExchange:
     """The backend's own collectives: on a GPU they run on a stream of the group, and a wait is one of streams."""
 
     def __init__(self, group: Group) -> None:
@@ -148,9 +147,9 @@ def _wait(work: Any, result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def lane(group: RankGroup, ranks: Group, device: torch.device) -> Lane:
-    """A lane of its own between `ranks`, some or all of `group`, for tensors on `device`."""
-    return (HostLane if device.type == "cpu" else NativeLane)(group.copy_of(ranks))
+def exchange_of(group: RankGroup, ranks: Group, device: torch.device) -> Exchange:
+    """An exchange of its own between `ranks`, some or all of `group`, for tensors on `device`."""
+    return (HostExchange if device.type == "cpu" else NativeExchange)(group.copy_of(ranks))
 
 
 class Collectives:
@@ -180,12 +179,12 @@ class Collectives:
         self.shard_index = group.shard_index
         self._gathers = self._reductions = self._twins = None
         if self.num_shards > 1:
-            self._gathers = lane(group, group.sharers, device)
-            self._reductions = lane(group, group.sharers, device)
+            self._gathers = exchange_of(group, group.sharers, device)
+            self._reductions = exchange_of(group, group.sharers, device)
             if self.partition.num_replicas > 1:
-                self._twins = lane(group, group.twins, device)
+                self._twins = exchange_of(group, group.twins, device)
         elif self.world_size > 1:
-            self._reductions = lane(group, group.everyone, device)
+            self._reductions = exchange_of(group, group.everyone, device)
         self._over_shards: list[Group] = [*([group.sharers] if self.num_shards > 1 else []), *others]
         self._over_all: list[Group] = [*([group.everyone] if self.world_size > 1 else []), *others]
         self.counters = counters
@@ -204,9 +203,9 @@ class Collectives:
         if self._gathers is None:
             return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        what, moved = f"the gather of parameters of {unit}", (TraceLane.GATHER, unit, flat.nbytes)
-        opened = self.counters.spans.open(TraceLane.FETCH, f"{TraceLane.GATHER.value} {unit}")
-        wait = self._watched(lambda lane: lane.gather(flat), self._gathers, what, moved)
+        what, moved = f"the gather of parameters of {unit}", (Lane.GATHER, unit, flat.nbytes)
+        opened = self.counters.spans.open(Lane.FETCH, f"{Lane.GATHER.value} {unit}")
+        wait = self._watched(lambda exchange: exchange.gather(flat), self._gathers, what, moved)
         self.counters.spans.close(opened)
         return wait
 
@@ -224,19 +223,19 @@ class Collectives:
         one_shard = self.num_shards == 1
         # An all-reduce is a reduce-scatter and a gather of the sums.
         self.counters.add("reduced", sent.nbytes + sent.numel() * self._reduce_dtype.itemsize * one_shard)
-        opened = self.counters.spans.open(TraceLane.GRADS, f"{TraceLane.REDUCE.value} {unit}")
+        opened = self.counters.spans.open(Lane.GRADS, f"{Lane.REDUCE.value} {unit}")
         wait = self._watched(
-            lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
+            lambda exchange: (exchange.all_reduce if one_shard else exchange.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
             what,
-            (TraceLane.REDUCE, unit, sent.nbytes),
+            (Lane.REDUCE, unit, sent.nbytes),
         )
         self.counters.spans.close(opened)
 
         def finish() -> list[torch.Tensor]:
             shard = wait()
             if self._twins is not None:
-                shard = self._watched(lambda lane: lane.all_reduce(shard, shard.dtype), self._twins, what)()
+                shard = self._watched(lambda exchange: exchange.all_reduce(shard, shard.dtype), self._twins, what)()
             mean = shard.float().div_(self._divisor)
             return list(mean.split([row.shape[1] for row in rows]))
 
@@ -247,16 +246,16 @@ class Collectives:
 
     def _watched(
         self,
-        launch: Callable[[Lane], Callable[[], T]],
-        lane: Lane,
+        launch: Callable[[Exchange], Callable[[], T]],
+        exchange: Exchange,
         what: str,
-        moved: tuple[TraceLane, str, int] | None = None,
+        moved: tuple[Lane, str, int] | None = None,
     ) -> Callable[[], T]:
         """Launch `what`; the wait. `moved`, lane, unit and bytes, is drawn as a transfer."""
         spans = self.counters.spans
         begin = now() if spans.on else 0
         with self._watch.waiting(what):
-            wait = launch(lane)
+            wait = launch(exchange)
 
         def watched() -> T:
             with self._watch.waiting(what):

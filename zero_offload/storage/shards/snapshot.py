@@ -4,7 +4,7 @@ Owns what an update must wait for. These are chunks in memory that a commit has 
 free before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is
 written from there, without a copy, a few chunks at a time. The order is that in which the next update comes to it. An
 update that comes to a chunk which is not launched launches it, and waits for that one alone. What rests in a device's
-memory is copied to host memory first, which is all that the next update waits for. The calls: `begin` when an update is
+memory is copied to host memory first, which is all that the next update waits for. The calls: `take` when an update is
 complete, on its thread; `write` and, when the generation is named, `end` on the commit's thread; meanwhile `ask` before
 a chunk in memory changes, and `wait_for_slots` before a slot is written, on the next update's thread.
 """
@@ -127,7 +127,7 @@ class Snapshots:
 
     # The thread of the commit
 
-    def begin(self, unit_order: Sequence[int] = ()) -> Snapshot:
+    def take(self, unit_order: Sequence[int] = ()) -> Snapshot:
         """The states as they are now; waits until the snapshot before has ended.
 
         `unit_order` is that of the next update. No other update may run before this returns.

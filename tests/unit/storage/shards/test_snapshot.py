@@ -106,7 +106,7 @@ def test_a_snapshot_has_the_states_of_its_beginning(
         make_writes_late(monkeypatch)
         expected = fill(store, store.shards[0], 0)
         for number in range(3):
-            snapshot = store.snapshots.begin()
+            snapshot = store.snapshots.take()
             change(store, number)
             finish(store, snapshot)
             assert_committed(store, expected)
@@ -118,7 +118,7 @@ def test_an_update_that_does_not_wait_is_seen(nvme: Path, monkeypatch: pytest.Mo
     with open_store(large(), MEMORY, nvme) as store:
         make_writes_late(monkeypatch)
         expected = fill(store, store.shards[0], 0)
-        snapshot = store.snapshots.begin()
+        snapshot = store.snapshots.take()
         monkeypatch.setattr(OpenChunks, "wait", lambda chunk: None)
         change(store, 7)
         finish(store, snapshot)
@@ -129,7 +129,7 @@ def test_an_update_that_does_not_wait_is_seen(nvme: Path, monkeypatch: pytest.Mo
 def test_an_update_waits_for_the_chunk_it_changes_and_for_no_other(nvme: Path) -> None:
     with open_store(large(), MEMORY, nvme) as store:
         expected = fill(store, store.shards[0], 0)
-        snapshot = store.snapshots.begin()
+        snapshot = store.snapshots.take()
         first, last = snapshot.copies
         change(store, 1, rows=(1,))
         assert last.writes is not None and last.done() and first.writes is None
@@ -157,7 +157,7 @@ def test_chunks_are_written_in_the_order_of_the_next_update_a_few_at_a_time(
 
         monkeypatch.setattr(ChunkCopy, "launch", record)
         units = sorted({shard.layout.unit for shard in store.shards}, reverse=True)
-        snapshot = store.snapshots.begin(units)
+        snapshot = store.snapshots.take(units)
         finish(store, snapshot)
         assert list(dict.fromkeys(launched)) == units and len(launched) == len(store.shards)
         assert max(in_flight) == SNAPSHOT_CHUNKS_IN_FLIGHT
@@ -167,9 +167,9 @@ def test_no_slot_is_written_before_the_commit_is_complete(nvme: Path, monkeypatc
     with open_store(large(), DISK, nvme) as store:
         (shard,) = store.shards
         fill(store, shard, 0)
-        finish(store, store.snapshots.begin())
+        finish(store, store.snapshots.take())
         change(store, 1)
-        snapshot = store.snapshots.begin()
+        snapshot = store.snapshots.take()
         store.snapshots.write(snapshot)
         written: list[tuple[int, int]] = []
         launch_write = SwapFile.launch_write
@@ -194,7 +194,7 @@ def test_replacing_states_waits_for_the_commit(tiers: tuple[str, str, str], nvme
     with open_store(nn.Linear(64, 64), tiers, nvme) as store:
         (shard,) = store.shards
         expected = {component: array.clone() for component, array in fill(store, shard, 0).items()}
-        snapshot = store.snapshots.begin()
+        snapshot = store.snapshots.take()
         with waiting(store, lambda: fill(store, shard, 1)) as outcome:
             finish(store, snapshot)
         assert outcome == [None]
@@ -206,9 +206,9 @@ def test_replacing_states_waits_for_the_commit(tiers: tuple[str, str, str], nvme
 def test_snapshots_follow_one_another(nvme: Path) -> None:
     with open_store(nn.Linear(64, 64), MEMORY, nvme) as store:
         fill(store, store.shards[0], 0)
-        first = store.snapshots.begin()
+        first = store.snapshots.take()
         found: list[Snapshot] = []
-        with waiting(store, lambda: found.append(store.snapshots.begin())) as outcome:
+        with waiting(store, lambda: found.append(store.snapshots.take())) as outcome:
             finish(store, first)
         assert outcome == [None]
         assert found[0].slots == first.slots and not found[0].copies
@@ -216,14 +216,14 @@ def test_snapshots_follow_one_another(nvme: Path) -> None:
         assert store.snapshots.num_ended == 2
 
 
-@pytest.mark.parametrize("waits", ["slots", "begin"])
+@pytest.mark.parametrize("waits", ["slots", "take"])
 def test_a_failure_reaches_the_thread_that_waits(waits: str, nvme: Path) -> None:
     with open_store(nn.Linear(64, 64), DISK, nvme) as store:
         fill(store, store.shards[0], 0)
-        store.snapshots.begin()
+        store.snapshots.take()
         jobs: dict[str, Callable[[], object]] = {
             "slots": lambda: change(store, 1, rows=(0,)),
-            "begin": store.snapshots.begin,
+            "take": store.snapshots.take,
         }
         error = StorageError("the drive is on fire")
 

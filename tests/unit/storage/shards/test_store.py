@@ -43,7 +43,7 @@ def update(store: ShardStore, shard: Shard, add: int) -> None:
 
 def snapshot(store: ShardStore) -> int:
     """Make the states a generation; the slot of the first shard in it."""
-    found = store.snapshots.begin()
+    found = store.snapshots.take()
     store.snapshots.write(found)
     store.mark_committed(found.slots)
     store.snapshots.end()
