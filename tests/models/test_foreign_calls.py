@@ -28,8 +28,17 @@ def name_of(make: object) -> str:
 def test_a_foreign_optimizer_raises(params: str, grads: str, optimizer: object, nvme: Path) -> None:
     model = zo.offload(build(Model), placed("fp32", (params, grads, "cpu"), nvme))
     model(tokens_of(0)).backward()
-    with pytest.raises(zo.ZeroOffloadError, match="zo"):
+    kind = getattr(optimizer, "func", optimizer).__name__
+    message = rf"torch's {kind} cannot step parameter .* Step with zo\.{kind}\(model\.parameters\(\), lr=0\.1\)"
+    with pytest.raises(zo.ZeroOffloadError, match=message):
         optimizer(model.parameters(), lr=0.1).step()
+
+
+def test_the_error_of_an_unknown_optimizer_names_all_of_ours(nvme: Path) -> None:
+    model = zo.offload(build(Model), placed("fp32", ("cpu", "cpu", "cpu"), nvme))
+    model(tokens_of(0)).backward()
+    with pytest.raises(zo.ZeroOffloadError, match=r"torch's Rprop .* one of zo\.AdamW, zo\.Adam, .*zo\.Lion"):
+        torch.optim.Rprop(model.parameters()).step()
 
 
 def with_torch_clip(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:

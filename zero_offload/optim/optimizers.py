@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -254,3 +255,15 @@ class Lion(FusedOptimizer):
         update = torch.where(update.isnan(), update, update.sign())  # of a NaN torch's sign is 0
         param.add_(update, alpha=-lr)
         moment.lerp_(grad, 1 - beta2)
+
+
+def ours_for(optimizer: torch.optim.Optimizer) -> str:
+    """The call that makes our optimizer of the same kind with the same arguments; all of ours for another kind."""
+    ours = {each.__name__: each for each in (AdamW, Adam, Adagrad, SGD, Lion)}
+    given: dict[str, Any] = optimizer.defaults
+    name = "AdamW" if given.get("decoupled_weight_decay") else type(optimizer).__name__
+    if name not in ours:
+        return f"one of {', '.join(f'zo.{each}' for each in ours)}"
+    own = inspect.signature(ours[name]).parameters.items()
+    arguments = [f"{key}={given[key]!r}" for key, each in own if key in given and given[key] != each.default]
+    return f"zo.{name}({', '.join(['model.parameters()', *arguments])})"

@@ -607,9 +607,8 @@ class Gradients:
         if not self._deferred or self._collectives.world_size == 1 or _in_backward():
             return
         if self._no_sync:
-            section, index = self._places[id(param)]
             raise ZeroOffloadError(
-                f"the gradient of {section.layout.params[index].spec.name} is not reduced inside of zo.no_sync, where "
+                f"the gradient of {self.name_of(param)} is not reduced inside of zo.no_sync, where "
                 "each rank has a part of its own. Read it on all ranks after the backward that follows the block"
             )
         self.reduce_waiting()
@@ -623,7 +622,7 @@ class Gradients:
     def check_held(self, param: nn.Parameter, life: object) -> None:
         """Raise where this gradient is over, or is not complete."""
         section, index = self._places[id(param)]
-        name = section.layout.params[index].spec.name
+        name = self.name_of(param)
         if section.lives.get(index) is not life:
             raise ZeroOffloadError(
                 f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again"
@@ -634,13 +633,16 @@ class Gradients:
                 f"register_post_accumulate_grad_hook puts on {name} finds what its backward adds in .grad"
             )
 
+    def name_of(self, param: nn.Parameter) -> str:
+        section, index = self._places[id(param)]
+        return section.layout.params[index].spec.name
+
     def refuse(self, param: nn.Parameter, what: str) -> ZeroOffloadError:
         """The error for `what`, which needs the elements of a gradient."""
-        section, index = self._places[id(param)]
-        name, where = section.layout.params[index].spec.name, section.section.shard.placement.grads.value
+        name, where = self.name_of(param), self.place(param)[0].section.shard.placement.grads.value
         return ZeroOffloadError(
             f"{what} needs the elements of the gradient of {name}, which rests on {where} until the optimizer's step. "
-            "Its .grad answers norms, is scaled and clipped; step with zo.AdamW (or zo.SGD, ...), not torch.optim's. "
+            "Its .grad answers norms, is scaled and clipped; zo.AdamW, zo.SGD, ... step with it. "
             f'A copy is read by \'with zo.gathered(model, kind="grads") as grads: grads["{name}"]\', on one rank'
         )
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.units.guard import ADDRESSES, name_of, named
+from zero_offload.runtime.units.guard import ADDRESSES, name_of, named, no_step_of_others
 from zero_offload.storage.shards.registry import dropped_error
 
 
@@ -56,7 +56,9 @@ class GradHandle(Tensor):
     def refuse(self, what: str) -> ZeroOffloadError:
         """The error for what needs elements."""
         grads = self._grads()
-        return dropped_error(self.param) if grads is None else grads.refuse(self.param, what)
+        if grads is None:
+            return dropped_error(self.param)
+        return no_step_of_others(grads.name_of(self.param)) or grads.refuse(self.param, what)
 
     @classmethod
     def __torch_function__(

@@ -29,6 +29,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.optim.optimizer import FusedOptimizer
+from zero_offload.optim.optimizers import ours_for
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.storage.shards.registry import Touched, dropped_error, owner_of
 
@@ -455,6 +457,8 @@ def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
         return _no_conversion(param)
     if owner_of(param) is None:
         return dropped_error(param)
+    if (error := no_step_of_others(_describe(param))) is not None:
+        return error
     return ZeroOffloadError(
         f"{name_of(func)} needs the data of parameter {_describe(param)}, outside of the model's forward. Use 'with "
         "zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' to change it"
@@ -464,6 +468,8 @@ def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
 def _changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
     if _converts_module() or func is Tensor.share_memory_:
         return _no_conversion(param)
+    if (error := no_step_of_others(_describe(param))) is not None:
+        return error
     return ZeroOffloadError(
         f"{name_of(func)} changes parameter {_describe(param)}, outside of the model's forward: the change would be "
         "lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone()). Steps are made "
@@ -487,6 +493,22 @@ def _converts_module() -> bool:
     while frame is not None and frame.f_code is not nn.Module._apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
+
+
+def no_step_of_others(param: str) -> ZeroOffloadError | None:
+    """The error for an optimizer that is not ours, if the step of one asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        optimizer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(optimizer, FusedOptimizer):
+            return None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return ZeroOffloadError(
+                f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__} cannot step parameter "
+                f"{param}: values, gradients and states rest elsewhere. Step with {ours_for(optimizer)}"
+            )
+        frame = frame.f_back
+    return None
 
 
 def _describe(param: nn.Parameter) -> str:
