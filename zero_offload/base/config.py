@@ -112,7 +112,7 @@ class OffloadConfig:
 
     @property
     def reduce_dtype_name(self) -> str:
-        """The same of the dtype in which gradients are reduced."""
+        """The name in torch of the dtype in which gradients are reduced."""
         return TORCH_NAMES[self.numerics.reduce]
 
     @property

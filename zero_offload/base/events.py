@@ -77,7 +77,7 @@ class Counters:
                 self.spans.close(opened)
 
     def hindering(self, cause: Cause) -> AbstractContextManager[None]:
-        """The same on a thread that compute may be waiting for: only one that is `waiting` itself is compute's."""
+        """`waiting`, on a thread that compute may be waiting for. Without such a wait around it nothing is counted."""
         return self.waiting(cause) if self._thread.inner_ns else nullcontext()
 
     def snapshot(self) -> dict[str, float]:

@@ -246,7 +246,7 @@ class FileList:
                 directory.sync()
 
     def flush_paths(self) -> None:
-        """The same of the names that lead to the directories: a commit in one that power loss takes would be none."""
+        """Flush the names that lead to the directories: power loss that takes one takes the commits in it."""
         if self._durability is Durability.COMMIT:
             for directory in self._directories:
                 sync_path(directory)

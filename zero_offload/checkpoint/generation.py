@@ -263,7 +263,7 @@ class GenerationKeeper:
             raise
 
     def explain(self, error: Exception) -> None:
-        """The same for an error that is on its way; after the next commit there is nothing to go back to."""
+        """Add to an error of damage what to type; after the next commit there is nothing to go back to."""
         if isinstance(error, IntegrityError) and self.found is not None and self._number == self.found.number:
             assert self._history is not None
             remedy = self._history.remedy(self.found)

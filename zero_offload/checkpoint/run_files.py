@@ -49,7 +49,7 @@ class RunFiles:
         self._saved: SavedGeneration | None = None
         """The generation found, opened to be read."""
         self._earlier: SavedGeneration | None = None
-        """The same, where it was cut otherwise."""
+        """The generation found, if this run cuts its values anew."""
         self._others: list[RunDirectory] = []
         """Directories of the earlier run that are none of this one's; locked until `finish_resume` is over."""
         self._held = contextlib.ExitStack()

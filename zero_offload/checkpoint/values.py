@@ -43,7 +43,7 @@ def read_values(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch
 
 
 def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor:
-    """The same of one chunk, (end - begin,), host; valid until the next read."""
+    """(end - begin,) fp32 master, or value of a frozen shard, of chunk `row`; host, valid until the next read."""
     return master_of(shard.layout, lambda component: store.read_chunk(shard, component, row))
 
 

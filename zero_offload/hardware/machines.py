@@ -127,7 +127,7 @@ class Machine:
     host_bytes: float
     """Streamed through the host's memory by an update on all cores of the rank."""
     host_bytes_beside: float
-    """The same by the cores that an update beside forward has."""
+    """Streamed through the host's memory by an update on the cores that forward leaves it."""
     read_bytes: float
     write_bytes: float
     drive_takes_turns: bool
@@ -144,14 +144,14 @@ class Machine:
         return float(getattr(self, _RATES[lane][-1 if lane is Lane.COMPUTE else 0]))
 
     def faster(self, lane: Lane, factor: float) -> Machine:
-        """The same with one lane sped up. A drive that takes turns is one lane."""
+        """This machine with one lane sped up. A drive that takes turns is one lane."""
         names = list(_RATES[lane])
         if self.drive_takes_turns and lane in (Lane.READ, Lane.WRITE):
             names = [*_RATES[Lane.READ], *_RATES[Lane.WRITE]]
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def with_drives(self, factor: float) -> Machine:
-        """The same with drives that are so many times as fast together."""
+        """This machine with drives that are so many times as fast together."""
         return replace(self, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
 
     def lanes(self) -> tuple[Lane, ...]:
@@ -186,7 +186,7 @@ class Drives:
     """How many times as much the fastest of them moves as it would if they were equal."""
 
     def times(self, count: int) -> Drives:
-        """The same with another number of such drives."""
+        """This machine with another number of such drives."""
         factor = count / self.count
         return replace(self, count=count, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
 

@@ -267,7 +267,7 @@ class Keeper(Protocol):
         """Hyperparameters of one of its parameters; None for another's."""
 
     def hypers(self) -> Mapping[nn.Parameter, Hyper]:
-        """The same of all that are offloaded."""
+        """Hyperparameters of all its parameters that are offloaded."""
 
 
 class Entry(MutableMapping[str, Any]):
@@ -516,7 +516,7 @@ def tensors_of(param: nn.Parameter, hyper: Hyper, owner: Owner | None = None) ->
 
 
 def settled(entry: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """The same, with copies of states that are other parameters': those may change before they are read."""
+    """`entry` with copies of states that are other parameters': those may change before they are read."""
     return {
         name: value.plain() if isinstance(value, StateTensor) and not value.rests_at(param, name) else value
         for name, value in entry.items()

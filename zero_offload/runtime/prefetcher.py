@@ -307,7 +307,7 @@ class ParamPrefetcher:
         self.gatherer = Gatherer(collectives, loader)
         self._loader = loader
         self._uploader = loader if isinstance(loader, DeviceParamLoader) else None
-        """The same, where a device computes."""
+        """The loader, where a device computes."""
         self.streams = None if self._uploader is None else self._uploader.streams
         """Told of every use; None where a CPU computes."""
         self._budget = budget
@@ -375,7 +375,7 @@ class ParamPrefetcher:
                     self.gatherer.launch(unit)
 
     def bring(self, unit: Unit) -> None:
-        """The same for a use that belongs to no forward or backward."""
+        """Have the unit here for a use that belongs to no forward or backward; the schedule does not learn of it."""
         if unit.state is UnitState.PRESENT and (unit.update is None or unit.update.is_done):
             unit.wait_for_update()
             if self.streams is not None:

@@ -104,11 +104,11 @@ class Hyper:
         return STATES[self.rule]
 
     def first(self) -> Hyper:
-        """The same where the states are new, whatever the step: SGD's momentum begins without dampening."""
+        """Hyperparameters where the states are new, whatever the step: SGD's momentum begins without dampening."""
         return replace(self, beta2=0.0) if self.rule in (Rule.SGD_MOMENTUM, Rule.SGD_NESTEROV) else self
 
     def going_on(self) -> Hyper:
-        """The same where there are states already, whatever the step: Adagrad's sum has its initial value."""
+        """Hyperparameters where there are states already, whatever the step: Adagrad's sum has its initial value."""
         return replace(self, beta2=0.0) if self.rule is Rule.ADAGRAD else self
 
     def segment(self, begin: int, end: int, grad_scale: float, step: int) -> Segment:

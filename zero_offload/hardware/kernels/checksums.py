@@ -67,7 +67,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """The same by operations that every device has."""
+    """`fingerprints` by operations that every device has, (len(tensors),) int64; not the CPU's words."""
     return torch.cat([_weighted_sum(_words(tensor)) for tensor in tensors])
 
 

@@ -164,7 +164,7 @@ class MicroBatches:
         end()
 
     def _together(self, leaf: Tensor) -> int:
-        """The same number for leaves whose gradients must arrive with each other."""
+        """A number that leaves share if their gradients must arrive with each other."""
         owner = owner_of(leaf) if isinstance(leaf, nn.Parameter) else None
         if owner is self._owner and isinstance(leaf, nn.Parameter):
             return self._grads.arrive_together(leaf)

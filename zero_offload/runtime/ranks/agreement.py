@@ -92,7 +92,7 @@ class Agreement:
         return min(self._exchange(Intent.UNIT, wish, f"the gather of parameters of {name}"))
 
     def next_unit_at(self, place: str) -> int | None:
-        """The same for a rank that wants none before all have come to `place`; None when they have."""
+        """The unit that all ranks gather now, though this rank wants none; None once all have come to `place`."""
         return min(self._exchange(Intent.PLACE, zlib.crc32(place.encode()), place), default=None)
 
     def _exchange(self, intent: Intent, value: int, text: str) -> list[int]:

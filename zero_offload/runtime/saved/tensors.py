@@ -318,7 +318,7 @@ def _current_frames() -> dict[int, FrameType]:
 
 @functools.cache
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for torch.compile, which then compiles what a module does between its hooks."""
+    """`hook`, which torch.compile does not trace: it compiles what a module does between its hooks."""
     disable: Any = torch.compiler.disable
     return disable(hook)  # type: ignore[no-any-return]
 

@@ -266,7 +266,7 @@ class Unit:
                     param.data = section.own_view(piece)
 
     def _take_replaced(self) -> None:
-        """The same, with the values that the program gave them."""
+        """Make parameters views of the buffers again, with the values that the program gave them."""
         for section, piece, param in self._misplaced():
             if param.shape == piece.spec.shape:
                 section.own_view(piece).copy_(param.detach())

@@ -283,7 +283,7 @@ class SwapFile:
         return extent
 
     def allocate_copies(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """The same for arrays of one shape, of which a manifest needs to name one only.
+        """Plan extents for arrays of one shape, of which a manifest needs to name one only.
 
         Raises CapacityError when a file cannot grow so far; nothing is planned then.
         """
@@ -322,7 +322,7 @@ class SwapFile:
         self._make(lambda directory, nbytes: directory.create_file(self.name, nbytes))
 
     def create_scratch(self) -> None:
-        """The same in files without a name: they vanish with the process."""
+        """Preallocate files without a name, which vanish with the process. Raises CapacityError."""
         self._make(lambda directory, nbytes: directory.create_scratch(nbytes))
 
     def _make(self, create: Callable[[RunDirectory, int], DataFile]) -> None:

@@ -21,7 +21,7 @@ from zero_offload.base.types import MIB
 TRIM_BYTES = 128 * MIB
 """Bytes of parameters between two trims, each of which costs tens of ms."""
 ACTIVATION_TRIM_BYTES = 64 * MIB
-"""The same of activations that leave or come back: their tensors are of the sizes that glibc keeps."""
+"""Bytes of activations, out or back, between two trims: their tensors are of the sizes that glibc keeps."""
 ROOM_MIN_BYTES = 64 * MIB
 """Less than that of new pages in a step is not worth a hole: some 10 ms."""
 BLOCK_BYTES = 16 * MIB

@@ -81,7 +81,7 @@ class GradDownloads:
         return handoff
 
     def stage(self, section: int, flat: torch.Tensor, made: Event, land: Callable[[torch.Tensor], None]) -> None:
-        """The same into staging; `land` gets what has arrived. It keeps nothing of the GPU's memory until then."""
+        """Launch the download of `flat` into staging; `land` gets what has arrived, and holds no GPU memory."""
         region = self._lease(flat.nbytes)
         handoff = self.place(region.tensor(flat.dtype, flat.numel()), flat, made)
         self._staged.append(_Staged(section, land, region, handoff))

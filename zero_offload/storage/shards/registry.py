@@ -176,7 +176,7 @@ class Owner(Protocol):
         """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""
 
     def together_in_step(self, call: str) -> AbstractContextManager[None]:
-        """The same at the beginning of a step. Collective."""
+        """What each rank does by itself at the beginning of a step succeeds on all, or all raise. Collective."""
 
     def check_step(self) -> None:
         """Raise where no step can be made now."""

@@ -446,7 +446,7 @@ class ShardStore:
                 out[low - begin : high - begin].copy_(values[low - first : high - first])
 
     def read_lazily(self, shard: Shard, begin: int, out: torch.Tensor) -> LazyRead:
-        """The same, when its `read` is called, or before any value changes."""
+        """Plan to read values into `out`: when `read` of the result is called, or before any value changes."""
         lazy = LazyRead(self, shard, begin, out)
         self._lazy.add(lazy)
         return lazy

@@ -41,7 +41,7 @@ def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
 
 
 def scalars_of_row(rule: Rule, segment: np.void) -> tuple[float, ...]:
-    """The same in double, from a row of `segment_array`."""
+    """The scalars of a rule in double, from a row of `segment_array`."""
     lr, beta1, beta2, decay = (segment[name] for name in ("lr", "beta1", "beta2", "weight_decay"))
     step = np.float64(segment["step"])
     with np.errstate(all="ignore"):  # nonsense gives infinities and NaNs, as it does in C
