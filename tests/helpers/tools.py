@@ -6,10 +6,10 @@ Import this before transformers or accelerate: it keeps them off the network, th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 os.environ.update(
@@ -25,8 +25,10 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 
 import zero_offload as zo  # noqa: E402
+from tests.helpers.ranks import RankPools  # noqa: E402
 from zero_offload.storage.shards.registry import owner_of  # noqa: E402
 
+T = TypeVar("T")
 VOCAB = 128
 WHERE = ("cpu", "nvme")
 """Where parameters and optimizer states rest."""
@@ -75,10 +77,12 @@ def config(where: str, folder: Path | str, **changes: Any) -> zo.OffloadConfig:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters in fp32, offloaded or not. Collective."""
-    is_offloaded = any(owner_of(param) is not None for param in model.parameters())
-    with zo.gathered(model) if is_offloaded else nullcontext():
-        return {name: param.detach().float().clone() for name, param in model.named_parameters()}
+    """Copies of all parameters in fp32 on the host, of an offloaded model one after the other. Collective."""
+    found = {}
+    for name, param in model.named_parameters():
+        with zo.gathered(param) if owner_of(param) is not None else nullcontext():
+            found[name] = param.detach().to("cpu", torch.float32, copy=True)
+    return found
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -104,3 +108,8 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
             yield
         finally:
             reset_accelerate()
+
+
+def on_ranks(pools: RankPools, world_size: int, job: Callable[..., T], *args: Any) -> list[T]:
+    """`job(rank, world_size, *args)` on every rank; one rank is this process."""
+    return [job(0, 1, *args)] if world_size == 1 else pools.of(world_size).succeed(job, *args)

@@ -1,0 +1,74 @@
+"""accelerate's loop and transformers' Trainer around an offloaded model on the fake GPU.
+
+What leaves the device gives the bits of what stays there; tests/integrations compares with plain models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import zero_offload as zo
+from tests.fake_gpu import device
+from tests.fake_gpu.device import TYPE, Policy
+
+accelerate: Any = pytest.importorskip("accelerate")
+tools: Any = pytest.importorskip("tests.helpers.tools")
+transformers: Any = pytest.importorskip("transformers")
+Result = tuple[list[float], dict[str, Tensor]]
+
+
+def in_accelerate(model: nn.Module, folder: Path) -> list[float]:
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(tools.Tokens(16), batch_size=4))
+    dtypes, losses = set(), []
+    model.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    assert dtypes == {torch.bfloat16}
+    return [loss.item() for loss in losses]
+
+
+def in_trainer(model: nn.Module, folder: Path) -> list[float]:
+    settings = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "dataloader_pin_memory": False}
+    args = transformers.TrainingArguments(
+        str(folder), max_steps=3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, **settings
+    )
+    trainer = transformers.Trainer(
+        model, args, train_dataset=tools.Tokens(), optimizer_cls_and_kwargs=(zo.AdamW, {"lr": 1e-2})
+    )
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+@pytest.mark.parametrize("loop", [in_accelerate, in_trainer])
+@pytest.mark.parametrize("policy", [Policy.LATE, Policy.SIDE_LATE])
+def test_a_tool_trains_on_the_device(
+    loop: Callable[[nn.Module, Path], list[float]], policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", TYPE)
+
+    def run(where: str, **settings: Any) -> Result:
+        with tools.launched(0, 1):
+            model = zo.offload(tools.llama(), tools.config(where, tmp_path / "run", **settings))
+            return loop(model, tmp_path / "out"), tools.values_of(model)
+
+    device.policy(Policy.EAGER)
+    expected = run("cpu")
+    device.policy(policy)
+    losses, values = run("nvme", device_memory="8MiB", durability="scratch")
+    assert losses == expected[0] and len(set(losses)) == len(losses)
+    assert tools.distance(values, expected[1]) == 0
