@@ -534,6 +534,7 @@ def _unit_bytes(
 def plan(
     model: nn.Module,
     config: OffloadConfig,
+    *,
     units: UnitChoice | None = None,
     tokens: int = TOKENS_UNKNOWN,
     mesh: DeviceMesh | None = None,

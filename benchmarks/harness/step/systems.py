@@ -1,10 +1,10 @@
 """One training step: ours against plain PyTorch in RAM, and against DeepSpeed and FSDP2 with the same placement.
 
 The systems live in processes of their own and step in turns, so that all of them see the same moods of the machine;
-rates of disk and memory are taken between the rounds, the disk's in the directory that the states rest in. Where not
-all systems fit the memory at once, each is started anew for its turn. Medians are compared. GPTs of 125M and 350M
-parameters, micro-batch 1, AdamW, clipping, activations recomputed in backward, bf16 with fp32 master. A processor
-without AVX-512 multiplies bf16 matrices by a plain loop: there use --dtype fp32.
+rates of disk and memory are taken between the rounds, the disk's in the directory that the states rest in. All start
+before the first round, two at a time. Where not all fit the memory at once, each is started anew for its turn. Medians
+are compared. GPTs of 125M and 350M parameters, micro-batch 1, AdamW, clipping, activations recomputed in backward, bf16
+with fp32 master. A processor without AVX-512 multiplies bf16 matrices by a plain loop: there use --dtype fp32.
 
 The bars:
 * parameters and optimizer on disk, exact and compact, and gradients there too, exact: <= 1.10x max(plain step, bytes
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ from harness.step.builders import DTYPES, INSTALL, LABELS, MODELS, OURS, PEERS, 
 from zero_offload.base.types import GIB, MIB
 from zero_offload.cli.recipes.gpt import num_parameters, unit_numels
 
-WARM_UP_STEPS = 3  # the first records the trace, the next ones fill pools
+WARM_UP_STEPS = 2  # and one more, as in each turn: the first records the trace, the next ones fill pools
+STARTS_AT_ONCE = 2  # most of a start runs on one core
 REACH_DISK, REACH_CPU, REACH_RSS, REACH_PEER_RSS, REACH_EXPOSED = 1.10, 1.00, 1.05, 0.5, 0.05
 REACH_DEEPSPEED, REACH_FSDP2, REACH_NVME_EXACT, REACH_NVME_COMPACT = 1 / 2, 1 / 1.5, 1 / 2, 1 / 2.5
 PROCESS_BYTES, PLAIN_BYTES = GIB // 2, 20
@@ -114,11 +116,16 @@ class Found:
 class Turns:
     """The systems of one case: alive together where memory allows, else each for its turn."""
 
+    _alive: dict[str, Future[Worker]] | None = None
+    """None where each is started for its turn."""
+
     def __init__(self, case: Case, peer_python: str, has_deepspeed: bool) -> None:
         self._case = case
         self._peer_python = peer_python
         self.names = ["plain", *OURS, *(name for name in PEERS if has_deepspeed or not name.startswith("deepspeed"))]
-        self._alive: dict[str, Worker] | None = {} if self._all_fit() else None
+        if self._all_fit():
+            with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
+                self._alive = {name: pool.submit(self._start, name, self._directory_of(name)) for name in self.names}
 
     def _all_fit(self) -> bool:
         per_parameter = PLAIN_BYTES + sum(
@@ -137,9 +144,10 @@ class Turns:
                 answer = worker.step(num_steps)
                 worker.close()
             return answer
-        if name not in self._alive:
-            self._alive[name] = self._start(name, tempfile.mkdtemp(prefix=f"{name}_", dir=self._case.directory))
-        return self._alive[name].step(num_steps)
+        return self._alive[name].result().step(num_steps)
+
+    def _directory_of(self, name: str) -> str:
+        return tempfile.mkdtemp(prefix=f"{name}_", dir=self._case.directory)
 
     def drop(self, name: str) -> None:
         """No further turns."""
@@ -148,25 +156,30 @@ class Turns:
             self._alive.pop(name, None)
 
     def plain_work_bytes(self) -> int:
-        worker = self._start("forward_backward", str(self._case.directory))
+        worker = self._new_worker("forward_backward", str(self._case.directory))
         peak: int = worker.step(1)["peak_rss_bytes"]
         worker.close()
         return peak - 2 * self._case.itemsize * num_parameters(self._case.gpt)
 
     def _start(self, name: str, directory: str) -> Worker:
+        """A worker that is warm."""
+        worker = self._new_worker(name, directory)
+        worker.step(WARM_UP_STEPS)
+        return worker
+
+    def _new_worker(self, name: str, directory: str) -> Worker:
         case = self._case
         python = self._peer_python if name in PEERS else sys.executable
         options = ["--nvme", directory, "--threads", case.num_threads, "--model", case.model, "--seq", case.seq]
         options += ["--dtype", case.dtype]
         again = command.worker_command("train_step.py", "systems", name, *options, python=python)
         # All of them compute on the CPU.
-        worker = Worker(again, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-        worker.step(WARM_UP_STEPS)
-        return worker
+        return Worker(again, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
     def close(self) -> None:
-        for worker in (self._alive or {}).values():
-            worker.close()
+        for started in (self._alive or {}).values():
+            if started.exception() is None:
+                started.result().close()
 
 
 def measure(turns: Turns, case: Case, num_rounds: int, steps_per_round: int) -> Found:
@@ -326,15 +339,15 @@ def has_deepspeed(python: str) -> bool:
 
 def run(case: Case, args: argparse.Namespace, deepspeed: bool) -> list[Row]:
     with contextlib.closing(Turns(case, args.peer_python, deepspeed)) as turns:
-        found = measure(turns, case, args.rounds or (3 if args.quick else 8), 3)
+        found = measure(turns, case, args.rounds or (2 if args.quick else 8), 2 if args.quick else 3)
     show_systems(found)
     return compare(found)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command.parser(__name__, __doc__, "125M and 128 tokens, fewer rounds")
+    parser = command.parser(__name__, __doc__, "125M and 128 tokens, fewer rounds and steps")
     command.add_workers(parser)
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each system (default: 8, or 3 with --quick)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each system (default: 8, or 2 with --quick)")
     parser.add_argument("--model", help=f"of {', '.join(MODELS)}; several with commas between them")
     parser.add_argument("--seq", help="tokens; several with commas between them")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")

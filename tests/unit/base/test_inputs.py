@@ -80,7 +80,7 @@ def test_torchs_arguments_of_clipping_are_taken() -> None:
 
 @pytest.mark.parametrize("units", ["blocks.0", nn.Linear, ["blocks.0"]])
 def test_one_unit_needs_no_list(units: Any) -> None:
-    assert zo.plan(TinyLM(), zo.OffloadConfig(), units).fits
+    assert zo.plan(TinyLM(), zo.OffloadConfig(), units=units).fits
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_one_unit_needs_no_list(units: Any) -> None:
 )
 def test_units_that_are_none(units: Any, words: str) -> None:
     with pytest.raises(zo.ConfigError, match=words):
-        zo.plan(TinyLM(), zo.OffloadConfig(), units)
+        zo.plan(TinyLM(), zo.OffloadConfig(), units=units)
