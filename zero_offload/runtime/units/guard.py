@@ -165,7 +165,7 @@ def _register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> 
         handle = param.register_post_accumulate_grad_hook(hook)
         hooks: Any = param._post_accumulate_grad_hooks
     for number in [number for number, each in hooks.items() if isinstance(each, LastHook)]:
-        hooks.move_to_end(number)
+        hooks[number] = hooks.pop(number)  # C++ calls them as they were put in, whatever `move_to_end` says
     return handle
 
 
