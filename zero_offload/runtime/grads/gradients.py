@@ -96,8 +96,8 @@ class Gradients:
         """By the order: of all gradients held. Known until one of them changes."""
         self._captured: Factor | None = None
         """The last factor in a device's memory; the next parameter mostly has the same."""
-        self._changed: GradSection | None = None
-        """A section that was changed where it rests, and that has not left for its drive."""
+        self._changed: tuple[GradSection, set[int]] | None = None
+        """A section in which these gradients were changed where they rest, and that has not left for its drive."""
         self._no_sync = 0
         """How many `deferring` blocks the program is in."""
         self.loss_scale = 1.0
@@ -426,7 +426,7 @@ class Gradients:
         section.waiting.clear()
         section.aside = False
         local.drop()
-        local.flush(changed=False)
+        local.flush(())
 
     # What is held
 
@@ -450,7 +450,7 @@ class Gradients:
             return None
         self._read_factors()
         section.exposed.add(index)
-        return section.store.apply_factor(index).view(section.layout.params[index].spec.shape)
+        return section.store.view(index, multiplied=True).view(section.layout.params[index].spec.shape)
 
     def read(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""
@@ -463,7 +463,7 @@ class Gradients:
                 copy = section.store.view(index).to("cpu", torch.float32, copy=True).mul_(factor)
                 found[section.params[index]] = copy.view(section.layout.params[index].spec.shape)
             if indices:
-                section.store.flush(changed=not brought)
+                section.store.flush(() if brought else None)
         return found
 
     def _chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[GradSection, list[int]]]:
@@ -499,7 +499,7 @@ class Gradients:
         self._read_factors()
         self._complete_sums(self.sections)
         for section, indices in self._chosen(params):
-            sums, factors = section.store.sums_of(indices), section.store.factors
+            sums, factors = section.sums(indices), section.store.factors
             squares = math.fsum(
                 (factors.get(index, 1.0) / self.loss_scale) ** 2 * each.sumsq
                 for index, each in zip(indices, sums, strict=True)
@@ -521,7 +521,7 @@ class Gradients:
             not all(
                 each.finite
                 for section in unit
-                for each in section.store.sums_of(i for i in section.holding if section.params[i] in params)
+                for each in section.sums(i for i in section.holding if section.params[i] in params)
             )
             for unit in units
         ]
@@ -532,17 +532,17 @@ class Gradients:
         return [
             section.layout.params[index].spec.name
             for section, indices in self._chosen(params)
-            for index, each in zip(indices, section.store.sums_of(indices), strict=True)
+            for index, each in zip(indices, section.sums(indices), strict=True)
             if not (each.finite and math.isfinite(section.store.factors.get(index, 1.0)))
         ]
 
     def _complete_sums(self, sections: Sequence[GradSection]) -> None:
         """Complete the sums of these, those on their way too, and sums that may have changed since."""
+        self._save_changed()
         for section in sections:
-            if section.fresh is not None:
-                section.fresh.land()
+            section.land()
             if section.exposed:  # the user may have changed it through `.grad`
-                section.store.measure(section.exposed & section.holding)
+                section.store.flush(section.exposed & section.holding)
         if self._downloads is not None and sections:
             self._downloads.sums.read([each.store.sums for each in sections], sections[0].store.unit)
 
@@ -574,14 +574,15 @@ class Gradients:
             chosen = sorted(section.holding.intersection(indices))
             if not chosen:
                 continue
-            if self._changed is not section:
+            if self._changed is not None and self._changed[0] is not section:
                 self._save_changed()
-                # Other parameters of the section may have had a step, whose update reads it still.
-                section.unit.wait_for_update()
-                self._changed = section
+            # Other parameters of the section may have had a step, whose update reads it still.
+            section.unit.wait_for_update()
+            self._changed = self._changed or (section, set())
+            self._changed[1].update(chosen)
             for index in chosen:
                 power = _power_of_two(section.store.factors, index)
-                view = section.store.apply_factor(index)
+                view = section.store.view(index, multiplied=True)
                 if power != 1.0:
                     section.store.factors[index] = power
                 # What is still to be multiplied, as by the loss scale: bounds follow it, as far as the dtype goes.
@@ -590,14 +591,13 @@ class Gradients:
                     None if low is None else max(-most, low / left),
                     None if high is None else min(most, high / left),
                 )
-            section.store.measure(chosen)
             self._norms.clear()
 
     def _save_changed(self) -> None:
-        """What was changed where it rests leaves for where it was."""
-        section, self._changed = self._changed, None
-        if section is not None:
-            section.store.flush()
+        """Sum up what was changed where it rests, and let it leave for where it was."""
+        if self._changed is not None:
+            (section, indices), self._changed = self._changed, None
+            section.store.flush(indices)
 
     # What handles of `.grad` ask
 
@@ -738,7 +738,7 @@ class Gradients:
         for section, indices in self._chosen(None):
             at |= {id(section.params[index]): len(found) + row for row, index in enumerate(indices)}
             if order == 2:
-                found += [each.sumsq / section.layout.num_copies for each in section.store.sums_of(indices)]
+                found += [each.sumsq / section.layout.num_copies for each in section.sums(indices)]
             elif indices:
                 found += self._powers(section, indices, order)
         if order == math.inf:
@@ -758,7 +758,7 @@ class Gradients:
             for view in views
         ]
         values: list[float] = torch.stack(norms).tolist()
-        store.flush(changed=not brought)
+        store.flush(() if brought else None)
         if order == math.inf:
             return values
         return [each ** (order or 1) / section.layout.num_copies for each in values]

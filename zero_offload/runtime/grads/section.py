@@ -20,11 +20,12 @@ from torch import nn
 
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
+from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.shards.drive_grads import AttachBuffer
-from zero_offload.storage.shards.grad_downloads import GradDownloads, neighbours
+from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, neighbours
 from zero_offload.storage.shards.grad_store import Gathered, GradStore
 
 BUCKET_BYTES = 1 * MIB
@@ -94,6 +95,13 @@ class GradSection:
         """Return when all that has arrived is where it rests."""
         if self.fresh is not None:
             self.fresh.land()
+
+    def sums(self, indices: Iterable[int]) -> list[GradSum]:
+        """The sums of squares of these gradients. Those that a GPU has made have been read (`DeviceSums.read`)."""
+        found = [self.store.sums[index] for index in indices]
+        read = [each for each in found if not isinstance(each, ComingSum)]
+        assert len(read) == len(found)
+        return read
 
     @property
     def device_bytes(self) -> int:

@@ -33,27 +33,27 @@ class DeviceGrads(GradStore):
         if new.adds or is_wider(new.flat.dtype, self.dtype):
             self.widen()
         for index in new.adds:
-            self.apply_factor(index)
+            self.view(index, multiplied=True)
         flat = new.flat.to(self.dtype)
         if new.adds:
-            held, more = zip(*((self.view(index), flat[new.parts[index]]) for index in new.adds), strict=True)
+            held, more = zip(*((self._adopted[index], flat[new.parts[index]]) for index in new.adds), strict=True)
             torch._foreach_add_(list(held), list(more))
         for index, part in new.parts.items():
             if index not in new.adds:
                 self._adopted[index] = flat[part]
         self.held = True
-        if self._sums_up:
-            self.measure(new.parts)
+        if self._has_sums:
+            self._sum_up(new.parts)
 
-    def measure(self, indices: Iterable[int]) -> None:
-        if views := {index: self.view(index) for index in sorted(indices)}:
+    def _sum_up(self, indices: Iterable[int]) -> None:
+        if views := {index: self._adopted[index] for index in sorted(indices)}:
             self.sums |= self._device_sums.launch(self.layout.index, self.parts, views)[0]
 
     @property
     def device_bytes(self) -> int:
         return sum(grad.nbytes for grad in list(self._adopted.values()))
 
-    def view(self, index: int) -> torch.Tensor:
+    def _place(self, index: int) -> torch.Tensor:
         return self._adopted[index]
 
     def widen(self) -> None:

@@ -8,7 +8,7 @@ of all of it. `chunks` runs on any thread, and waits for what was launched befor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -81,7 +81,7 @@ class DriveRoom:
         """Drop gradients whose writes are not launched."""
         while self._open:
             for store in self._of(self._open[-1]):
-                store.flush(changed=False)
+                store.flush(())
             self._open.pop()
 
     def detach_pages(self) -> bool:
@@ -153,8 +153,9 @@ class DriveGrads(HostGrads):
         self.widen()
         self.open()
 
-    def flush(self, *, changed: bool = True) -> None:
-        if changed:
+    def flush(self, changed: Collection[int] | None = None) -> None:
+        super().flush(changed)
+        if changed is None or changed:
             self._room.launch_writes(self.layout.index)
         else:
             self._drop_array()
@@ -175,7 +176,7 @@ class DriveGrads(HostGrads):
     def _may_stream(self, grad: torch.Tensor) -> bool:
         """True if a gradient is large, and rests on a drive as it is, and alone."""
         alone = len(self.layout.params) == 1 and self._array is None
-        return self._sums_up and alone and grad.nbytes >= grad_store.LARGE_BYTES and grad.dtype == self.dtype
+        return self._has_sums and alone and grad.nbytes >= grad_store.LARGE_BYTES and grad.dtype == self.dtype
 
     def stream(self, grad: torch.Tensor) -> None:
         """Write `grad`, the shard's elements from the first on, chunk after chunk; the last few are under way then."""

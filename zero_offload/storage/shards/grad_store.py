@@ -6,13 +6,13 @@ A store owns values, their sums of squares, and the factors by which the update 
 compute dtype until the first addition of a second micro-batch, and in fp32 from then on, in later steps too: this
 switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`), or
 `add_shard` for several that lie in one tensor; `flush` when the section is complete; then `lend` to an update, which
-takes `chunks` and calls `release`; or `drop`. Between them `view`, `measure` and `apply_factor` work on gradients where
-they rest.
+takes `chunks` and calls `release`; or `drop`. Between them `view` gives gradients where they rest, to be read or
+changed, and `flush` again ends that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -22,11 +22,10 @@ import torch
 from zero_offload.base.types import KIB, MIB, Tier
 from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
-from zero_offload.hardware.native import GradSum
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.storage.memory.arena import Region
-from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, Sum
+from zero_offload.storage.shards.grad_downloads import GradDownloads, Sum
 from zero_offload.storage.shards.store import ShardStore
 
 LARGE_BYTES = 32 * MIB
@@ -101,7 +100,7 @@ class GradStore:
         self.shown = False
         """True if the user has seen gradients that are over, and may have kept them."""
         self._memory = memory
-        self._sums_up = sums_up
+        self._has_sums = sums_up
         self._adopted: dict[int, torch.Tensor] = {}
         """By the parameter's index: (numel,) `dtype`, a tensor that autograd has made, or a part of one."""
         self._lent = False
@@ -123,9 +122,13 @@ class GradStore:
     def open_pages(self) -> None:
         """Take the pages of fp32 gradients, where they come and go. All ranks do, with or without gradients."""
 
-    def flush(self, *, changed: bool = True) -> None:
-        """The section is complete, or what `view` has fetched is used: pages that only that needs go. What has
-        `changed` is written first, if gradients rest elsewhere."""
+    def flush(self, changed: Collection[int] | None = None) -> None:
+        """The section is complete (None), or what `view` has fetched is used: pages that only that needs go.
+
+        Of what was `changed` meanwhile sums are made again. It is written first, if gradients rest elsewhere.
+        """
+        if changed:
+            self._sum_up(changed)
 
     # To the update
 
@@ -181,25 +184,20 @@ class GradStore:
         """What they take of the compute device's own memory."""
         return 0
 
-    def view(self, index: int) -> torch.Tensor:
-        """This shard's part of a parameter's gradient (one shard: all of it) where it is; `dtype`, maybe empty."""
-        raise NotImplementedError
+    def view(self, index: int, *, multiplied: bool = False) -> torch.Tensor:
+        """This shard's part of a parameter's gradient (one shard: all of it) where it is; `dtype`, maybe empty.
 
-    def measure(self, indices: Iterable[int]) -> None:
-        """Sum up gradients where they rest."""
-        raise NotImplementedError
-
-    def sums_of(self, indices: Iterable[int]) -> list[GradSum]:
-        """The sums of squares of these gradients. Those that a GPU has made have been read (`DeviceSums.read`)."""
-        found = [self.sums[index] for index in indices]
-        read = [each for each in found if not isinstance(each, ComingSum)]
-        assert len(read) == len(found)
-        return read
-
-    def apply_factor(self, index: int) -> torch.Tensor:
-        """The gradient where it rests, multiplied there; its sum is to be made again."""
-        view, factor = self.view(index), self.factors.pop(index, 1.0)
+        With `multiplied` it is multiplied by its factor there, which ends, and it counts as changed.
+        """
+        view, factor = self._place(index), self.factors.pop(index, 1.0) if multiplied else 1.0
         return view if factor == 1.0 else view.mul_(factor)
+
+    def _place(self, index: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _sum_up(self, indices: Iterable[int]) -> None:
+        """Make the sums of squares of these gradients."""
+        raise NotImplementedError
 
 
 class HostGrads(GradStore):
@@ -229,8 +227,8 @@ class HostGrads(GradStore):
             return
         self._adopted[index] = grad.detach().view(-1)
         self.held = True
-        if self._sums_up:
-            self.measure([index])
+        if self._has_sums:
+            self._sum_up([index])
 
     def add_shard(self, new: Gathered) -> None:
         downloads = self._memory.downloads
@@ -242,7 +240,7 @@ class HostGrads(GradStore):
         if new.adds or new.flat.dtype != self.dtype:
             self._stage(downloads, new)
             return
-        if self._sums_up:
+        if self._has_sums:
             views = {index: new.flat[part] for index, part in new.parts.items()}
             sums, made = downloads.sums.launch(self.layout.index, self.parts, views)
             self.sums |= sums
@@ -289,7 +287,7 @@ class HostGrads(GradStore):
             found = store_grad(
                 place.data_ptr(), place.dtype, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads
             )
-        if self._sums_up:
+        if self._has_sums:
             self.sums[index] = found
         self.held = True
 
@@ -312,7 +310,7 @@ class HostGrads(GradStore):
         """An array with the gradients that are held."""
         return self._store.arena.array(self.dtype, self.layout.shard_numel)
 
-    def view(self, index: int) -> torch.Tensor:
+    def _place(self, index: int) -> torch.Tensor:
         return self._adopted[index] if index in self._adopted else self._in_array(index)
 
     def _in_array(self, index: int) -> torch.Tensor:
@@ -357,9 +355,9 @@ class HostGrads(GradStore):
         self._array = None
         self._views.clear()
 
-    def measure(self, indices: Iterable[int]) -> None:
+    def _sum_up(self, indices: Iterable[int]) -> None:
         for index in indices:
-            view, threads = self.view(index), self._memory.num_threads
+            view, threads = self._place(index), self._memory.num_threads
             self.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
 
     # To the update

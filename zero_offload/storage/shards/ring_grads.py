@@ -8,7 +8,7 @@ of sections that lease parts of it; gradients that no update of their backward t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -165,9 +165,9 @@ class RingDriveGrads(RingGrads, DriveGrads):
         if self._span is None:
             super().launch_write()
 
-    def flush(self, *, changed: bool = True) -> None:
-        if changed or self._span is None:
-            super().flush(changed=changed)
+    def flush(self, changed: Collection[int] | None = None) -> None:
+        if changed is None or changed or self._span is None:
+            super().flush(changed)
 
     def _moved(self, array: torch.Tensor) -> None:
         self._await_writes()
