@@ -8,7 +8,8 @@ import pytest
 
 from tests.helpers.launched import run_program
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("[0-9]*.py"))
+"""Those of tools are run by tests/integrations."""
 LINES_MAX = 80
 
 

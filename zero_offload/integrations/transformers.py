@@ -69,12 +69,19 @@ class OffloadMixin(_Base):  # type: ignore[misc]
     All arguments are those of the class behind it, and `offload`: how the model is offloaded. Without it the model has
     to be offloaded already. With `OffloadConfig(existing="resume")` a generation that is found goes on, whatever
     checkpoints there are; a checkpoint that is named, or is newer than it, replaces it.
+    `offload_reference`: how a trainer of TRL offloads its reference model. It is frozen, and has no states.
 
     Raises ConfigError for what has no meaning here, and CapacityError when a checkpoint does not fit the disk.
     """
 
-    def __init__(self, *args: Any, offload: OffloadConfig | None = None, **kwargs: Any) -> None:
-        self._offload = offload
+    def __init__(
+        self,
+        *args: Any,
+        offload: OffloadConfig | None = None,
+        offload_reference: OffloadConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._offload, self._offload_reference = offload, offload_reference
         self._generation: dict[str, Any] | None = None
         """What the generation says of Trainer, while `train` goes on from it."""
         self._rng: dict[str, Any] | None = None
@@ -85,6 +92,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         self._history: list[str] = []
         super().__init__(*args, **kwargs)
         self._take(self.model)
+        if getattr(self.args, "sync_ref_model", False):
+            raise ConfigError("sync_ref_model copies the parameters of the model while they are away; leave it out")
         callbacks = self.callback_handler.callbacks
         callbacks.sort(key=lambda each: not isinstance(each, StatsCallback))  # before those that report the logs
 
@@ -108,6 +117,17 @@ class OffloadMixin(_Base):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         self._take(model)
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """TRL's reference model; it is offloaded when a trainer sets it, before it would move to a device."""
+        return self._reference
+
+    @ref_model.setter
+    def ref_model(self, model: nn.Module | None) -> None:
+        if model is not None and self._offload_reference is not None and runtime_of(model) is None:
+            offload_model(model.requires_grad_(False), self._offload_reference)
+        self._reference = model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         if self.model is not None and runtime_of(self.model) is not None:
