@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -518,8 +519,8 @@ def test_a_gradient_of_zeros_is_no_gradient() -> None:
     expected = train(*build("AdamW", None, Path()), 2)
     param = next(model.parameters())
     param.grad = torch.zeros(8, 8)
-    assert param.grad is not None and not param.grad.any()
-    with pytest.raises(RuntimeError):
+    assert param.grad is not None and param.grad.norm() == 0
+    with pytest.raises(zo.ZeroOffloadError, match="add_ needs the elements"):
         param.grad.add_(1.0)
     with pytest.raises(zo.ZeroOffloadError, match="gradient of 0.weight was assigned zeros"):
         optimizer.step()
@@ -537,9 +538,10 @@ def test_a_gradient_of_zeros_is_no_gradient() -> None:
 @pytest.mark.parametrize("grads", ["cpu", "device"])
 def test_an_optimizer_of_torchs_is_told_which_one_to_use(kind: Any, grads: str) -> None:
     model = zo.offload(nn.Linear(8, 8), zo.OffloadConfig(precision="fp32", grads=grads))
-    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.5)
     model(X).sum().backward()
-    with pytest.raises(zo.ZeroOffloadError, match=r"zo\.AdamW.* not (by )?torch\.optim's"):
+    call = re.escape(f"zo.{kind.__name__}(model.parameters(), lr=0.1, weight_decay=0.5)")
+    with pytest.raises(zo.ZeroOffloadError, match=f"torch's {kind.__name__} cannot step .* Step with {call}"):
         optimizer.step()
 
 

@@ -507,7 +507,7 @@ class ParamAccess:
         place = self._places[param]
         check_not_updated(self._grads, param, place.name)
         if param in self._grads.zeroed:
-            return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)  # which refuses writes
+            return self._handle(param)
         if not place.section.layout.trainable:
             return None
         self._grads.share(param)
@@ -517,7 +517,10 @@ class ParamAccess:
             return None
         # The step divides the loss scale out: in memory it still has it.
         view = self._grads.view(param) if self._grads.loss_scale == 1.0 else None
-        return GradHandle.of(param, self._grads, self._grads.life_of(param)) if view is None else view
+        return self._handle(param) if view is None else view
+
+    def _handle(self, param: nn.Parameter) -> GradHandle:
+        return GradHandle.of(param, self._grads, self._grads.life_of(param))
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         if isinstance(grad, GradHandle) and grad.param is param:

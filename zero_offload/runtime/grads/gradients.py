@@ -652,6 +652,8 @@ class Gradients:
         Of order 2 it is known. The first of another order since a gradient has changed takes one pass over all
         gradients, where they rest, and is collective. So is that of order 2 where a GPU's ranks have sums under way.
         """
+        if param in self.zeroed:
+            return torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         section, index = self._places[id(param)]
         if order not in self._norms:
             self._norms[order] = self._find_norms(order)
@@ -667,12 +669,16 @@ class Gradients:
 
     def is_finite(self, param: nn.Parameter) -> bool:
         """True if a gradient held is finite, on every rank. Collective as `norm`."""
+        if param in self.zeroed:
+            return True
         self.norm(param, 2.0)
         return math.isfinite(self._norms[2.0].of[id(param)])
 
     def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         """Let a gradient held count `factor` times, or its inverse. A tensor, one element, in a device's memory, stays
         there until a step reads it. See [Note: factors]."""
+        if param in self.zeroed:
+            return
         section, index = self._places[id(param)]
         section.land()
         self.scales_by_handle = True

@@ -155,7 +155,10 @@ def _factor(handle: GradHandle, factor: Any, what: str) -> float | Tensor:
 
 def _clamp_(handle: GradHandle, min: Any = None, max: Any = None) -> GradHandle:
     low, high = (None if bound is None else _bound(handle, bound) for bound in (min, max))
-    handle.grads.clamp([handle.param], low, high)
+    grads = handle.grads
+    if handle.param in grads.zeroed and ((low or 0) > 0 or (high or 0) < 0):
+        raise handle.refuse(f"clamping zeros to [{low}, {high}]")
+    grads.clamp([handle.param], low, high)
     return handle
 
 

@@ -109,13 +109,16 @@ def test_a_tensor_that_scaled_may_change_afterwards() -> None:
 
 
 def test_zeros_let_the_next_backward_start_afresh() -> None:
-    model, optimizer = held(), None
+    model = held()
     expected = copies(model)
     optimizer = zo.AdamW(model.parameters())
     optimizer.zero_grad(set_to_none=False)
     model(tokens_of(1)).backward()
-    model.zero_grad(set_to_none=False)
-    assert not any(grad.any() for grad in named(model).values())
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0 and len(named(model)) == len(expected)
+    with pytest.raises(zo.ZeroOffloadError, match="was assigned zeros"):
+        optimizer.step()
     model(tokens_of(0)).backward()
     assert all(torch.equal(grad, expected[name]) for name, grad in copies(model).items())
 
