@@ -159,7 +159,7 @@ SCRIPT = {
 }
 """Keys that a line of the script replaces."""
 
-_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("AdamW", _ADAM),
     "adamw": ("AdamW", _ADAM),
@@ -168,10 +168,11 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}),
 }
 """DeepSpeed's optimizers: our class, and DeepSpeed's defaults."""
-_OPTIMIZER_FLAGS = {"amsgrad": False, "maximize": False, "bias_correction": True, "adam_w_mode": True}
-"""Arguments of all of them with a meaning, by the value that changes nothing."""
-_OPTIMIZER_LOOPS = ("torch_adam", "adamw_mode", "fp32_optimizer_states", "set_grad_none", "fused", "foreach")
-"""Arguments that choose another loop for the same mathematics."""
+_OPTIMIZER_ARGUMENTS = (
+    *("adam_w_mode", "bias_correction", "max_grad_norm", "torch_adam"),
+    *("adamw_mode", "fp32_optimizer_states", "set_grad_none", "fused", "foreach"),
+)
+"""Other arguments in DeepSpeed's files. The last five choose another loop for the same mathematics."""
 _SCHEDULERS = {
     "WarmupLR": 'transformers.get_scheduler("constant_with_warmup", ...), which warms up linearly',
     "WarmupDecayLR": 'transformers.get_scheduler("linear", ...), which warms up linearly',
@@ -399,7 +400,7 @@ def _read_optimizer(values: Mapping[str, Any], reading: DeepSpeedReading) -> Non
         )
         return
     name, arguments = _OPTIMIZERS[kind.lower()]
-    names = [*arguments, *_OPTIMIZER_FLAGS, *_OPTIMIZER_LOOPS, "max_grad_norm"]
+    names = [*arguments, *_OPTIMIZER_ARGUMENTS]
     for unknown in (each for each in params if each not in names):
         hint = did_you_mean(unknown, names, "optimizer.params.")
         reading.problems.append(f"unknown key optimizer.params.{unknown}: {hint}correct or remove it")
@@ -414,7 +415,7 @@ def _read_optimizer(values: Mapping[str, Any], reading: DeepSpeedReading) -> Non
     if name == "AdamW" and params.get("torch_adam") is True:
         arguments = arguments | {"weight_decay": 1e-2}  # torch's own default then
     arguments = arguments | {key: params[key] for key in arguments if key in params}
-    arguments |= {key: True for key in ("amsgrad", "maximize") if params.get(key) is True}
+    arguments = {key: value for key, value in arguments.items() if key != "amsgrad" or value is True}
     text = ", ".join(f"{key}={_argument(key, value)}" for key, value in arguments.items())
     reading.script.append(f"optimizer: optimizer = zo.{name}(model.parameters(), {text})")
 
