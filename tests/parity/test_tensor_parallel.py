@@ -159,6 +159,10 @@ def go_on(rank: int, case: Case, model: nn.Module, optimizer: zo.AdamW, span: ra
             out.losses.append(loss.item())
         if case.max_norm is not None:
             norm = math.sqrt(owner.grads.squares(list(model.parameters())))
+            of_grads = torch.nn.utils.get_total_norm(
+                [param.grad for param in model.parameters() if param.grad is not None]
+            )
+            assert of_grads.item() == pytest.approx(norm, rel=1e-6)
             assert zo.clip_grad_norm_(model, case.max_norm) == torch.tensor(norm)
             out.norms.append(norm)
         optimizer.step()

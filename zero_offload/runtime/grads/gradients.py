@@ -672,7 +672,8 @@ class Gradients:
         if param in self.zeroed:
             return True
         self.norm(param, 2.0)
-        return math.isfinite(self._norms[2.0].of[id(param)])
+        section, index = self._places[id(param)]
+        return math.isfinite(self._norms[2.0].of[id(param)] * section.store.factors.get(index, 1.0))
 
     def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         """Let a gradient held count `factor` times, or its inverse. A tensor, one element, in a device's memory, stays
