@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
 import zero_offload as zo
+from tests.helpers.launched import run_program
 from tests.helpers.ranks import RankPools
 from tests.helpers.tools import VOCAB, Tokens, config, distance, launched, llama, on_ranks, values_of
 
@@ -146,3 +148,11 @@ def test_its_own_optimizer_is_refused(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
     with pytest.raises(zo.ZeroOffloadError, match="zo.AdamW"):
         transformers.Trainer(model, args, train_dataset=Tokens()).train()
+
+
+def test_the_example(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "trainer.py"
+    printed = run_program(example, tmp_path, folder=tmp_path)
+    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
