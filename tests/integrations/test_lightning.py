@@ -254,7 +254,7 @@ def test_an_evaluation_loads_a_checkpoint_and_leaves_the_next_fit_alone(tmp_path
     assert runner.validate(later, loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False) == found
     assert distance(values_of(later), values) == 0
     torch.manual_seed(1)
-    runner.fit(later, loader())
+    trainer(OffloadStrategy(config("nvme", tmp_path / "run", durability="scratch"))).fit(later, loader())
     torch.manual_seed(1)
     trainer().fit(plain, loader())
     later.checks.clear()
@@ -467,6 +467,7 @@ def _go_on(rank: int, world_size: int, folder: str, where: str | None, manual: b
             runner.save_checkpoint(path)
             runner.validate(module, loader(), verbose=False)
             values = values_of(module)
+            runner.validate(module, loader(), ckpt_path=path, verbose=False)
             if where is not None:
                 zo.close(module)
         return module.losses + module.checks, module.norms, values

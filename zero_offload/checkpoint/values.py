@@ -21,7 +21,7 @@ from zero_offload.storage.shards.shard import (
     encode_array,
     master_components,
 )
-from zero_offload.storage.shards.store import ShardStore
+from zero_offload.storage.shards.store import ChunkSource, ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
 """fill(begin, end, out): write the values of shard elements [begin, end) into `out`, (end - begin,)."""
@@ -228,6 +228,23 @@ class Edited:
                 else:
                     array[first - begin : last - begin] = new
         return array
+
+
+def replace_masters(store: ShardStore, shard: Shard, masters: ChunkSource) -> None:
+    """Write what `masters` gives of each master, or frozen value; the states of optimizers stay."""
+    states: dict[Component, torch.Tensor] = {}
+    read_row = -1
+
+    def source(component: Component, begin: int, end: int) -> torch.Tensor:
+        nonlocal read_row
+        if read_row != (row := begin // CHUNK_NUMEL) and not store.writes_in_place(shard):
+            # All at once: the memory that a chunk is read into is that which it is written from.
+            read_row = row
+            states.update({each: store.read_chunk(shard, each, row).clone() for each in shard.states})
+        return states[component] if component in shard.states else masters(component, begin, end)
+
+    rows = range(len(shard.layout.chunks()))
+    store.write_components(shard, source, (rows, master_components(shard.layout)))
 
 
 def fill_from_readers(shard: Shard, shard_index: int, readers: Mapping[ParamSlice, ReadElements]) -> FillMaster:

@@ -81,8 +81,6 @@ class OffloadStrategy(ParallelStrategy):
             )
         self._num_nodes, self._start_method = 1, "popen"
         self._process_group_backend, self._timeout = process_group_backend, timeout
-        self._has_old_states = False
-        """True if an evaluation has loaded states, which the next optimizer would begin with."""
 
     @property
     def is_distributed(self) -> bool:
@@ -113,9 +111,6 @@ class OffloadStrategy(ParallelStrategy):
         self.model = _Forward(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            for optimizer in self.optimizers if self._has_old_states else ():
-                optimizer.state.clear()
-            self._has_old_states = False
         self.setup_precision_plugin()
 
     def _offload(self, module: nn.Module) -> None:
@@ -204,7 +199,6 @@ class OffloadStrategy(ParallelStrategy):
         fits, generators = self.lightning_module.trainer.state.fn == TrainerFn.FITTING, capture_rng()
         load_checkpoint(self.lightning_module, self.optimizers[0] if fits else None, checkpoint[_SOURCE])
         restore_rng(generators)  # Lightning leaves them alone, and where it draws is not the same in a fit that goes on
-        self._has_old_states = not fits
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

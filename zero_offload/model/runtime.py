@@ -33,6 +33,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.values import replace_masters
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import free_memory_bytes
@@ -449,11 +450,14 @@ class ModelRuntime:
             record = self._record(capture, extra)
         save(path, self.layout, self.store, self.ranks, record)
 
-    def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:
+    def load(
+        self, path: Path, check: Callable[[Generation], None], *, masters_only: bool = False
+    ) -> tuple[Generation, dict[str, Any] | None]:
         """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective.
 
-        `check` may raise before anything is replaced. A failure after that leaves a mix, which is neither used nor
-        committed: the model has to be loaded again. What is under way is over.
+        With `masters_only` parameters get the checkpoint's values, and optimizers' states and counts stay. `check` may
+        raise before anything is replaced. A failure after that leaves a mix, which is neither used nor committed: the
+        model has to be loaded again. What is under way is over.
         """
         index, ranks = self.collectives.shard_index, self.ranks
         with SavedGeneration.open(path, self.layout, self.ranks) as saved:
@@ -466,18 +470,26 @@ class ModelRuntime:
             self.grads.reset()
             self._commits.drop()
             self.life.half_loaded = str(path)
-            saved.tell_conversion(self.layout)
+            if not masters_only:
+                saved.tell_conversion(self.layout)
             with ranks.together():
                 for shard in self.store.shards:
-                    self.store.add_states(shard, saved.states(shard.layout.index))
-                    self.store.write_components(shard, saved.source(shard.layout, index))
+                    source = saved.source(shard.layout, index)
+                    if masters_only:
+                        replace_masters(self.store, shard, source)
+                    else:
+                        self.store.add_states(shard, saved.states(shard.layout.index))
+                        self.store.write_components(shard, source)
         replaced(self.prefetcher, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:
             self._in_backward.reset()
         self.life.lacks_weights, self.life.half_loaded = False, ""
         self.without_values.clear()
         self.resume_pending = False
-        self.adopt_generation(generation, loaded=True)
+        if masters_only:
+            self.note_written(whole=True)
+        else:
+            self.adopt_generation(generation, loaded=True)
         return generation, rng
 
     def note_written(self, *, whole: bool) -> None:

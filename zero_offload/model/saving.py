@@ -126,9 +126,9 @@ def load_checkpoint(
     """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
 
     `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets the
-    state of the one that the run had. Generators are restored when the number of ranks is the same. To evaluate, pass
-    None for `optimizer`: hyperparameters, the loss scale and generators stay what they are. Raises CheckpointError,
-    naming the first difference, when it is another model's. Raises IntegrityError when a byte is not
+    state of the one that the run had. Generators are restored when the number of ranks is the same. To
+    evaluate, pass None for `optimizer`: parameters and buffers are replaced, and everything else stays. Raises
+    CheckpointError, naming the first difference, when it is another model's. Raises IntegrityError when a byte is not
     what was written, and LockError when a run is at work in `path`.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
@@ -144,7 +144,7 @@ def load_checkpoint(
             check_groups(optimizer, _groups(found), str(path))
         check_buffers(model, _buffers(found), str(path))
 
-    generation, rng = owner.load(source, check)
+    generation, rng = owner.load(source, check, masters_only=optimizer is None)
     with owner.together("zo.load_checkpoint"):
         if optimizer is not None:
             _restore(generation, model, optimizer, scaler, rng, str(path))

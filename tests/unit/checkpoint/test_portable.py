@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.disk import SWAP, close_broken, flip_bit, generation_file, open_model, train
-from tests.helpers.models import TinyLM, build
+from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import read_masters
 from zero_offload.checkpoint.saved import SavedGeneration
@@ -87,18 +87,54 @@ def test_a_loaded_checkpoint_is_committed_with_the_next_step(saved: Path, tmp_pa
     zo.close(model_again)
 
 
-def test_an_evaluation_loads_without_an_optimizer(saved: Path, tmp_path: Path) -> None:
-    model, optimizer = open_model(tmp_path / "b", _partly_frozen())
-    zo.load_checkpoint(model, optimizer, saved)
-    other, its_optimizer = open_model(tmp_path / "c", _partly_frozen())
+def _moments(optimizer: zo.AdamW) -> list[torch.Tensor]:
+    """What is no part of a master, copied."""
+    states = optimizer.state_dict()["state"].values()
+    return [state[name].clone() for state in states for name in ("step", "exp_avg", "exp_avg_sq")]
+
+
+@in_pairs(before=PLACEMENTS, after=PLACEMENTS, precision=["bf16", "fp16", "fp32"])
+def test_an_evaluation_loads_parameters_alone(
+    before: dict[str, Any], after: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    model, optimizer = open_model(tmp_path / "a", _partly_frozen(), precision=precision, **before)
+    train(model, optimizer, 0, 3)
+    zo.save_checkpoint(model, optimizer, tmp_path / "saved")
+    other, its_optimizer = open_model(tmp_path / "b", _partly_frozen(), precision=precision, **after)
+    train(other, its_optimizer, 7, 9)
+    moments = _moments(its_optimizer)
     its_optimizer.param_groups[0]["lr"] = 5.0
     torch.manual_seed(5)
     generator = torch.get_rng_state()
-    assert zo.load_checkpoint(other, None, saved).step == 3
-    assert _equal(_states(model, optimizer), _states(other, its_optimizer))
-    assert its_optimizer.param_groups[0]["lr"] == 5.0 and torch.equal(torch.get_rng_state(), generator)
+    assert zo.load_checkpoint(other, None, tmp_path / "saved").step == 3
+    assert torch.equal(torch.get_rng_state(), generator) and its_optimizer.param_groups[0]["lr"] == 5.0
+    assert _equal(list(read_masters(other).values()), list(read_masters(model).values()))
+    assert len(moments) > 3 and _equal(_moments(its_optimizer), moments)
+    with torch.no_grad():
+        assert torch.equal(other(tokens_of(0)), model(tokens_of(0)))
+    train(other, its_optimizer, 9, 10)
     zo.close(model)
     zo.close(other)
+
+
+def test_an_evaluation_of_a_wide_model(tmp_path: Path) -> None:
+    """Shards of several chunks, some of which have states when the parameters are written."""
+    settings = {"params": "nvme", "optimizer": "nvme", "precision": "bf16"}
+    model, optimizer = open_model(tmp_path / "a", build(lambda: TinyLM(WIDE)), **settings)
+    train(model, optimizer, 0, 1)
+    zo.save_checkpoint(model, optimizer, tmp_path / "saved")
+    masters, moments = read_masters(model), _moments(optimizer)
+    for name in ("b", "c"):
+        other, its_optimizer = open_model(tmp_path / name, build(lambda: TinyLM(WIDE)), **settings)
+        if name == "b":
+            zo.load_checkpoint(other, its_optimizer, tmp_path / "saved")
+            with torch.no_grad(), zo.gathered(other, mode="write") as params:
+                params["embedding.weight"].mul_(2)
+        zo.load_checkpoint(other, None, tmp_path / "saved")
+        assert _equal(list(read_masters(other).values()), list(masters.values()))
+        assert _equal(_moments(its_optimizer), moments if name == "b" else [])
+        zo.close(other)
+    zo.close(model)
 
 
 def _layout(num_shards: int) -> ShardLayout:
