@@ -115,3 +115,23 @@ def test_ranks_clip_alike(stage: int, pools: RankPools) -> None:
     pool: RankPool = pools.of(2, on_device=True)
     (norms, params), (other_norms, other) = pool.succeed(clip_on_ranks, stage)
     assert norms == other_norms and all(torch.equal(other[name], value) for name, value in params.items())
+
+
+@pytest.mark.parametrize("policy", [Policy.SIDE_EARLY, Policy.SIDE_LATE, Policy.RANDOM], ids=str)
+def test_clipping_on_one_stream_is_seen_on_another(policy: Policy) -> None:
+    """Norms and factors that one stream has made are read by another, and their memory is not given out before."""
+    device.policy(policy, 1)
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
+    optimizer, side = zo.AdamW(model.parameters(), lr=1e-3), torch.Stream(device=TYPE)
+    for step in range(2):
+        model(tokens_of(step).to(TYPE)).backward()
+        before = [param.grad.norm() for param in model.parameters()]
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            total = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        after = torch.stack([param.grad.norm() for param in model.parameters()])
+        torch.accelerator.current_stream().wait_stream(side)
+        factor = 0.5 / (total.item() + 1e-6)
+        torch.testing.assert_close(after, torch.stack(before) * factor, rtol=1e-6, atol=0)
+        optimizer.step()
+    zo.close(model)

@@ -167,6 +167,13 @@ FAULTS = [
         "tests/fake_gpu/test_grad_handle.py::test_torchs_scaler_and_clip_on_every_tier",
     ),
     fault(
+        "a factor of one stream is read by another before it is made",
+        "runtime/grads/gradients.py",
+        "            self._device.join([stream])\n",
+        "",
+        "tests/fake_gpu/test_grad_handle.py::test_clipping_on_one_stream_is_seen_on_another",
+    ),
+    fault(
         "the norm of .grad is that before it was scaled",
         "runtime/grads/gradients.py",
         "        norm = found.rows[found.at[id(param)]] * factor\n",

@@ -55,6 +55,8 @@ class Norms:
     """Their places in `rows`."""
     rows: torch.Tensor | None = None
     """(norms,) fp32 on the compute device, once a handle is asked."""
+    stream: Any = None
+    """The one on which `rows` was made."""
 
 
 class Gradients:
@@ -660,10 +662,12 @@ class Gradients:
         found = self._norms[order]
         if found.rows is None:
             values = torch.tensor([*found.of.values()], dtype=torch.float64, device="cpu")
-            found.rows = values.to(self._device.torch_device, torch.float32)
+            found.rows, found.stream = values.to(self._device.torch_device, torch.float32), self._stream()
+        self._use(found.rows, found.stream)
         factor = 1.0 if order == 0 else abs(section.store.factors.get(index, 1.0)) / self.loss_scale
         norm = found.rows[found.at[id(param)]] * factor
         for each in section.factors.get(index, ()) if order else ():
+            self._use(each.value, each.stream)
             norm = norm * each.value.abs()
         return norm.float()
 
@@ -683,21 +687,32 @@ class Gradients:
         section, index = self._places[id(param)]
         section.land()
         self.scales_by_handle = True
-        if isinstance(factor, torch.Tensor):
+        if not self._device.is_host and isinstance(factor, torch.Tensor) and factor.device == self._device.torch_device:
             section.factors.setdefault(index, []).append(self._capture(factor, divides))
             return
+        factor = float(factor)
         if divides:
             factor = 1.0 / factor if factor else math.copysign(math.inf, factor)
         section.store.factors[index] = section.store.factors.get(index, 1.0) * factor
 
     def _capture(self, factor: torch.Tensor, divides: bool) -> Factor:
         """The factor as it is now: the program may change the tensor."""
+        version = object() if factor.is_inference() else factor._version  # tensors of inference mode count no changes
         last = self._captured
-        if last is None or last.given is not factor or (last.version, last.divides) != (factor._version, divides):
+        if last is None or last.given is not factor or (last.version, last.divides) != (version, divides):
             value = factor.detach().reshape(()).to(torch.float64, copy=True)
-            last = Factor(value.reciprocal_() if divides else value, factor, factor._version, divides)
+            last = Factor(value.reciprocal_() if divides else value, self._stream(), factor, version, divides)
             self._captured = last
         return last
+
+    def _stream(self) -> Any:
+        return None if self._device.is_host else self._device.stream()
+
+    def _use(self, tensor: torch.Tensor, stream: Any) -> None:
+        """This thread's stream computes with a tensor of ours that was made on `stream`."""
+        if stream != self._stream():
+            self._device.join([stream])
+            self._device.use_here(tensor)
 
     def _read_factors(self) -> None:
         """Bring factors in a device's memory to where the step finds them; one wait for all."""
@@ -706,6 +721,8 @@ class Gradients:
         self._captured = None
         scaled = [(section, index, each) for section in self.sections for index, each in section.factors.items()]
         factors = {id(factor): factor.value for _, _, each in scaled for factor in each}
+        for factor in (factor for _, _, each in scaled for factor in each):
+            self._use(factor.value, factor.stream)
         values = dict(zip(factors, torch.stack([*factors.values()]).tolist(), strict=True)) if factors else {}
         for section, index, each in scaled:
             for factor in each:

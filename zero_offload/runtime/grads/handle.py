@@ -150,7 +150,8 @@ def _factor(handle: GradHandle, factor: Any, what: str) -> float | Tensor:
     is_one = not isinstance(factor, Tensor) or (factor.numel() == 1 and not isinstance(factor, GradHandle))
     if not is_one or isinstance(factor, complex):
         raise handle.refuse(f"{what} by anything but a number")
-    return factor if isinstance(factor, Tensor) and factor.device.type != "cpu" else float(factor)
+    found: float | Tensor = factor if isinstance(factor, Tensor) else float(factor)
+    return found
 
 
 def _clamp_(handle: GradHandle, min: Any = None, max: Any = None) -> GradHandle:

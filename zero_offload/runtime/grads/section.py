@@ -37,9 +37,11 @@ class Factor(NamedTuple):
 
     value: torch.Tensor
     """() fp64, of our own."""
+    stream: Any
+    """The one on which it was made."""
     given: torch.Tensor
     """The program's tensor that it was taken from."""
-    version: int
+    version: object
     """The tensor's then."""
     divides: bool
     """True if `value` is the inverse."""
