@@ -85,7 +85,7 @@ IGNORED = {
     "a parameter without a gradient is never an error, and is not updated": """
         zero_optimization.ignore_unused_parameters""",
     "torch.compile(model) compiles": """
-        compile.enabled compile.backend compile.kwargs compile.deepcompile compile.free_activation
+        compile.enabled compile.disable compile.backend compile.kwargs compile.deepcompile compile.free_activation
         compile.free_activation_threshold compile.offload_activation compile.offload_activation_pin_memory
         compile.offload_opt_states compile.offload_parameters compile.double_buffer compile.symmetric_memory
         compile.debug_log compile.sync_before_reduce compile.sync_after_reduce compile.sync_before_allgather
@@ -111,7 +111,7 @@ IGNORED = {
         activation_checkpointing.profile""",
     "zo.stats and zo.profile have times and bytes, `zero-offload plan` predicts; logging is the script's": """
         steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler autotuning timers log_level
-        comms_logger monitor_config tensorboard wandb comet csv_monitor""",
+        comms_logger comms_config monitor_config tensorboard wandb comet csv_monitor""",
 }
 """Keys without effect here, by the reason."""
 
@@ -124,6 +124,8 @@ REFUSED = {
     "tensor_parallel.autotp_size": "divide the model by torch's parallelize_module, and give zo.offload the other mesh",
     "expert_parallel": "experts are not divided over ranks; branches='any' trains those that each rank's data asks for",
     "sequence_parallel_size": "sequences are not divided over ranks",
+    "sequence_parallel": "sequences are not divided over ranks",
+    "fp8": "nothing computes in 8 bits",
     "compile.passes": "no pass divides sequences or matrices over ranks",
     "pipeline": "there are no pipeline stages; a model larger than memory needs none",
     "amp": "Apex is not used; enable bf16 or fp16, or use torch.autocast in the script",
@@ -283,6 +285,8 @@ def _flatten(section: Mapping[str, Any], prefix: str, problems: list[str]) -> It
     names = [key.removeprefix(prefix) for key in KNOWN if key.startswith(prefix)]
     names = [name for name in names if "." not in name]
     for name, value in section.items():
+        if str(name).startswith(("_", "//")):
+            continue  # a comment
         key = f"{prefix}{name}"
         if name not in names:
             problems.append(f"unknown key {key}: {did_you_mean(name, names, prefix)}correct or remove it")
@@ -395,7 +399,7 @@ def _read_optimizer(values: Mapping[str, Any], reading: DeepSpeedReading) -> Non
     kind, params = section
     if kind.lower() not in _OPTIMIZERS:
         reading.problems.append(
-            f"optimizer.type={kind!r} is no optimizer here; remove the section, and make one of zo.AdamW, zo.Adam, "
+            f"optimizer.type={kind!r} does not exist here; remove the section, and make one of zo.AdamW, zo.Adam, "
             "zo.SGD, zo.Adagrad and zo.Lion in the script"
         )
         return
@@ -408,7 +412,7 @@ def _read_optimizer(values: Mapping[str, Any], reading: DeepSpeedReading) -> Non
         name = "Adam"
     if params.get("bias_correction") is False:
         reading.problems.append("optimizer.params.bias_correction=False: zo.AdamW always corrects; remove it")
-    if _is_on(params.get("max_grad_norm")):
+    if _is_on(params.get("max_grad_norm"), most_off=0):
         reading.script.append(
             f"optimizer.params.max_grad_norm: zo.clip_grad_norm_(model, {params['max_grad_norm']}) before step()"
         )
@@ -463,7 +467,7 @@ def _argument(key: str, value: object) -> str:
 
 def _read_script(values: Mapping[str, Any], reading: DeepSpeedReading) -> None:
     for key, text in SCRIPT.items():
-        if _on(values, key):
+        if _is_on(values.get(key), most_off=key == "gradient_accumulation_steps"):
             shown = _argument(key, values[key])
             reading.script.append(f"{key}: {text.format(shown, shown)}")
     clip = values.get("gradient_clipping", "missing")
@@ -490,11 +494,12 @@ def _on(values: Mapping[str, Any], key: str) -> bool:
     return _is_on(values.get(key))
 
 
-def _is_on(value: object) -> bool:
+def _is_on(value: object, most_off: int = 1) -> bool:
+    """`most_off` is the largest number that asks for nothing, such as 1 for a number of parts."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        return value > 1
+        return value > most_off
     if isinstance(value, Mapping):
         return bool(value.get("enabled", bool(value)))
     return bool(value)

@@ -246,6 +246,19 @@ def test_precision(document: dict[str, Any], precision: str | None) -> None:
         assert ("torch.autocast(" in report and "dtype=torch.bfloat16" in report) == ("torch_autocast" in document)
 
 
+def test_small_numbers_ask_for_something_too() -> None:
+    document = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0}
+    _, report = read(document | {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}})
+    assert "batch_size=1)" in report and "backwards" not in report
+    assert "zo.clip_grad_norm_(model, 1.0)" in line_of(report, "optimizer.params.max_grad_norm")
+
+
+def test_comments_are_none_of_the_keys() -> None:
+    assert (
+        read({"_comment": "ours", "//": "too", "gradient_clipping": 0, "bf16": {"_note": 1, "enabled": True}})[1] == ""
+    )
+
+
 def test_nothing_offloaded_is_on_the_device() -> None:
     assert read({"zero_optimization": True})[0] == OffloadConfig(
         stage=1, params="device", grads="device", optimizer="device", precision="fp32"
@@ -328,7 +341,7 @@ def test_all_problems_come_at_once() -> None:
         "zero_optimization.offload_param.nvme_path=5 is not a directory",
         "zero_optimization.offload_optimizer.device is missing",
         "zero_optimization.offload_optimizer.ratio=2 is not a number",
-        "optimizer.type='OneBitAdam' is no optimizer here",
+        "optimizer.type='OneBitAdam' does not exist here",
         "scheduler has no type",
         "zero_optimization.zenflow would change results",
         "stage=7 does not exist",
@@ -371,7 +384,7 @@ def test_a_file_is_read_as_its_dict(tmp_path: Path) -> None:
         ("[1]", "holds a list"),
     ],
 )
-def test_files_that_are_no_config(text: str | None, message: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
