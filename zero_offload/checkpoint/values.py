@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from zero_offload.base.host import host_empty, host_zeros
+from zero_offload.base.host import host_empty, host_reserved, host_zeros
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.storage.shards.shard import (
@@ -56,7 +56,10 @@ def master_of(layout: SectionLayout, read: Callable[[Component], torch.Tensor]) 
     value = read(Component.VALUE)
     if Component.RESIDUAL not in components:
         return value
-    half, master = value.clone(), host_empty(value.numel(), torch.float32)
+    half, master = (
+        host_reserved([value.numel()], value.dtype).copy_(value),
+        host_reserved([value.numel()], torch.float32),
+    )
     join_master(half, read(Component.RESIDUAL), master)
     return master
 
@@ -73,12 +76,17 @@ def master_part(layout: SectionLayout) -> dict[str, torch.dtype]:
 def read_master_part(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch.Tensor:
     """(end - begin,) of it, of elements `span`; a copy."""
     layout = shard.layout
-    master = _gather(layout, span, torch.float32, lambda row, begin, end: read_master_chunk(store, shard, row))
-    if layout.dtype == torch.float16:
-        return master
-    residual = host_empty(master.numel(), torch.int16)
-    split_master(master, torch.empty_like(residual, dtype=torch.bfloat16), residual)
-    return residual
+    dtype = master_part(layout)[Component.MASTER if layout.dtype == torch.float16 else Component.RESIDUAL]
+
+    def read(row: int, begin: int, end: int) -> torch.Tensor:
+        master = read_master_chunk(store, shard, row)
+        if layout.dtype == torch.float16:
+            return master
+        residual = host_reserved([end - begin], dtype)
+        split_master(master, host_reserved([end - begin], layout.dtype), residual)
+        return residual
+
+    return _gather(layout, span, dtype, read)
 
 
 def completed(
@@ -91,13 +99,20 @@ def completed(
     residual = part.get(Component.RESIDUAL.value)
     if dtype != torch.bfloat16 or residual is None:
         return None
-    half = store.read_component(shard, Component.VALUE)[slice(*span)].contiguous()
+    half = read_values(store, shard, span)
     master, again = host_empty(half.numel(), torch.float32), torch.empty_like(half)
     residual = residual.detach().reshape(-1).contiguous()
     join_master(half, residual, master)
     # A residual of another value may turn a 0 into a NaN: it completes only what it gives back.
     split_master(master, again, torch.empty_like(residual))
     return torch.where(again.view(torch.int16) == half.view(torch.int16), master, half.float())
+
+
+def residual_alone(layout: SectionLayout, residual: torch.Tensor) -> torch.Tensor:
+    """What rests beside values that come from elsewhere, of a residual as `read_master_part` gives it."""
+    if component_dtype(layout, Component.RESIDUAL) is not torch.int8:
+        return residual
+    return ((residual.to(torch.int32) + 128) >> 8).clamp(-128, 127).to(torch.int8)
 
 
 def read_state(
@@ -120,7 +135,7 @@ def _gather(
 ) -> torch.Tensor:
     """Elements `span` of a shard, a copy; `read(row, begin, end)` has those of a chunk."""
     first, last = span or (0, layout.shard_numel)
-    out = host_empty(last - first, dtype)
+    out = host_reserved([last - first], dtype)  # in the heap, what comes and goes would leave holes of its size
     for row, (begin, end) in enumerate(layout.chunks()):
         low, high = max(begin, first), min(end, last)
         if low < high:
@@ -205,9 +220,13 @@ class Edited:
     @property
     def rows(self) -> list[int]:
         """The chunks that change."""
-        spans = [(begin, end) for edits in self._edits.values() for begin, end, _ in edits]
+        spans = [span for component in self._edits for span in self.spans(component)]
         chunks = enumerate(self._shard.layout.chunks())
         return [row for row, (begin, end) in chunks if any(low < end and begin < high for low, high in spans)]
+
+    def spans(self, component: Component) -> list[tuple[int, int]]:
+        """The elements of a component that change."""
+        return [(begin, end) for begin, end, _ in self._edits.get(component, ())]
 
     def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
         layout, row = self._shard.layout, begin // CHUNK_NUMEL

@@ -204,9 +204,8 @@ def _write_back(owner: ModelRuntime, places: Sequence[Place], values: Values) ->
                 "one that is there in place"
             )
     try:
-        for first in {id(place.section): place for place in places}.values():
-            masters = {p.piece: values[p.name] for p in places if p.section is first.section}
-            owner.states.write_masters(first, masters)
+        for section in {id(place.section): place.section for place in places}.values():
+            owner.states.write_masters([(p, values[p.name]) for p in places if p.section is section])
         owner.note_written(whole=True)
     except BaseException:
         owner.note_written(whole=False)

@@ -36,6 +36,7 @@ from zero_offload.model.commits import Commits
 from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
+from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.grads.handle import GradHandle
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
@@ -43,7 +44,7 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.saved.tensors import runs
 from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.storage.shards.registry import Touched
+from zero_offload.storage.shards.registry import Touched, owner_of
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 from zero_offload.storage.shards.store import ShardStore
 
@@ -60,6 +61,15 @@ class Place:
     @property
     def name(self) -> str:
         return self.piece.spec.name
+
+    @property
+    def is_divided(self) -> bool:
+        """True if each rank has a part of the parameter only."""
+        return self.section.layout.num_shards > 1 or bool(self.piece.spec.division)
+
+    def span(self, shard_index: int) -> tuple[int, int]:
+        """What a shard has of the parameter: elements of the shard, maybe none."""
+        return self.section.layout.in_shard(self.piece, shard_index)
 
 
 class ParamPlaces:
@@ -113,7 +123,7 @@ class ParamPlaces:
 
 def need_whole(places: Iterable[Place], call: str, instead: str) -> None:
     """Raise where one of these parameters is divided over ranks."""
-    if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in places):
+    if any(place.is_divided for place in places):
         raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
 
 
@@ -189,7 +199,7 @@ class OptimizerStates:
         if not (params := list(params)):
             return
         self.readers.before_replacing(params)
-        self._change()
+        self.change()
         places = [self._places[param] for param in params]
         zeros = host_zeros(1, torch.float32)
         by_section: dict[int, list[Place]] = {}
@@ -197,7 +207,7 @@ class OptimizerStates:
             by_section.setdefault(id(place.section), []).append(place)
         for of_section in by_section.values():
             section = of_section[0].section
-            edits = [(*section.layout.in_shard(place.piece, self._shard_index), zeros) for place in of_section]
+            edits = [(*place.span(self._shard_index), zeros) for place in of_section]
             self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
         for place in places:
             self.param_steps[place.name] = self._loaded_steps[place.name] = 0
@@ -245,10 +255,8 @@ class OptimizerStates:
         kept = {name: torch.float32 for name in (STEP, *names) if name == STEP or shard.keeps([name])}
         return kept | master_part(shard.layout)
 
-    def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
+    def check_usable(self) -> None:
         self._life.check_usable()
-        instead = "zo.save_checkpoint(model, optimizer, path), and optimizer.state.clear() on all ranks to reset states"
-        need_whole((self._places[param] for param in params), call, instead)
 
     def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
         if (step := self.step_of(param)) is None:
@@ -258,9 +266,15 @@ class OptimizerStates:
             )
         if name == STEP:
             return host_tensor(float(step), torch.float32)
-        self.check_readable([param], f"{name} of {self._places.name_of(param)} in optimizer.state")
+        self._life.check_usable()
         place = self._places[param]
         piece, shard = place.piece, place.section.shard
+        if place.is_divided:
+            raise ZeroOffloadError(
+                f"{name} of {place.name} is divided over ranks, and no operation on one of them gathers it. Save it "
+                "by torch.distributed.checkpoint (dcp.save), zo.save_checkpoint or zo.export_pretrained; read "
+                "parameters in 'with zo.gathered(module):'; reset states by optimizer.state.clear() on all ranks"
+            )
         place.unit.wait_for_update()
         span = piece.begin, piece.end
         if name in master_part(shard.layout):
@@ -279,7 +293,7 @@ class OptimizerStates:
     def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
         place = self._places[param]
         step = count_of(values, f"{name} of {place.name}") if name == STEP else self.param_steps[place.name]
-        self._change()
+        self.change()
         if name in BESIDE:
             self._write(place, {}, {name: values})
         elif name != STEP:
@@ -295,7 +309,7 @@ class OptimizerStates:
         if not moved and not beside and step == self.step_of(param):
             return  # they are here
         self.readers.before_replacing([param], {*moved, *beside, STEP, Entry.state_name})
-        self._change()
+        self.change()
         self.ensure([(place.section.shard, tuple(moved))])
         if moved or beside:
             self._write(place, moved, beside)
@@ -317,35 +331,51 @@ class OptimizerStates:
     def _write(self, place: Place, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
         """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
         it to the master, as `read` returns it, or nothing: then the master stays as it is."""
-        call = f"changing the optimizer's states of {place.name}, by load_state_dict too,"
-        need_whole([place], call, "zo.load_checkpoint(model, optimizer, path)")
-        shard, span, zeros = place.section.shard, (place.piece.begin, place.piece.end), host_zeros(1, torch.float32)
+        shard, span, zeros = place.section.shard, place.span(self._shard_index), host_zeros(1, torch.float32)
         place.unit.wait_for_update()
+        beside = {name: self._own(place, values) for name, values in beside.items()}
         master = completed(self._store, shard, beside, span) if beside else None
         edits = {} if master is None else master_parts(shard.layout, master)
         for name, state in states.items():
-            edits[Component(name)] = zeros if state is None else state.detach().reshape(-1)
+            edits[Component(name)] = zeros if state is None else self._own(place, state)
         self._edit(place, {component: [(*span, values)] for component, values in edits.items()})
         # In bf16 what completes a value leaves it as it is; in fp16 it is its master, rounded.
         if master is not None and shard.layout.dtype == torch.float16:
             replaced(self._prefetcher, [(place.unit, place.param)])
 
-    def write_masters(self, place: Place, masters: Mapping[ParamSlice, torch.Tensor]) -> None:
-        """Replace masters (fp32 or compute dtype) of some parameters of the place's section."""
+    def write_masters(self, masters: Sequence[tuple[Place, torch.Tensor]]) -> None:
+        """Replace masters of some parameters of one section by whole tensors, fp32 or of the compute dtype."""
         edits: Edits = {}
-        for piece, values in masters.items():
-            for component, array in master_parts(place.section.shard.layout, values).items():
-                edits.setdefault(component, []).append((piece.begin, piece.end, array))
-        self._edit(place, edits)
+        for place, values in masters:
+            for component, array in master_parts(place.section.shard.layout, self._own(place, values)).items():
+                edits.setdefault(component, []).append((*place.span(self._shard_index), array))
+        self._edit(masters[0][0], edits)
+
+    def _own(self, place: Place, values: torch.Tensor) -> torch.Tensor:
+        """(n,) of what this rank's shard has of a parameter, of values of its shape."""
+        if is_dtensor(values) or place.piece.spec.division:
+            raise ZeroOffloadError(
+                f"{place.name} was given as {type(values).__name__}, of which this rank's part is not known: load by "
+                "torch.distributed.checkpoint.load into model.state_dict() and optimizer.state_dict(), or by "
+                "zo.load_checkpoint(model, optimizer, path)"
+            )
+        begin, end = place.span(self._shard_index)
+        offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
+        return values.detach().reshape(-1)[begin + offset : end + offset]
 
     def _edit(self, place: Place, edits: Edits) -> None:
         self._life.check_usable()
-        shard = place.section.shard
         place.unit.wait_for_update()
+        self.replace_elements(place, edits)
+
+    def replace_elements(self, place: Place, edits: Edits) -> None:
+        """Change elements of the shard that a parameter is in, after its update."""
+        shard = place.section.shard
         source = Edited(self._store, shard, edits)
+        self._store.read_lazy_in(shard, source.spans(Component.VALUE))
         self._store.write_components(shard, source, (source.rows, list(edits)))
 
-    def _change(self) -> None:
+    def change(self) -> None:
         """Called before the program changes states."""
         self._commits.drain()
         self._commits.set_aside()
@@ -400,7 +430,8 @@ class ParamAccess:
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
         self._copies: dict[int, StateCopy] = {}
-        self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
+        self._writes: dict[int, list[tuple[Place, torch.Tensor]]] = {}
+        """What was copied in, by section."""
 
     # Data
 
@@ -434,10 +465,13 @@ class ParamAccess:
         self._life.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
         self._tracker.recover()
-        need_whole(self._places.all(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walk, self._walks_over = call, module
         self._writes.clear()
         self._copies.clear()
+
+    @property
+    def is_divided(self) -> bool:
+        return any(place.is_divided for place in self._places.all())
 
     def end_walk(self, module: nn.Module, *, has_masters: bool = False) -> None:
         """Write what was copied in, section by section, if anything was. `has_masters`: where values are what they
@@ -446,16 +480,14 @@ class ParamAccess:
             return
         self._walk, self._walks_over = None, None
         if self._writes:
-            names = {piece.spec.name for values in self._writes.values() for piece in values}
+            names = {place.name for copied in self._writes.values() for place, _ in copied}
             self._states.values_replaced(() if has_masters else names)
         self._copies.clear()
-        places = self._places.all()
-        sections = {id(place.section): place for place in places}
         try:
-            for key, values in self._writes.items():
-                self._states.write_masters(sections[key], values)
+            for copied in self._writes.values():
+                self._states.write_masters(copied)
         finally:
-            written = [place for place in places if place.piece in self._writes.get(id(place.section), {})]
+            written = [place for copied in self._writes.values() for place, _ in copied]
             replaced(self._prefetcher, [(place.unit, place.param) for place in written])
             self._writes.clear()
 
@@ -464,20 +496,30 @@ class ParamAccess:
         return self._walk is not None and runs(self._walk)
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between."""
+        """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between.
+        Where ranks divide the parameter, a tensor that knows where the values are."""
+        if self._places[param].is_divided:
+            return StateTensor(param, Component.VALUE, param.dtype, owner=owner_of(param))
         if id(param) not in self._copies:
             place = self._places[param]
             place.unit.wait_for_update()
             with torch.inference_mode(False):  # whose tensors count no changes
                 values = host_reserved(place.piece.spec.shape, place.section.layout.dtype)
                 lazy = self._store.read_lazily(place.section.shard, place.piece.begin, values)
-            self._copies[id(param)] = state_copy(param, place.name, values, lazy.read)
+            self._copies[id(param)] = state_copy(param, place.name, values, lazy)
         return again(self._copies[id(param)])
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""
+        if isinstance(values, StateCopy | StateTensor) and values.shows(param):
+            # It is what is there: that is counted as a change, as torch does, and no master is rounded.
+            torch.autograd.graph.increment_version(param)
+            if isinstance(values, StateCopy):
+                values.source.follow()
+            return
         place = self._places[param]
-        self._writes.setdefault(id(place.section), {})[place.piece] = values
+        copied = self._writes.setdefault(id(place.section), [])
+        copied[:] = [*(each for each in copied if each[0] is not place), (place, values)]
 
     def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """As load_state_dict does, but what stays as it was keeps its fp32 master. Inside of a walk, at its end."""

@@ -41,6 +41,7 @@ from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
 from zero_offload.model.end import ModelEnd
 from zero_offload.model.params import OptimizerStates, ParamAccess, ParamPlaces
+from zero_offload.model.parts import Parts
 from zero_offload.model.updates import Updates, check_holds_grads, failing
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
@@ -162,6 +163,9 @@ class ModelRuntime:
             )
         self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward)
         self.access = ParamAccess(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher)
+        folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
+        shard_index = self.collectives.shard_index
+        self.parts = Parts(self.places, self._states, store, prefetcher, self.life, shard_index, folder)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, self.files)

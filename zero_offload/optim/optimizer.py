@@ -11,14 +11,15 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
-from zero_offload.base.host import host_tensor
+from zero_offload.base.host import host_tensor, host_zeros
 from zero_offload.hardware.kernels.arguments import Hyper, Segment, UpdateTensors, address_of, kind_of
 from zero_offload.hardware.kernels.choice import has_device_update
 from zero_offload.hardware.kernels.grads import sum_of_squares
@@ -40,6 +41,7 @@ from zero_offload.optim.state import (
     write_offloaded,
 )
 from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.storage.shards.checkpointed import refuse_full
 from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
 
 
@@ -231,20 +233,26 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of torch's optimizer (one rank). States of offloaded parameters are tensors that are read from their
-        tiers when their values are asked for, or just before those change.
+        """As that of torch's optimizer. States of offloaded parameters are tensors that are read from their tiers when
+        their values are asked for, or just before those change. Where ranks divide the parameters every rank calls, and
+        the tensors are for torch.distributed.checkpoint: their values are on several ranks.
 
         bf16 parameters have a "residual" that completes them to their fp32 master. Offloaded fp16 parameters have their
         "master". With the model's own state dict nothing is lost.
         """
         hypers = self.hypers()
         self._hand_over(hypers)
-        for owner, params in by_owner(self._states.away()).items():
-            assert owner is not None
-            owner.states.check_readable(params, "optimizer.state_dict()")
+        with self._together("optimizer.state_dict()", self._states.away()) as is_divided:
+            if is_divided:
+                refuse_full("optimizer.state_dict()")
+            for owner in by_owner(self._states.away()):
+                assert owner is not None
+                owner.states.check_usable()
 
         def read_later(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
             """Runs before the program's own hooks."""
+            for group in packed["param_groups"]:
+                fill_group(group, _torch_settings(type(self).__name__))
             entries: dict[Any, Any] = packed["state"]
             for key, entry in entries.items():
                 if isinstance(entry, Entry):
@@ -275,7 +283,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         hook = self.register_load_state_dict_pre_hook(keep_ours)
         try:
-            super().load_state_dict(state_dict)
+            with self._together("optimizer.load_state_dict()", self._params()):
+                super().load_state_dict(state_dict)
         finally:
             hook.remove()
         for group in self.param_groups:
@@ -288,6 +297,20 @@ class FusedOptimizer(torch.optim.Optimizer):
                     # torch has cast the states to the parameter's dtype; the kernel's are fp32.
                     kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
                     restore_exact(param, self.state[param], kept, entry.get("residual"))
+
+    @staticmethod
+    @contextmanager
+    def _together(call: str, params: Iterable[nn.Parameter]) -> Iterator[bool]:
+        """`Owner.together` of those whose parameters ranks divide; True if there are any."""
+        with ExitStack() as met:
+            owners = [
+                owner
+                for owner, owned in by_owner(params).items()
+                if owner is not None and any(map(owner.parts.is_divided, owned))
+            ]
+            for owner in owners:
+                met.enter_context(owner.together(call))
+            yield bool(owners)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state from a copy, a pickle, or torch's part of a load."""
@@ -392,6 +415,13 @@ def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
     for states, owner, params, names in taken:
         states.add(params, names)
         owner.train_with(optimizer)
+
+
+@cache
+def _torch_settings(name: str) -> dict[str, Any]:
+    """All settings of torch's optimizer of this name: loading by torch.distributed.checkpoint, it asks for each."""
+    kind = getattr(torch.optim, name, None)
+    return {} if kind is None else dict(kind([nn.Parameter(host_zeros(1, torch.float32))]).defaults)
 
 
 def fill_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

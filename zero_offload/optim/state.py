@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.hardware.kernels.arguments import Hyper
+from zero_offload.storage.shards.checkpointed import METADATA, Checkpointed, Part, PlainPart, wrapper
 from zero_offload.storage.shards.registry import OptimizerStates, Owner, by_owner, dropped_error, is_dropped, owner_of
+from zero_offload.storage.shards.shard import Component
+from zero_offload.storage.shards.staged import staging
 
 State = dict[str, Any]
 """What an optimizer keeps of one ordinary parameter, by torch's names."""
@@ -31,31 +35,16 @@ STEP = "step"
 BESIDE = ("residual", "master")
 """What completes a value to its master; no state of an optimizer's."""
 
-_PROPERTIES = (
-    "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn "
-    "is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
-)
-_METHODS = (
-    "size dim ndimension numel nelement element_size stride storage_offset get_device "
-    "is_floating_point is_complex is_contiguous is_signed untyped_storage __len__ __hash__"
-)
-_METADATA = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
-    + [getattr(Tensor, name) for name in _METHODS.split()]
-)
-"""Functions that need no values; every other one is given them."""
 _CONVERSIONS = frozenset(
     getattr(Tensor, name) for name in ["to", "cpu", "cuda", "xpu", "contiguous", "float", "double", "half", "bfloat16"]
 )
 _data: Any = Tensor.data
 
 
-class StateTensor(Tensor):
-    """One state of an offloaded parameter where it rests, or a view of it.
+class _Fields(Tensor):
+    """No attributes in a `__dict__`: torch's stager would copy them."""
 
-    An operation gets a copy in memory. If it changes the copy, the tier gets that. A state of `optimizer.state` shows
-    what rests there now, as torch's do. One of a state dict shows what rested there when the state dict was made.
-    """
+    __slots__ = ("_is_copy", "_kept", "_owner", "_root", "param", "state_name")
 
     param: nn.Parameter
     state_name: str
@@ -69,6 +58,17 @@ class StateTensor(Tensor):
     _kept: Tensor | ZeroOffloadError | None
     """Its values, once they are no longer those on the tier; or why they could not be read."""
 
+
+class StateTensor(Checkpointed, _Fields):
+    """One state of an offloaded parameter where it rests, or a view of it. Where ranks divide the parameter, a state
+    dict of the model has its value as such a tensor too.
+
+    An operation gets a copy in memory. If it changes the copy, the tier gets that. A state of `optimizer.state` shows
+    what rests there now, as torch's do. One of a state dict shows what rested there when the state dict was made.
+    """
+
+    __slots__ = ()
+
     @staticmethod
     def __new__(
         cls,
@@ -81,7 +81,7 @@ class StateTensor(Tensor):
     ) -> StateTensor:
         """`owner` is the parameter's, for a state of a state dict; `copy_on` a device, for a copy there."""
         shape = torch.Size() if name == STEP else param.shape
-        made = _wrapper(shape, dtype=dtype, device=copy_on or "cpu")
+        made: StateTensor = wrapper(cls, shape, dtype=dtype, device=copy_on or "cpu")
         made.param, made.state_name, made._owner, made._root, made._kept = param, name, owner, None, None
         made._is_copy = copy_on is not None
         made._states().readers.add(made)
@@ -95,13 +95,28 @@ class StateTensor(Tensor):
         """True if it shows what this state is now."""
         return self._root is None and self._kept is None and self.param is param and self.state_name == name
 
+    def following(self) -> AbstractContextManager[None]:
+        """It shows what is there in any case."""
+        return nullcontext()
+
+    def shows(self, param: nn.Parameter) -> bool:
+        """True if it is the parameter's value as it is now."""
+        return self.rests_at(param, Component.VALUE)
+
     def keep(self) -> None:
         """Take the values into memory: the tier is about to get others, which are not this one's."""
-        if self._kept is None:
-            try:
-                self._kept = self._read()
-            except ZeroOffloadError as error:
-                self._kept = error
+        if self._kept is not None:
+            return
+        try:
+            self._kept = self._read()
+        except ZeroOffloadError as error:
+            self._kept = error
+            if self._owned().parts.is_divided(self.param):
+                self._kept = ZeroOffloadError(
+                    f"{self._describe()}: the model has had a step or other states since this state dict was made, and "
+                    "where ranks divide parameters a state dict keeps none. Call state_dict() again; dcp.async_save "
+                    "keeps a copy"
+                )
 
     def plain(self) -> Tensor:
         """A copy, as a plain tensor."""
@@ -109,11 +124,22 @@ class StateTensor(Tensor):
         values = root._read()
         return values if root is self and self._kept is None else self._part(values).clone()
 
-    def _states(self) -> OptimizerStates:
+    def part(self) -> Part:
+        if isinstance(self._kept, ZeroOffloadError):
+            raise self._kept
+        if self._root is None and self._kept is None and not self._is_copy:
+            return self._owned().parts.of(self.param, self.state_name, self.dtype, self)
+        # It is no longer what rests there.
+        return PlainPart(self.plain() if self._kept is None else self._part(self._kept))
+
+    def _owned(self) -> Owner:
         owner = self._owner or owner_of(self.param)
         if owner is None:
             raise dropped_error(self.param)
-        return owner.states
+        return owner
+
+    def _states(self) -> OptimizerStates:
+        return self._owned().states
 
     def _read(self) -> Tensor:
         """The values that were kept, or a copy of what rests on the tier."""
@@ -147,7 +173,9 @@ class StateTensor(Tensor):
     def _view(self, of: Tensor) -> StateTensor:
         """A view of this state that lies in a copy of it as `of` does."""
         size, strides, offset = of.size(), of.stride(), of.storage_offset()
-        made = _wrapper(size, strides=strides, storage_offset=offset, dtype=of.dtype, device=of.device)
+        made: StateTensor = wrapper(
+            StateTensor, size, strides=strides, storage_offset=offset, dtype=of.dtype, device=of.device
+        )
         made.param, made.state_name, made._owner, made._root, made._kept = self.param, self.state_name, None, self, None
         return made
 
@@ -160,9 +188,11 @@ class StateTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if (answer := staging(func, args)) is not None:
+            return answer
         if args and isinstance(state := args[0], StateTensor):
             if func in (Tensor.detach, _data.__get__):
                 return state
@@ -206,12 +236,6 @@ class StateTensor(Tensor):
 
     def _describe(self) -> str:
         return f"{self.state_name} of {_where(self.param)}, shape={tuple(self.shape)}, dtype={self.dtype}"
-
-
-def _wrapper(size: torch.Size, **kwargs: Any) -> StateTensor:
-    """A tensor without memory."""
-    made: StateTensor = Tensor._make_wrapper_subclass(StateTensor, size, **kwargs)
-    return made
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -496,6 +520,12 @@ class Readers:
         """The program changes this one in place."""
         param, name = state.param, state.state_name
         self._keep(lambda each: each.of_dict and each is not state and each.param is param and each.state_name == name)
+
+    def before_loading(self, states: Iterable[object]) -> None:
+        """A load replaces what these show."""
+        loaded = {id(state): state for state in states if isinstance(state, StateTensor)}
+        keys = {(id(state.param), state.state_name) for state in loaded.values()}
+        self._keep(lambda each: each.of_dict and id(each) not in loaded and (id(each.param), each.state_name) in keys)
 
     def before_replacing(self, params: Iterable[nn.Parameter], names: Collection[str] | None = None) -> None:
         """The optimizer is to have other entries of these parameters; with `names`, other tensors in them."""

@@ -25,6 +25,7 @@ from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
 from zero_offload.runtime.units.guard import LastHook, refuse_copy
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.storage.shards.checkpointed import refuse_full
 from zero_offload.storage.shards.registry import Owner, owner_of
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
@@ -133,7 +134,7 @@ def _owner_of(module: nn.Module) -> Owner | None:
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     if (owner := _owner_of(module)) is not None:
-        owner.access.begin_walk(module, _call_of("state_dict"))
+        _begin_walk(owner, module, "state_dict")
 
 
 def _after_state_dict(module: nn.Module, *_: Any) -> None:
@@ -149,7 +150,18 @@ def _before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str,
             "load_state_dict(assign=True) would put ordinary parameters in the place of offloaded ones; "
             "leave assign out"
         )
-    owner.access.begin_walk(module, _call_of("load_state_dict"))
+    _begin_walk(owner, module, "load_state_dict")
+
+
+def _begin_walk(owner: Owner, module: nn.Module, name: str) -> None:
+    access = owner.access
+    if access.walking:
+        return
+    call = _call_of(name)
+    with owner.together(f"model.{name}()") if access.is_divided else contextlib.nullcontext():
+        if access.is_divided and name == "state_dict":
+            refuse_full("model.state_dict()")
+        access.begin_walk(module, call)
 
 
 def _after_load(module: nn.Module, *_: Any) -> None:

@@ -10,7 +10,9 @@ not refreshed: once the parameter has other values, changing it raises. Not seen
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,7 +22,10 @@ from torch.utils.weak import TensorWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.units.guard import wrap_views
+from zero_offload.storage.shards.checkpointed import METADATA, Checkpointed, Part, PlainPart, Put
 from zero_offload.storage.shards.registry import owner_of
+from zero_offload.storage.shards.staged import StagedSource, staging
+from zero_offload.storage.shards.store import LazyRead
 
 _SET_DATA: Any = cast(Any, Tensor.data).__set__
 
@@ -28,13 +33,44 @@ _SET_DATA: Any = cast(Any, Tensor.data).__set__
 class _Source:
     """A parameter, and the copy of it that all views share."""
 
-    def __init__(self, param: nn.Parameter, name: str, values: Tensor, read: Callable[[], None]) -> None:
-        """`values` has the parameter's shape; host. `read` fills it, at its first call."""
+    def __init__(self, param: nn.Parameter, name: str, values: Tensor, lazy: LazyRead) -> None:
+        """`values` has the parameter's shape; host. `lazy` fills it."""
         self._param: Any = TensorWeakRef(param)
         self.name = name
-        self._values = values
-        self.read = read
+        self.values = values
+        self.lazy = lazy
+        self.read = lazy.read
         self._version = _version(param)
+
+    def param(self) -> nn.Parameter | None:
+        """The parameter, while it has the values that the copy has."""
+        param: nn.Parameter | None = self._param()
+        return param if param is not None and _version(param) == self._version else None
+
+    def part(self) -> Part:
+        """What torch.distributed.checkpoint reads and writes: the parameter, without a copy of it in memory."""
+        param: nn.Parameter | None = self._param()
+        owner = None if param is None else owner_of(param)
+        if param is None or owner is None or self.param() is None:
+            self.read()
+            return _OldPart(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = self.values.dtype
+        return _CopyPart(self, owner.parts.of(param, "value", dtype, self))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """It has what is written to the parameter inside; what is not read yet is read after that."""
+        self.lazy.follows = True
+        try:
+            yield
+        finally:
+            self.lazy.follows = False
+            self.follow()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StagedSource:
+        """torch's stager copies attributes of tensors."""
+        return StagedSource.of(self.part())
 
     def write(self) -> None:
         """The copy has changed: write it to the parameter."""
@@ -42,18 +78,62 @@ class _Source:
         owner = None if param is None else owner_of(param)
         if param is None or owner is None:
             return  # the model is gone
-        if _version(param) != self._version:
+        self.check_current()
+        owner.access.write_param(param, self.values)
+        self.follow()
+
+    def check_current(self) -> None:
+        """Raise if the parameter has got other values than the copy."""
+        if self._param() is not None and self.param() is None:
             raise ZeroOffloadError(
                 f"a tensor of model.state_dict() was changed, but parameter {self.name} has had a step or other values "
                 "since that state dict was made. The parameter stays as it is. Call model.state_dict() again and "
                 "change what it returns; call model.load_state_dict(...) to load other values; or change a copy "
                 "(.clone())"
             )
-        owner.access.write_param(param, self._values)
-        self._version = _version(param)
+
+    def follow(self) -> None:
+        """The parameter has what was written through the copy."""
+        self._version = _version(self._param())
 
 
-class StateCopy(Tensor):
+class _OldPart(PlainPart):
+    """A copy whose parameter has other values by now."""
+
+    def __init__(self, source: _Source) -> None:
+        super().__init__(source.values)
+        self._source = source
+
+    def plan_load(self, call: FrameType) -> None:
+        self._source.check_current()
+
+    def write(self, begin: int, end: int, values: Tensor, put: Put | None) -> None:
+        self._source.check_current()
+        super().write(begin, end, values, put)
+
+
+class _CopyPart:
+    """A parameter's part, with the copy that goes with it. Implements `Part`."""
+
+    def __init__(self, source: _Source, part: Part) -> None:
+        self._source = source
+        self._part = part
+        self.dtype, self.boxes, self.span, self.folder = part.dtype, part.boxes, part.span, part.folder
+
+    def read(self, begin: int, end: int) -> Tensor:
+        return self._part.read(begin, end)
+
+    def plan_load(self, call: FrameType) -> None:
+        self._part.plan_load(call)
+
+    def write(self, begin: int, end: int, values: Tensor, put: Put | None) -> None:
+        self._source.check_current()
+        self._part.write(begin, end, values, put)
+        if self._source.lazy.is_read:
+            PlainPart(self._source.values).write(begin, end, values, put)
+
+
+class StateCopy(Checkpointed, Tensor):
     """A copy of a parameter, or a view of one, that hands changes on."""
 
     source: _Source
@@ -67,6 +147,11 @@ class StateCopy(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in METADATA and func is not Tensor.untyped_storage:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if (answer := staging(func, args)) is not None:
+            return answer
         copies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StateCopy)]
         for each in copies:
             each.source.read()
@@ -88,6 +173,14 @@ class StateCopy(Tensor):
             source.write()
         with torch._C.DisableTorchFunctionSubclass():
             return wrap_views(result, [(each, each.source) for each in copies], _view)
+
+    def part(self) -> Part:
+        return self.source.part()
+
+    def shows(self, param: nn.Parameter) -> bool:
+        """True if it is all of the parameter as it is now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.source.param() is param and self.is_set_to(self.source.values)
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         """Other memory is not the parameter's, in a plain model's state dict neither: nothing would change."""
@@ -117,9 +210,9 @@ class StateCopy(Tensor):
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def state_copy(param: nn.Parameter, name: str, values: Tensor, read: Callable[[], None]) -> StateCopy:
-    """`values`, a copy of the parameter, for a state dict; `read` fills it, when something is done with it."""
-    return _view(values, _Source(param, name, values, read))
+def state_copy(param: nn.Parameter, name: str, values: Tensor, lazy: LazyRead) -> StateCopy:
+    """`values`, a copy of the parameter, for a state dict; `lazy` fills it, when something is done with it."""
+    return _view(values, _Source(param, name, values, lazy))
 
 
 def again(copy: StateCopy) -> StateCopy:

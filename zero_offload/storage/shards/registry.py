@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zero_offload.hardware.kernels.arguments import Hyper
+    from zero_offload.storage.shards.checkpointed import Holder, Part
 
 
 class Touched(Enum):
@@ -57,6 +58,10 @@ class ParamAccess(Protocol):
 
     def is_gathered(self, param: nn.Parameter) -> bool:
         """True if it may be read now as it stands, inside of `zo.gathered`."""
+
+    @property
+    def is_divided(self) -> bool:
+        """True if ranks divide parameters, so that all of them make the same walks."""
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
         """Called before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
@@ -96,6 +101,8 @@ class StateReaders(Protocol):
 
     def before_edit(self, state: Any) -> None: ...
 
+    def before_loading(self, states: Iterable[Any]) -> None: ...
+
     def before_replacing(self, params: Iterable[nn.Parameter], names: Collection[str] | None = None) -> None: ...
 
 
@@ -115,11 +122,12 @@ class OptimizerStates(Protocol):
     def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
         """What may be read, of these states and beside them, and its dtype; nothing where there are none yet."""
 
-    def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
-        """Raise ZeroOffloadError where `read` would, of these parameters, naming `call`."""
+    def check_usable(self) -> None:
+        """Raise ZeroOffloadError where there is nothing to read."""
 
     def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
-        """A copy of one of them, of the parameter's shape, host; "step" as a scalar."""
+        """A copy of one of them, of the parameter's shape, host; "step" as a scalar. Raises ZeroOffloadError where
+        ranks divide the parameter."""
 
     def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
         """Replace one of them."""
@@ -136,6 +144,16 @@ class OptimizerStates(Protocol):
 
     def reset(self, params: Iterable[nn.Parameter]) -> None:
         """Drop the states of these parameters: their next step is the first."""
+
+
+class Parts(Protocol):
+    """What this rank has of parameters and states."""
+
+    def is_divided(self, param: nn.Parameter) -> bool:
+        """True if that is not all of the parameter."""
+
+    def of(self, param: nn.Parameter, name: str, dtype: torch.dtype, holder: Holder) -> Part:
+        """Of a parameter's "value", or of what `OptimizerStates` keeps of it; `holder` shows it to the program."""
 
 
 class LossScaler(Protocol):
@@ -167,6 +185,9 @@ class Owner(Protocol):
 
     @property
     def states(self) -> OptimizerStates: ...
+
+    @property
+    def parts(self) -> Parts: ...
 
     @property
     def makes_generations(self) -> bool:

@@ -101,6 +101,17 @@ class LazyRead:
         self._shard = shard
         self._begin = begin
         self._out = out
+        self.follows = False
+        """True if it is to have what is written now."""
+
+    @property
+    def is_read(self) -> bool:
+        return self._store is None
+
+    def overlaps(self, shard: Shard, spans: Iterable[tuple[int, int]]) -> bool:
+        """True if it has some of these elements of a shard."""
+        end = self._begin + self._out.numel()
+        return self._shard is shard and any(low < end and self._begin < high for low, high in spans)
 
     def read(self) -> None:
         """Read, unless that is done. After an error the next call tries again: the values are not there yet."""
@@ -457,6 +468,12 @@ class ShardStore:
             lazy.read()
         self._lazy.clear()
 
+    def read_lazy_in(self, shard: Shard, spans: Sequence[tuple[int, int]]) -> None:
+        """The same of these elements of a shard."""
+        for lazy in [each for each in self._lazy if not each.follows and each.overlaps(shard, spans)]:
+            lazy.read()
+            self._lazy.discard(lazy)
+
     def drop_lazy(self) -> None:
         self._lazy.clear()
 
@@ -479,11 +496,12 @@ class ShardStore:
     ) -> None:
         """Replace every component of a shard, after a commit under way; what rests on disk goes to a slot that no
         generation needs. With `changed`, chunks and components, `source` has all others as they are: they are
-        written only where that slot has older ones.
+        written only where that slot has older ones. The caller has read lazily what it changes of values.
 
         Raises ZeroOffloadError where the source gives an array of another dtype, size or device than the component's.
         """
-        self.read_lazy()
+        if changed is None:
+            self.read_lazy()
         self.snapshots.wait_for_slots()
         self.make_writable(shard)
         self.ensure_cache(shard)

@@ -1,0 +1,437 @@
+"""torch.distributed.checkpoint of an offloaded model: what is saved is what there was, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zero_offload as zo
+from tests.helpers import ranks
+from tests.helpers.models import tokens_of
+from tests.helpers.pairwise import in_pairs
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
+
+COMPACT = zo.Precision(compute="bf16", states="compact")
+BF16 = Case({"precision": "bf16", "stage": 3}, num_steps=2)
+FP32 = Case({"precision": "fp32", "stage": 3}, num_steps=2)
+
+State = dict[str, Any]
+Trained = tuple[nn.Module, zo.AdamW]
+
+
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2)
+
+
+@contextmanager
+def trained(case: Case, rank: int = 0, world_size: int = 1, num_steps: int | None = None) -> Iterator[Trained]:
+    model, optimizer = ranks.start(case)
+    num_steps = case.num_steps if num_steps is None else num_steps
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # commits that keep nothing, processes without a group
+            ranks.steps(case, (rank, world_size), model, optimizer, range(num_steps), Outcome())
+            yield model, optimizer
+    finally:
+        zo.close(model)
+
+
+def go_on(case: Case, rank: int, world_size: int, model: nn.Module, optimizer: zo.AdamW) -> Outcome:
+    out = Outcome()
+    ranks.steps(case, (rank, world_size), model, optimizer, range(case.num_steps, case.num_steps + 2), out)
+    out.params = ranks.read_params(model)
+    return out
+
+
+def plain_states(model: nn.Module, optimizer: zo.AdamW) -> State:
+    return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+
+def named_states(model: nn.Module, optimizer: zo.AdamW) -> State:
+    """The same by torch's helper: the optimizer's states have parameters' names."""
+    found, states = get_state_dict(model, optimizer)
+    return {"model": found, "optim": states}
+
+
+def optimizer_first(model: nn.Module, optimizer: zo.AdamW) -> State:
+    """Residuals come before the values that they complete."""
+    return {"an optimizer": optimizer.state_dict(), "the model": model.state_dict()}
+
+
+def take_plain(model: nn.Module, optimizer: zo.AdamW, state: State) -> None:
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optim"])
+
+
+def take_named(model: nn.Module, optimizer: zo.AdamW, state: State) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def take_nothing(model: nn.Module, optimizer: zo.AdamW, state: State) -> None:
+    pass
+
+
+WAYS: dict[str, tuple[Callable[..., State], Callable[..., None]]] = {
+    "in place": (plain_states, take_nothing),
+    "state dicts": (plain_states, take_plain),
+    "named": (named_states, take_named),
+    "optimizer first": (optimizer_first, take_nothing),
+}
+
+
+def save(rank: int, world_size: int, case: Case, way: str, path: str, is_async: bool = False) -> Outcome:
+    """Save after some steps, and go on; two steps are made before a checkpoint in the background is awaited."""
+    with trained(case, rank, world_size) as (model, optimizer):
+        state = WAYS[way][0](model, optimizer)
+        if not is_async:
+            dcp.save(state, checkpoint_id=path)
+            return go_on(case, rank, world_size, model, optimizer)
+        group = dist.new_group(backend="gloo") if world_size > 1 else None
+        saved = dcp.async_save(state, checkpoint_id=path, process_group=group)
+        del state
+        out = go_on(case, rank, world_size, model, optimizer)
+        saved.result()
+        return out
+
+
+def load(rank: int, world_size: int, case: Case, way: str, path: str) -> Outcome:
+    """Load into a model that has had a step less, and go on."""
+    make, take = WAYS[way]
+    with trained(case, rank, world_size, case.num_steps - 1) as (model, optimizer):
+        state = make(model, optimizer)
+        dcp.load(state, checkpoint_id=path)
+        take(model, optimizer, state)
+        return go_on(case, rank, world_size, model, optimizer)
+
+
+def case_of(precision: Any, stage: int) -> Case:
+    """With fp16 the first steps overflow."""
+    return Case({"precision": precision, "stage": stage}, num_steps=8 if precision == "fp16" else 2, num_frozen=1)
+
+
+def at(where: str, case: Case, path: Path) -> Case:
+    path.mkdir(exist_ok=True)
+    placed = {"params": where, "optimizer": where, "nvme": path if where == "nvme" else None, "existing": "discard"}
+    return replace(case, settings=case.settings | placed)
+
+
+@in_pairs(
+    where=["cpu", "nvme"],
+    precision=["bf16", "fp32", "fp16", COMPACT],
+    stage=[3, 1, 2, 0],
+    way=list(WAYS),
+    is_async=[False, True],
+)
+def test_a_run_goes_on_from_it(
+    where: str, precision: Any, stage: int, way: str, is_async: bool, tmp_path: Path, pool: RankPool
+) -> None:
+    case = case_of(precision, stage)
+    path = str(tmp_path / "saved")
+    saved = pool.succeed(save, at(where, case, tmp_path / "a"), way, path, is_async)
+    loaded = pool.succeed(load, at(where, case, tmp_path / "b"), way, path)
+    assert loaded == saved
+
+
+# Other numbers of ranks, and other programs
+
+
+def on_ranks(rank: int, world_size: int, case: Case, way: str, source: str, target: str) -> None:
+    """Load, and save again what was loaded."""
+    make, take = WAYS[way]
+    with trained(case, rank, world_size, case.num_steps - 1) as (model, optimizer):
+        state = make(model, optimizer)
+        dcp.load(state, checkpoint_id=source)
+        take(model, optimizer, state)
+        dcp.save(make(model, optimizer), checkpoint_id=target)
+
+
+def everything(model: nn.Module, optimizer: zo.AdamW) -> dict[str, Tensor]:
+    """Masters, and the optimizer's states, of one rank."""
+    names = {param: name for name, param in model.named_parameters()}
+    with zo.gathered(model, kind="master") as masters:
+        found = {name: values.clone() for name, values in masters.items()}
+    for param, entry in optimizer.state.items():
+        found |= {f"{names[param]} {name}": state.clone() for name, state in entry.items()}
+    return found
+
+
+@in_pairs(where=["cpu", "nvme"], precision=["bf16", "fp32", "fp16", COMPACT], stage=[3, 1, 0], way=[*WAYS])
+def test_ranks_keep_what_one_has_saved(
+    where: str, precision: Any, stage: int, way: str, tmp_path: Path, pool: RankPool
+) -> None:
+    case = at(where, case_of(precision, stage), tmp_path / "a")
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    make, take = WAYS[way]
+    with trained(case) as (model, optimizer):
+        dcp.save(make(model, optimizer), checkpoint_id=first)
+        expected = everything(model, optimizer)
+    pool.succeed(on_ranks, at(where, case, tmp_path / "b"), way, first, second)
+    with trained(case, num_steps=case.num_steps - 1) as (model, optimizer):
+        state = make(model, optimizer)
+        dcp.load(state, checkpoint_id=second)
+        take(model, optimizer, state)
+        found = everything(model, optimizer)
+    assert found.keys() == expected.keys() and len(found) > 50
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def fsdp(case: Case) -> tuple[nn.Module, torch.optim.AdamW]:
+    model = ranks.make_model(case)
+    mesh = DeviceMesh("cpu", [0, 1])
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(ranks.param_groups(model), lr=1e-2, weight_decay=0.1)
+
+
+def whole(state: State, path: str = "") -> dict[str, Tensor]:
+    """Whole tensors by path. Collective."""
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found |= whole(value, f"{path}{name}.")
+        elif isinstance(value, Tensor):
+            found[path + name] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return found
+
+
+def save_by_fsdp(rank: int, world_size: int, case: Case, path: str) -> dict[str, Tensor]:
+    model, optimizer = fsdp(case)
+    for step in range(2):
+        model(ranks.rows_of(step, rank, world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = named_states(model, optimizer)  # type: ignore[arg-type]
+    dcp.save(states, checkpoint_id=path)
+    return whole(states)
+
+
+def load_by_fsdp(rank: int, world_size: int, case: Case, path: str) -> dict[str, Tensor]:
+    model, optimizer = fsdp(case)
+    states = named_states(model, optimizer)  # type: ignore[arg-type]
+    dcp.load(states, checkpoint_id=path)
+    take_named(model, optimizer, states)  # type: ignore[arg-type]
+    return whole(named_states(model, optimizer))  # type: ignore[arg-type]
+
+
+def read_whole(path: str) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by torch alone."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(kept.size, dtype=kept.properties.dtype)
+        for name, kept in metadata.items()
+        if isinstance(kept, dcp.metadata.TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        dcp.load(found, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_checkpoints_of_fully_shard_load_and_ours_load_there(where: str, tmp_path: Path, pool: RankPool) -> None:
+    case = at(where, FP32, tmp_path / "a")
+    theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    expected, _ = pool.succeed(save_by_fsdp, case, theirs)
+    pool.succeed(on_ranks, case, "named", theirs, ours)
+    assert same(read_whole(ours), expected)
+    found = pool.succeed(load_by_fsdp, case, ours)
+    assert all(same(each, expected) for each in found)
+
+
+def test_fp32_values_become_masters(tmp_path: Path, pool: RankPool) -> None:
+    """A checkpoint of fp32 parameters has all bits of a bf16 model's masters, and no residuals."""
+    path = str(tmp_path / "saved")
+    pool.succeed(save_by_fsdp, FP32, path)
+    expected = read_whole(path)
+    with trained(BF16, num_steps=1) as (model, _):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+        with zo.gathered(model, kind="master") as masters:
+            assert len(masters) > 10
+            assert all(torch.equal(values, expected[f"model.{name}"]) for name, values in masters.items())
+
+
+def divided(value: float) -> nn.Module:
+    """Two layers, each divided in another way, in which every element is another."""
+    model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16))
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            param.copy_(torch.arange(param.numel()).view(param.shape) + value + 1000 * number)
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return zo.offload(model, zo.OffloadConfig(precision="fp32"), mesh["dp"])
+
+
+def save_divided(rank: int, world_size: int, path: str, again: str) -> None:
+    """Save, and save what another model has loaded."""
+    model = divided(0.5)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    other = divided(0.25)
+    dcp.load({"model": other.state_dict()}, checkpoint_id=path)
+    dcp.save({"model": other.state_dict()}, checkpoint_id=again)
+    zo.close(model)
+    zo.close(other)
+
+
+def test_tensor_parallel_parts(tmp_path: Path, pool: RankPool) -> None:
+    paths = str(tmp_path / "saved"), str(tmp_path / "again")
+    pool.succeed(save_divided, *paths)
+    expected = {
+        f"model.{name}": torch.arange(param.numel()).view(param.shape) + 0.5 + 1000 * number
+        for number, (name, param) in enumerate(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)).named_parameters())
+    }
+    assert all(same(read_whole(path), expected) for path in paths)
+
+
+# Values, options, and what raises
+
+
+def full_states(rank: int, world_size: int, case: Case) -> list[Any]:
+    """Whole plain tensors load on every rank, and from rank 0; whole ones are not made."""
+    options = StateDictOptions(full_state_dict=True)
+    found: list[Any] = []
+    with trained(case, rank, world_size) as (model, optimizer):
+        whole = {
+            name: values.clone() for name, values in ranks.make_model(replace(case, dim=case.dim)).state_dict().items()
+        }
+        for extra in ({}, {"broadcast_from_rank0": True}):
+            whole = {name: values + 1 for name, values in whole.items()}
+            given = whole if rank == 0 or not extra else {}
+            set_model_state_dict(model, dict(given), options=StateDictOptions(full_state_dict=True, **extra))
+            read = ranks.read_params(model)
+            found.append(all(torch.equal(values, whole[name]) for name, values in read.items()))
+        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+        kept = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True, cpu_offload=True))
+        found.append(bool(frozen) and frozen.isdisjoint(kept))
+        flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
+        found.append("state.embedding.weight.exp_avg" in flat)
+        for call in (
+            lambda: get_model_state_dict(model, options=options),
+            lambda: get_state_dict(model, optimizer, options=options),
+        ):
+            found.append(message_of(call))
+    return found
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (zo.ZeroOffloadError, dcp.CheckpointException) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_options_of_state_dicts(pool: RankPool) -> None:
+    for found in pool.succeed(full_states, replace(FP32, num_frozen=1)):
+        assert found[:4] == [True] * 4
+        assert all("full_state_dict" in message and "dcp.save" in message for message in found[4:])
+
+
+def ask_for_values(rank: int, world_size: int, path: str) -> list[str]:
+    with trained(BF16, rank, world_size) as (model, optimizer):
+        value = model.state_dict()["embedding.weight"]
+        state = optimizer.state_dict()["state"][0]["exp_avg"]
+        assert value.shape == model.get_parameter("embedding.weight").shape
+        calls: list[Callable[[], Any]] = [
+            *(lambda each=each: each.to(torch.float64) for each in (value, state)),
+            *(lambda each=each: each + 1 for each in (value, state)),
+            *(lambda each=each: torch.save(each, f"{path}/{rank}.pt") for each in (value, state)),
+            *(lambda each=each: each.zero_() for each in (value, state)),
+            lambda: value.data_ptr(),
+        ]
+        found = [message_of(call) for call in calls]
+        ranks.steps(BF16, (rank, world_size), model, optimizer, range(2, 3), Outcome())
+        return [*found, message_of(lambda: dcp.save({"model": {"weight": value}}, checkpoint_id=path, no_dist=True))]
+
+
+def test_values_on_several_ranks_raise_one_error(tmp_path: Path, pool: RankPool) -> None:
+    for found in pool.succeed(ask_for_values, str(tmp_path)):
+        *found, pointer, stale = found
+        assert len(found) == 8
+        for message in found:
+            assert all(name in message for name in ("dcp.save", "save_checkpoint", "export_pretrained", "zo.gathered"))
+        assert "has no address" in pointer
+        assert "had a step" in stale
+
+
+def ask_alone(rank: int, world_size: int, what: str) -> str:
+    """Rank 0 asks for a state dict, the other goes on training."""
+    with trained(FP32, rank, world_size) as (model, optimizer):
+        asked = model if what == "model" else optimizer
+        call = asked.state_dict if rank == 0 else lambda: model(tokens_of(0))
+        return message_of(call)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_rank_that_asks_alone_raises(what: str, pool: RankPool) -> None:
+    messages = pool.succeed(ask_alone, what)
+    pool.renew()
+    assert all(f"rank 0 is at {what}.state_dict()" in each or f"at {what}.state_dict()" in each for each in messages)
+
+
+def test_a_load_that_ends_too_early_leaves_nothing_to_use(tmp_path: Path) -> None:
+    """As long as the rest is not loaded."""
+    path = tmp_path / "saved"
+    with trained(FP32) as (model, optimizer):
+        dcp.save(plain_states(model, optimizer), checkpoint_id=path)
+        expected = everything(model, optimizer)
+    reads: list[int] = []
+
+    class Failing(dcp.DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+            reads.append(0)
+            if len(reads) == 9:
+                raise OSError("the disk has failed")
+
+    with trained(FP32, num_steps=1) as (model, optimizer):
+        states = plain_states(model, optimizer)
+        with pytest.raises(dcp.CheckpointException, match="the disk has failed"):
+            dcp.load(states, checkpoint_id=path, planner=Failing())
+        for call in (lambda: model(tokens_of(0)), model.state_dict, optimizer.step):
+            assert "torch.distributed.checkpoint.load failed half-way" in message_of(call)
+        with pytest.raises(dcp.CheckpointException, match="Missing key"):  # before anything is written
+            dcp.load(states | {"other": torch.zeros(1)}, checkpoint_id=path)
+        dcp.load({"model": states["model"]}, checkpoint_id=path)
+        assert "failed half-way" in message_of(model.state_dict)
+        dcp.load(states, checkpoint_id=path)
+        assert same(everything(model, optimizer), expected)
+
+
+def test_a_value_alone_is_the_master(tmp_path: Path) -> None:
+    """Whatever the master was, and whatever a load before has planned."""
+    path = tmp_path / "saved"
+    with trained(BF16) as (model, optimizer):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+        expected = {name: values.float() for name, values in model.state_dict().items()}
+    with trained(BF16, num_steps=1) as (model, optimizer):
+        states = plain_states(model, optimizer)
+        with pytest.raises(dcp.CheckpointException, match="Missing key"):
+            dcp.load(states, checkpoint_id=path)
+        dcp.load({"model": states["model"]}, checkpoint_id=path)
+        with zo.gathered(model, kind="master") as masters:
+            assert all(torch.equal(values, expected[name]) for name, values in masters.items())

@@ -1,0 +1,274 @@
+"""What this rank has of one parameter, element by element: its values, and what optimizers keep of it.
+
+torch.distributed.checkpoint reads and writes it piece by piece (`storage/shards/checkpointed.py`). Nothing moves
+between ranks. `Parts` knows the load that runs now, since two things depend on what else it brings:
+
+* A bf16 value and the residual that completes it arrive in any order. So each is written by itself where the load
+  brings both. A value that comes alone has the residual 0; a residual that comes alone completes the value there.
+* A load that ends too early leaves a mix of two states. So the model cannot be used from the first write on, until all
+  that the load was to bring is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.checkpoint.values import (
+    completed,
+    master_part,
+    master_parts,
+    read_master,
+    read_master_part,
+    read_state,
+    read_values,
+    residual_alone,
+)
+from zero_offload.model.params import OptimizerStates, ParamPlaces, Place
+from zero_offload.optim.state import STEP
+from zero_offload.plan.boxes import Box, boxes_of
+from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.runtime.pass_tracker import ModelLife
+from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
+from zero_offload.runtime.saved.tensors import runs
+from zero_offload.storage.shards.checkpointed import Holder, Part, Put
+from zero_offload.storage.shards.shard import Component, Shard
+from zero_offload.storage.shards.store import ShardStore
+
+Key = tuple[str, str]
+"""A parameter's name, and that of a value or state of it."""
+_HALF = "a checkpoint by torch.distributed.checkpoint.load"
+"""What `ModelLife.half_loaded` says."""
+
+
+class Parts:
+    """Implements `shards.registry.Parts`."""
+
+    def __init__(
+        self,
+        places: ParamPlaces,
+        states: OptimizerStates,
+        store: ShardStore,
+        prefetcher: ParamPrefetcher,
+        life: ModelLife,
+        shard_index: int,
+        folder: Path | None,
+    ) -> None:
+        """`folder` has room for copies."""
+        self._places = places
+        self._states = states
+        self._store = store
+        self._prefetcher = prefetcher
+        self._life = life
+        self._shard_index = shard_index
+        self._folder = folder
+        self._load: _Load | None = None
+        """The load that was planned last."""
+        self._lacking: dict[Key, int] = {}
+        """How many elements of what has been written to in part are not loaded yet."""
+
+    def is_divided(self, param: nn.Parameter) -> bool:
+        return self._places[param].is_divided
+
+    def of(self, param: nn.Parameter, name: str, dtype: torch.dtype, holder: Holder) -> Part:
+        self._life.check_alive()
+        place = self._places[param]
+        if name == STEP:
+            return StepPart(self._states, param, dtype, [Box((), (), 0)], (0, 1), self._folder)
+        begin, end = place.span(self._shard_index)
+        offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
+        span = begin + offset, end + offset
+        return ShardPart(self, param, name, dtype, _boxes(place, *span), span, self._folder, begin, holder)
+
+    def read(self, param: nn.Parameter, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of this rank's shard."""
+        self._life.check_usable()
+        place = self._places[param]
+        place.unit.wait_for_update()
+        shard = place.section.shard
+        if name == Component.VALUE:
+            return read_values(self._store, shard, (begin, end))
+        if name in master_part(shard.layout):
+            return read_master_part(self._store, shard, (begin, end))
+        return read_state(self._store, shard, Component(name), (begin, end))
+
+    # Loading
+
+    def plan_load(self, call: FrameType, param: nn.Parameter, name: str, numel: int, holder: Holder) -> None:
+        if self._load is None or self._load.call is not call:
+            self._load = _Load(call)
+            if self._life.half_loaded != _HALF:
+                self._life.check_usable()
+                self._lacking.clear()
+            # On all ranks alike, whatever each of them will have to write.
+            self._states.change()
+            for unit in {place.unit.index: place.unit for place in self._places.all()}.values():
+                self._prefetcher.forget(unit)
+        key = self._places.name_of(param), name
+        self._load.planned[key] = self._load.planned.get(key, 0) + numel  # a tied one comes by each of its names
+        self._load.holders.setdefault(key, []).append(holder)
+
+    def write(self, part: ShardPart, span: tuple[int, int], values: torch.Tensor, put: Put | None) -> None:
+        """Elements `span` of this rank's shard; see `checkpointed.Part.write`."""
+        place = self._places[part.param]
+        load = self._begin_writing()
+        place.unit.wait_for_update()
+        change = _Change(self._store, place.section.shard, span, values, put)
+        arrays = self._arrays(place, part.name, change, load.planned)
+        with ExitStack() as written:
+            if Component.VALUE in arrays:
+                for holder in [part.holder, *load.holders.get((place.name, Component.VALUE), ())]:
+                    written.enter_context(holder.following())
+            if arrays:
+                self._states.replace_elements(place, {each: [(*span, array)] for each, array in arrays.items()})
+            if Component.VALUE in arrays:
+                replaced(self._prefetcher, [(place.unit, place.param)])
+        self._end_writing((place.name, part.name), values.numel())
+
+    def _arrays(
+        self, place: Place, name: str, change: _Change, planned: Container[Key]
+    ) -> dict[Component, torch.Tensor]:
+        """The components that change, of these elements."""
+        layout = place.section.layout
+        beside = master_part(layout) if layout.trainable else {}
+        if name == Component.VALUE:
+            if change.values.dtype == layout.dtype:
+                if (place.name, Component.MASTER) in planned:
+                    return {}  # rounded, the master is the value
+                if (place.name, Component.RESIDUAL) in planned and Component.RESIDUAL in beside:
+                    return {Component.VALUE: change.of(read_values, layout.dtype)}
+            dtype = torch.float32 if layout.trainable else layout.dtype
+            return master_parts(layout, change.of(read_master, dtype))
+        if name in beside:
+            part = change.of(read_master_part, beside[name])
+            if name == Component.RESIDUAL and (place.name, Component.VALUE) in planned:
+                return {Component.RESIDUAL: residual_alone(layout, part)}
+            master = completed(self._store, place.section.shard, {name: part}, change.span)
+            assert master is not None
+            return master_parts(layout, master)
+        component = Component(name)
+        return {component: change.of(partial(read_state, component=component), torch.float32)}
+
+    def _begin_writing(self) -> _Load:
+        """The load that runs now."""
+        load = self._load
+        if load is None or not runs(load.call):
+            self._load = None
+            return _Load(sys._getframe())
+        if not load.has_begun:
+            load.has_begun = True
+            self._lacking |= {key: numel for key, numel in load.planned.items() if numel}
+            self._life.half_loaded = _HALF
+            self._states.readers.before_loading(each for holders in load.holders.values() for each in holders)
+        return load
+
+    def _end_writing(self, key: Key, numel: int) -> None:
+        if key in self._lacking:
+            self._lacking[key] -= numel
+            if self._lacking[key] <= 0:
+                del self._lacking[key]
+            if not self._lacking:
+                self._life.half_loaded = ""
+                self._load = None
+
+
+@dataclass
+class _Change:
+    """What is written to elements of a shard."""
+
+    store: ShardStore
+    shard: Shard
+    span: tuple[int, int]
+    values: torch.Tensor
+    put: Put | None
+
+    def of(self, read: Callable[..., torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """(n,) of the elements as they are to be, of which `read` gives those that are there."""
+        if self.put is None:
+            return self.values.reshape(-1).to(dtype)
+        elements = read(self.store, self.shard, span=self.span)
+        self.put(elements)
+        return elements
+
+
+@dataclass
+class _Load:
+    """One `dcp.load`."""
+
+    call: FrameType
+    planned: dict[Key, int] = field(default_factory=dict)
+    """How many elements it brings this rank."""
+    holders: dict[Key, list[Holder]] = field(default_factory=dict)
+    """The tensors that it loads into."""
+    has_begun: bool = False
+    """True if some of it is written."""
+
+
+def _boxes(place: Place, begin: int, end: int) -> list[Box]:
+    """The boxes of elements [begin, end) of what this rank's mesh has of a parameter, in the whole of it."""
+    boxes = boxes_of(place.piece.spec.shape, begin, end)
+    if not is_dtensor(param := place.param) or not param.placements[0].is_shard():  # type: ignore[attr-defined]
+        return boxes
+    dtensor: Any = param
+    dim = dtensor.placements[0].dim
+    offset = dtensor.device_mesh.get_local_rank() * place.piece.spec.shape[dim]
+    return [box.moved(dim, offset) for box in boxes]
+
+
+@dataclass
+class ShardPart:
+    """What this rank's shard has of a parameter. Implements `checkpointed.Part`."""
+
+    parts: Parts
+    param: nn.Parameter
+    name: str
+    dtype: torch.dtype
+    boxes: list[Box]
+    span: tuple[int, int]
+    folder: Path | None
+    first: int
+    """The shard's element that is the part's first one."""
+    holder: Holder
+
+    @cached_property
+    def _offset(self) -> int:
+        return self.first - self.span[0]
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self.parts.read(self.param, self.name, begin + self._offset, end + self._offset)
+
+    def plan_load(self, call: FrameType) -> None:
+        self.parts.plan_load(call, self.param, self.name, self.span[1] - self.span[0], self.holder)
+
+    def write(self, begin: int, end: int, values: torch.Tensor, put: Put | None) -> None:
+        self.parts.write(self, (begin + self._offset, end + self._offset), values, put)
+
+
+@dataclass
+class StepPart:
+    """A parameter's number of updates, which every rank has. Implements `checkpointed.Part`."""
+
+    states: OptimizerStates
+    param: nn.Parameter
+    dtype: torch.dtype
+    boxes: list[Box]
+    span: tuple[int, int]
+    folder: Path | None
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self.states.read(self.param, STEP).reshape(1)[begin:end]
+
+    def plan_load(self, call: FrameType) -> None:
+        pass
+
+    def write(self, begin: int, end: int, values: torch.Tensor, put: Put | None) -> None:
+        self.states.edit(self.param, STEP, values.reshape(()))

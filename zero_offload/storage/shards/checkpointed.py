@@ -1,0 +1,287 @@
+"""What torch.distributed.checkpoint asks of a tensor whose values rest elsewhere: torch's `_Checkpointable`.
+
+`Checkpointed` is the protocol. Such a tensor says which boxes this rank holds, and gives a `BoxTensor` for each of
+them. That one has no memory either: it is read where it is pickled, and what is copied into it is written where the
+values rest. torch keeps all tensors of a file until the file is complete, so only tensors without memory stream.
+
+`dcp.async_save` makes copies first: see staged.py.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.plan.boxes import Box, boxes_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
+
+_PROPERTIES = (
+    "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn "
+    "is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride storage_offset get_device "
+    "is_floating_point is_complex is_contiguous is_signed untyped_storage __len__ __hash__"
+)
+METADATA = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
+    + [getattr(Tensor, name) for name in _METHODS.split()]
+)
+"""Functions that need no values."""
+_GETTER = "torch.distributed.checkpoint.state_dict"
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
+
+
+Put = Callable[[Tensor], None]
+"""put(elements): change some of (n,) elements."""
+
+
+class Part(Protocol):
+    """This rank's part of a tensor: elements from `begin` on, in row-major order of what the rank has of it."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """Offsets are those in the whole tensor."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The elements that are here, [begin, end)."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where a copy has room; None for the system's folder of temporary files."""
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """(end - begin,) of the dtype, host; a copy."""
+
+    def plan_load(self, call: FrameType) -> None:
+        """Called on every rank before anything is written of what `call`, a `dcp.load`, brings."""
+
+    def write(self, begin: int, end: int, values: Tensor, put: Put | None) -> None:
+        """Replace elements [begin, end) by `values`, of any dtype, host; or some of them, which `put` does in a copy
+        of what is there."""
+
+
+class Holder(Protocol):
+    """What shows a part to the program."""
+
+    def following(self) -> AbstractContextManager[None]:
+        """It is to show what is written inside."""
+
+
+class PlainPart:
+    """A whole tensor in memory. Implements `Part`."""
+
+    folder: Path | None = None
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self.dtype, self.span = values.dtype, (0, values.numel())
+        self.boxes = boxes_of(values.shape, *self.span)
+
+    def read(self, begin: int, end: int) -> Tensor:
+        return self._values.detach().reshape(-1)[begin:end].clone()
+
+    def plan_load(self, call: FrameType) -> None:
+        pass
+
+    def write(self, begin: int, end: int, values: Tensor, put: Put | None) -> None:
+        elements = self._values.detach().view(-1)[begin:end]
+        if put is None:
+            elements.copy_(values.reshape(-1))
+        else:
+            put(elements)
+
+
+class Checkpointed:
+    """A tensor whose `part` torch.distributed.checkpoint saves and loads."""
+
+    def part(self) -> Part:
+        """Raises ZeroOffloadError where it can be neither saved nor loaded."""
+        raise NotImplementedError
+
+    def __create_write_items__(self, name: str, tensor: Tensor) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=tensor.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            )
+            for chunk in _chunks(self.part().boxes)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        part = self.part()
+        if (call := loading_call()) is not None:
+            part.plan_load(call)
+        return _chunks(part.boxes)
+
+    def __get_tensor_shard__(self, index: Any) -> BoxTensor:
+        part = self.part()
+        is_whole = len(part.boxes) == 1 and part.boxes[0].numel == cast(Any, self).numel()
+        found = (box for box in part.boxes if index.offset is None or box.offsets == tuple(index.offset))
+        return BoxTensor.made(part, next(found), is_whole=is_whole)
+
+
+def _chunks(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+
+def loading_call() -> FrameType | None:
+    """The frame of the `dcp.load` that asks now, if one does."""
+    found, frame = None, cast("FrameType | None", sys._getframe(1))
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _LOADER:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def refuse_full(call: str) -> None:
+    """Raise where `call` is asked for whole tensors of a model that ranks divide."""
+    frame = cast("FrameType | None", sys._getframe(1))
+    while frame is not None:
+        asked = frame.f_globals.get("__name__") == _GETTER and frame.f_locals.get("info")
+        if asked and getattr(asked, "full_state_dict", False):
+            raise ZeroOffloadError(
+                f"{call} for StateDictOptions(full_state_dict=True): ranks divide this model, and all of it may not "
+                "fit a rank's memory. Leave full_state_dict out and write the tensors by dcp.save; zo.save_checkpoint "
+                "and zo.export_pretrained write whole ones, unit by unit"
+            )
+        frame = frame.f_back
+
+
+def wrapper(kind: type[Tensor], size: Sequence[int], **kwargs: Any) -> Any:
+    """A tensor without memory."""
+    return Tensor._make_wrapper_subclass(kind, torch.Size(size), **kwargs)
+
+
+class BoxTensor(Tensor):
+    """A box of a tensor, or a rectangle in it. Operations get its values; what changes them changes those at rest."""
+
+    _part: Part
+    _box: Box
+    _offsets: tuple[int, ...]
+    """Of this rectangle in the box."""
+    _is_whole: bool
+    """True if the box is all of its tensor."""
+    _kept: Tensor | None
+    """The values, where somebody needs their address."""
+
+    @staticmethod
+    def made(part: Part, box: Box, *, is_whole: bool) -> BoxTensor:
+        return _rectangle(part, box, (0,) * len(box.sizes), box.sizes, is_whole)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(self := args[0], BoxTensor):
+            if func in (Tensor.detach, Tensor.cpu):
+                return self
+            if func is Tensor.narrow:
+                return self._narrowed(*args[1:], **kwargs)
+            if func is Tensor.copy_:
+                self._write(args[1].detach().expand(self.shape))
+                return self
+            if func is Tensor.data_ptr:
+                return self._address()
+        values = {id(each): each.plain() for each in tree_leaves((args, kwargs)) if isinstance(each, BoxTensor)}
+        before = {key: each._version for key, each in values.items()}
+        originals = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, BoxTensor)}
+        args, kwargs = tree_map_only(BoxTensor, lambda each: values[id(each)], (args, kwargs))
+        result = func(*args, **kwargs)
+        for key, each in values.items():
+            if each._version != before[key]:
+                originals[key]._write(each)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(BoxTensor, BoxTensor.plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def plain(self) -> Tensor:
+        """A copy in memory."""
+        begin, end = self._enclosing()
+        values = self._part.read(begin, end)
+        return values.view(self.shape) if values.numel() == self.numel() else self._inside(values).clone()
+
+    def _narrowed(self, dim: int, start: int, length: int) -> BoxTensor:
+        offsets = tuple(each + start * (number == dim) for number, each in enumerate(self._offsets))
+        sizes = tuple(length if number == dim else size for number, size in enumerate(self.shape))
+        return _rectangle(self._part, self._box, offsets, sizes, self._is_whole)
+
+    def _write(self, values: Tensor) -> None:
+        begin, end = self._enclosing()
+        # What lies between its rows stays as it is.
+        put = None if end - begin == self.numel() else lambda elements: self._inside(elements).copy_(values)
+        self._part.write(begin, end, values, cast("Put | None", put))
+
+    def _enclosing(self) -> tuple[int, int]:
+        """The elements of the part from its first to its last."""
+        if self.numel() == 0:
+            return self._box.begin, self._box.begin
+        strides = self._box_strides()
+        first = sum(offset * stride for offset, stride in zip(self._offsets, strides, strict=True))
+        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        return self._box.begin + first, self._box.begin + last + 1
+
+    def _inside(self, values: Tensor) -> Tensor:
+        """The rectangle in the elements that enclose it."""
+        return values.as_strided(self.shape, self._box_strides())
+
+    def _box_strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self._box.sizes[dim + 1 :]) for dim in range(len(self._box.sizes)))
+
+    def _address(self) -> int:
+        if not self._is_whole:
+            raise ZeroOffloadError(
+                "this writer of torch.distributed.checkpoint takes each rank's part of a tensor as one piece "
+                "(safetensors), and an offloaded model's may be several. Save with dcp.FileSystemWriter, or write "
+                "safetensors by zo.export_pretrained(model, folder)"
+            )
+        if self._kept is None:
+            self._kept = self.plain()
+        return self._kept.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"BoxTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _rectangle(part: Part, box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...], is_whole: bool) -> BoxTensor:
+    made: BoxTensor = wrapper(BoxTensor, sizes, dtype=part.dtype, device="cpu")
+    made._part, made._box, made._offsets, made._is_whole, made._kept = part, box, offsets, is_whole, None
+    return made
