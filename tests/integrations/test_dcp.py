@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zero_offload as zo
 from tests.helpers import ranks
+from tests.helpers.launched import run_program
 from tests.helpers.models import tokens_of
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
@@ -435,3 +436,11 @@ def test_a_value_alone_is_the_master(tmp_path: Path) -> None:
         dcp.load({"model": states["model"]}, checkpoint_id=path)
         with zo.gathered(model, kind="master") as masters:
             assert all(torch.equal(values, expected[name]) for name, values in masters.items())
+
+
+def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "examples" / "distributed_checkpoint.py"
+    first = run_program(script, tmp_path / "saved", folder=tmp_path, num_ranks=2).split()
+    second = run_program(script, tmp_path / "saved", folder=tmp_path).split()
+    assert (first[0], second[0]) == ("loss", "loaded")
+    assert float(second[2]) < float(first[1])

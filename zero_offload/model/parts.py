@@ -112,7 +112,7 @@ class Parts:
             # On all ranks alike, whatever each of them will have to write.
             self._states.change()
             for unit in {place.unit.index: place.unit for place in self._places.all()}.values():
-                self._prefetcher.forget(unit)
+                self._prefetcher.invalidate(unit)
         key = self._places.name_of(param), name
         self._load.planned[key] = self._load.planned.get(key, 0) + numel  # a tied one comes by each of its names
         self._load.holders.setdefault(key, []).append(holder)
