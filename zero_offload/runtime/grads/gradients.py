@@ -625,7 +625,8 @@ class Gradients:
         """Raise where this gradient is over, or is not complete."""
         section, index = self._places[id(param)]
         name = self.name_of(param)
-        if section.lives.get(index) is not life:
+        is_there = index in section.holding or param in self.zeroed
+        if section.lives.get(index) is not life or not is_there:
             raise ZeroOffloadError(
                 f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again"
             )
@@ -743,7 +744,10 @@ class Gradients:
 
     def zero(self, param: nn.Parameter) -> None:
         """Let a gradient be zeros, to which the next backward adds."""
+        section, index = self._places[id(param)]
+        life = section.lives.get(index, object())
         self.clear([param])
+        section.lives[index] = life
         self.zeroed.add(param)
 
     def _know_norms(self) -> None:
@@ -781,11 +785,11 @@ class Gradients:
             torch.linalg.vector_norm(view, order, dtype=torch.float64) if view.numel() else view.new_zeros(()).double()
             for view in views
         ]
-        values: list[float] = torch.stack(norms).tolist()
+        found = torch.stack(norms)
+        powers = found if order == math.inf else found.pow(order or 1) / section.layout.num_copies
+        values: list[float] = powers.tolist()
         store.flush(() if brought else None)
-        if order == math.inf:
-            return values
-        return [each ** (order or 1) / section.layout.num_copies for each in values]
+        return values
 
     # Their end
 
@@ -838,8 +842,10 @@ class Gradients:
         if self._downloads is not None:
             self._downloads.drop()
 
-    def _clear(self, section: GradSection, indices: Iterable[int]) -> None:
+    def _clear(self, section: GradSection, indices: Collection[int]) -> None:
         """Hold these parameters' gradients no longer."""
+        for index in indices if section.lives else ():
+            section.lives.pop(index, None)
         gone = section.holding.intersection(indices)
         if not gone:
             return
@@ -848,8 +854,7 @@ class Gradients:
         section.store.shown |= bool(gone & section.exposed)
         for each in (section.holding, section.exposed, section.waiting, section.reduced):
             each -= gone
-        for index in gone if section.lives or section.factors else ():
-            section.lives.pop(index, None)
+        for index in gone if section.factors else ():
             section.factors.pop(index, None)
         section.store.drop(gone)
         self._drop_zeros(section)

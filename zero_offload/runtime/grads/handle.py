@@ -65,7 +65,7 @@ class GradHandle(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _REFUSED:
-            raise next(each for each in args if isinstance(each, GradHandle)).refuse(name_of(func))
+            raise next(_handles((args, kwargs))).refuse(name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

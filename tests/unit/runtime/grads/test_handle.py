@@ -114,13 +114,23 @@ def test_zeros_let_the_next_backward_start_afresh() -> None:
     optimizer = zo.AdamW(model.parameters())
     optimizer.zero_grad(set_to_none=False)
     model(tokens_of(1)).backward()
+    weight = model.blocks[0].up.weight
+    grad = weight.grad
     for _ in range(2):
         model.zero_grad(set_to_none=False)
+    assert grad.mul_(2).clamp_(-1, 1).norm() == 0
+    with pytest.raises(zo.ZeroOffloadError, match="clamping zeros"):
+        grad.clamp_(min=0.5)
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0 and len(named(model)) == len(expected)
     with pytest.raises(zo.ZeroOffloadError, match="was assigned zeros"):
         optimizer.step()
     model(tokens_of(0)).backward()
+    assert grad.norm() == weight.grad.norm() > 0
     assert all(torch.equal(grad, expected[name]) for name, grad in copies(model).items())
+    model.zero_grad(set_to_none=False)
+    optimizer.zero_grad()
+    with pytest.raises(zo.ZeroOffloadError, match="is over"):
+        grad.norm()
 
 
 def test_not_finite_is_seen() -> None:
