@@ -323,6 +323,15 @@ def no_sync_backward(model: nn.Module) -> None:
         model(tokens_of(0)).backward()
 
 
+def test_a_look_at_gradients_that_wait_for_a_backward_is_refused() -> None:
+    model, optimizer = offloaded(TinyLM)
+    no_sync_backward(model)
+    with pytest.raises(ConfigError, match=r"gradient of embedding.weight waits for a backward .* overlap='forward'"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model(tokens_of(1)).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("call", REFUSED)
 def test_what_wants_gradients_or_the_step_is_refused(call: str, tmp_path: Path) -> None:
     model, optimizer = offloaded(TinyLM)

@@ -552,13 +552,19 @@ class ParamAccess:
             return self._handle(param)
         if not place.section.layout.trainable:
             return None
-        self._grads.share(param)
+        if not self._grads.updates_in_backward:
+            self._grads.share(param)
         if self._grads.held(param):
             self._tracker.recover()
         if not self._grads.held(param):
             return None
         # The step divides the loss scale out: in memory it still has it.
         view = self._grads.view(param) if self._grads.loss_scale == 1.0 else None
+        if view is None and self._grads.updates_in_backward:
+            raise ConfigError(
+                f"the gradient of {place.name} waits for a backward that updates the parameter (overlap='backward'); "
+                "what looks at gradients before that needs overlap='forward'"
+            )
         return self._handle(param) if view is None else view
 
     def _handle(self, param: nn.Parameter) -> GradHandle:
