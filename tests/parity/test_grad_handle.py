@@ -192,6 +192,8 @@ def look_alone(rank: int, world_size: int, stage: int, act: str) -> list[float]:
         params = list(model.parameters())
         if rank == 0 and act == "scale":
             params[0].grad.mul_(0.5)
+        if rank == 0 and act == "largest":
+            params[0].grad.norm(math.inf)
         norms = [param.grad.norm().item() for param in params] if rank == 0 and act == "look" else []
         optimizer.step()
         model(ranks.rows_of(1, rank, world_size)).backward()
@@ -207,12 +209,19 @@ def test_one_rank_may_look_alone_after_a_backward_that_has_reduced(stage: int, p
     assert all(norm > 0 for norm in mine) and others == []
 
 
-@pytest.mark.parametrize(("stage", "act"), [(1, "look"), (3, "scale")])
-def test_what_one_rank_does_alone_is_an_error_of_all(stage: int, act: str, pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "act", "where"),
+    [
+        (1, "look", "a look at .grad, which reduces"),
+        (3, "largest", "a norm of order inf of .grad"),
+        (3, "scale", "a step with gradients scaled by .grad"),
+    ],
+)
+def test_what_one_rank_does_alone_is_an_error_of_all(stage: int, act: str, where: str, pool: RankPool) -> None:
     """Its first look would reduce; a factor of its own would scale its shard alone."""
     found = pool.call(look_alone, stage, act)
     pool.renew()
-    assert all(isinstance(each, Failure) and "rank 0 is at" in str(each) for each in found)
+    assert all(isinstance(each, Failure) and f"rank 0 is at {where}" in str(each) for each in found)
 
 
 def look_in_no_sync(rank: int, world_size: int) -> Iterable[str]:

@@ -613,6 +613,7 @@ class Gradients:
                 f"the gradient of {self.name_of(param)} is not reduced inside of zo.no_sync, where "
                 "each rank has a part of its own. Read it on all ranks after the backward that follows the block"
             )
+        self._collectives.agreement.same("a look at .grad, which reduces gradients: all ranks look, or none")
         self.reduce_waiting()
         self._know_norms()
 
@@ -659,6 +660,8 @@ class Gradients:
             return torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         section, index = self._places[id(param)]
         if order not in self._norms:
+            if self._collectives.divides:
+                self._collectives.agreement.same(f"a norm of order {order:g} of .grad: all ranks ask for it, or none")
             self._norms[order] = self._find_norms(order)
         found = self._norms[order]
         if found.rows is None:
