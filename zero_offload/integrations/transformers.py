@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,15 @@ from transformers.training_args import OptimizerNames
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.base.inputs import check_optimizer
 from zero_offload.base.problems import warn_user
-from zero_offload.base.stats import Stats
+from zero_offload.base.stats import DeviceParams, Stats
 from zero_offload.base.types import format_bytes
-from zero_offload.checkpoint.extras import capture_rng, from_json, restore_rng
+from zero_offload.checkpoint.extras import from_json
 from zero_offload.integrations.peft import is_peft
-from zero_offload.integrations.pretrained import export_pretrained, load_pretrained
+from zero_offload.integrations.pretrained import export_pretrained, replace_weights
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
 from zero_offload.model.offload import offload as offload_model
 from zero_offload.model.saving import commit, load_checkpoint, resume, save_checkpoint
-from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
 from zero_offload.storage.shards.shard import master_components, shard_bytes
 
@@ -84,7 +82,6 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         self._offload, self._offload_reference = offload, offload_reference
         self._generation: dict[str, Any] | None = None
         """What the generation says of Trainer, while `train` goes on from it."""
-        self._rng: dict[str, Any] | None = None
         self._seen: dict[str, Any] = {}
         """What the state that `train` goes on from says of samples and running losses."""
         self._begins = True
@@ -137,15 +134,6 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         model: nn.Module = super().call_model_init(trial)
         self._take(model)
         return model
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        optimizer = check_optimizer("Trainer", super().create_optimizer(model))
-        if not isinstance(optimizer, FusedOptimizer):
-            raise ConfigError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update an offloaded model; leave "
-                "optimizers= out, or pass optimizer_cls_and_kwargs=(zo.AdamW, {'lr': ...})"
-            )
-        return optimizer
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -216,10 +204,10 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 f"{folder} and the generation of step {owner.step_count} in {owner.config.nvme} both have weights; "
                 "pass OffloadConfig(existing='discard') to begin with the folder's"
             )
-        if owner.step_count or is_peft(self.model) or not any(folder.glob("model*.safetensors")):
+        if is_peft(self.model) or not any(folder.glob(_WEIGHTS[0])):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            load_pretrained(self.model, folder)
+            replace_weights(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -227,8 +215,10 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         folder = Path(checkpoint)
         if self._generation is not None:
             resume(self.model, self.optimizer)
-            self._rng = capture_rng()
             self.lr_scheduler.load_state_dict(self._generation["scheduler"])
+            if self._generation["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(self._generation["scaler"])
+            self._save_rng_state(checkpoint)  # Trainer reads it when it has skipped the data
         elif (folder / STATES).is_dir():
             load_checkpoint(self.model, self.optimizer, folder / STATES)
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
@@ -237,26 +227,14 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 warn_user(f"{folder} has no states of an optimizer: they begin at zero")
             super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        if self._generation is None:
-            super()._load_scaler(checkpoint)
-        elif self._generation["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(self._generation["scaler"])
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._generation is None:
-            super()._load_rng_state(checkpoint)
-        elif self._rng is not None:
-            restore_rng(self._rng)
-
     def _load_best_model(self) -> None:
-        folder = Path(self.state.best_model_checkpoint or "") / STATES
-        if not folder.is_dir():
+        folder = Path(self.state.best_model_checkpoint or "")
+        if (folder / STATES).is_dir():
+            load_checkpoint(self.model, None, folder / STATES)
+        elif not is_peft(self.model) and any(folder.glob(_WEIGHTS[0])):
+            replace_weights(self.model, folder)
+        else:
             super()._load_best_model()
-            return
-        rng = capture_rng()
-        load_checkpoint(self.model, self.optimizer, folder)
-        restore_rng(rng)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         num_epochs, *values = super().set_initial_training_values(args, dataloader)
@@ -474,12 +452,12 @@ class StatsCallback(TrainerCallback):
 def scalars(found: Stats) -> dict[str, float]:
     """Numbers by name, "offload/step_s" and "offload/read_bytes/nvme"."""
     values: dict[str, float] = {}
-    for field in fields(found):
-        value = getattr(found, field.name)
-        if isinstance(value, tuple):
-            value = {"nbytes": value[0], "limit": value[1]}
-        named = {f"/{key}": each for key, each in value.items()} if isinstance(value, dict) else {"": value}
-        values |= {f"offload/{field.name}{key}": each for key, each in named.items() if each is not None}
+    for name, value in vars(found).items():
+        parts = (
+            value._asdict() if isinstance(value, DeviceParams) else value if isinstance(value, dict) else {"": value}
+        )
+        numbers = {key: each for key, each in parts.items() if isinstance(each, int | float)}
+        values |= {f"offload/{name}/{key}".rstrip("/"): each for key, each in numbers.items()}
     return values
 
 
