@@ -2,13 +2,14 @@
 
 Knows peft by the structure of its modules, and imports it only to write a folder. Moves no bytes: the caller,
 `pretrained.py`, reads values. The calls: `base_names` for both ways; `check_adapters` before weights are loaded;
-`write_adapters` to export.
+`write_adapters` to export them. What merges them into the base is `peft_merge.py`.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from zero_offload.base.errors import ConfigError
 
 _RANDOM_INITS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not look at the base's weights."""
-_WRAPPED = ("base_layer", "original_module", "token_adapter")
+WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What a module of peft calls the one in whose place it is, or another wrapper of that."""
 _COPIES = ("modules_to_save", "ln_tuning_layers")
 """What it calls copies of that, which it trains instead."""
@@ -59,7 +60,7 @@ def _without_wrappers(module: nn.Module, parts: list[str]) -> list[str] | None:
             found.append(head)
         elif head in _COPIES:
             module, (head, *parts) = module.get_submodule(head), parts  # one for each adapter
-        elif head not in _WRAPPED:
+        elif head not in WRAPPED:
             return None
         module = module._modules.get(head, module) or module
     return found
@@ -87,26 +88,40 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def write_adapters(
-    model: Any,
-    values: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
-    folder: Path | None,
-    readable: Callable[[nn.Module], AbstractContextManager[Any]],
+    model: nn.Module, values: Mapping[str, Tensor], read: Callable[[str], Tensor], folder: Path | None
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained` loads: every adapter as peft saves it.
 
     `values` has what is an adapter's own or trained with it, and buffers; `read` gives a parameter of the base, where
     an adapter is saved with one (an embedding that it targets). Without a `folder`, of a rank that writes nothing,
-    the same parameters are read. `readable` makes the parameters of a module so, for prompts that peft computes.
+    the same parameters are read.
     """
     from peft import get_peft_model_state_dict
 
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     state = {name: torch.empty(0, dtype=torch.uint8, device="meta") for name in names} | dict(values)
     blanks = {id(tensor): name for name, tensor in state.items() if tensor.is_meta}
-    with readable(model.prompt_encoder) if hasattr(model, "prompt_encoder") else nullcontext():
-        for adapter in model.peft_config:
-            found = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-            state |= {blanks[id(each)]: read(blanks[id(each)]) for each in found.values() if id(each) in blanks}
-        if folder is not None:
-            model.save_pretrained(folder, state_dict=state)
+    # peft asks its modules for state dicts and computes prompts: of the offloaded model all ranks would have to.
+    twin: Any = _twin(model, "", state, {})
+    for adapter in twin.peft_config:
+        found = get_peft_model_state_dict(twin, state_dict=state, adapter_name=adapter)
+        state |= {blanks[id(each)]: read(blanks[id(each)]) for each in found.values() if id(each) in blanks}
+    if folder is not None:
+        twin.save_pretrained(folder, state_dict=state)
+
+
+def _twin(module: nn.Module, prefix: str, state: Mapping[str, Tensor], made: dict[int, nn.Module]) -> nn.Module:
+    """A module with the same attributes, the parameters in `state`, and state dicts that no hook sees."""
+    if id(module) not in made:
+        twin = made[id(module)] = copy.copy(module)
+        params = {
+            name: None if param is None else nn.Parameter(state[prefix + name], requires_grad=False)
+            for name, param in module._parameters.items()
+        }
+        children = {
+            name: None if child is None else _twin(child, f"{prefix}{name}.", state, made)
+            for name, child in module._modules.items()
+        }
+        hooks = {name: OrderedDict[int, Any]() for name in ("_state_dict_hooks", "_state_dict_pre_hooks")}
+        vars(twin).update(hooks, _parameters=params, _modules=children)
+    return made[id(module)]

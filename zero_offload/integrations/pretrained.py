@@ -36,8 +36,9 @@ from zero_offload.checkpoint.values import (
     read_master_chunk,
 )
 from zero_offload.integrations.peft import base_names, check_adapters, is_peft, write_adapters
+from zero_offload.integrations.peft_merge import merge as merge_layer
+from zero_offload.integrations.peft_merge import merged_tensors
 from zero_offload.model.api import need_runtime
-from zero_offload.model.gathered import gathered
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.units.unit import Section, Unit
@@ -46,6 +47,7 @@ from zero_offload.storage.shards.registry import Recipe
 from zero_offload.storage.shards.shard import Component
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ADAPTERS = ("separate", "merged")
 CONFIGS = ("config", "generation_config")
 """Attributes of a model that, where they have a `save_pretrained`, are written beside the weights."""
 
@@ -120,14 +122,20 @@ def _replace(model: nn.Module, owner: ModelRuntime, path: str | Path, prefix: st
 
 
 def export_pretrained(
-    model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", dtype: str | None = None
+    model: nn.Module,
+    path: str | Path,
+    max_shard_size: int | str = "5GB",
+    dtype: str | None = None,
+    adapters: str = "separate",
 ) -> None:
     """Write the weights of an offloaded model as a Hugging Face folder of safetensors. Every rank must call.
 
     One file, or several of at most `max_shard_size` and their index. `dtype` is "fp32", "bf16" or "fp16" for floating
     parameters, rounded from the fp32 masters; None is the compute dtype: what forward uses. A tied parameter is written
     once, under its first name; persistent buffers as they are. A `model.config` with `save_pretrained` is saved too.
-    Of a `peft.PeftModel` the adapters are written, as its `save_pretrained` does, for `PeftModel.from_pretrained`.
+    Of a `peft.PeftModel` the adapters are written, as its `save_pretrained` does, for `PeftModel.from_pretrained`. With
+    `adapters="merged"` the base is written, with the active adapters merged into it as `merge_and_unload` does, unit by
+    unit; the model stays as it is. Given a `dtype`, fp32 values are merged and then rounded.
 
     `path` must not exist or be empty, and gets its name when everything is written; after an error nothing is left.
     Raises ConfigError and StorageError.
@@ -137,30 +145,22 @@ def export_pretrained(
         _check_whole(model, owner, "zo.export_pretrained")
         owner.life.check_usable()
         target = _export_dtype(dtype)
+        if adapters not in ADAPTERS:
+            raise ConfigError(f"adapters={adapters!r} is none of {', '.join(ADAPTERS)}")
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
         owner.drain()
-    if is_peft(model):
+    if is_peft(model) and adapters == "separate":
         _export_adapters(model, owner, Path(path), target)
         return
     with owner.together("zo.export_pretrained"):
-        if wrapped := adapter_names(name for name, _ in model.named_parameters()):
+        if adapters == "separate" and (wrapped := adapter_names(name for name, _ in model.named_parameters())):
             raise ConfigError(
                 f"{len(wrapped)} parameters are an adapter's or wrapped by one ({wrapped[0]}); from_pretrained does "
-                "not know their names. Export the peft.PeftModel, which writes its adapters, or merge and unload the "
-                "adapters first"
+                'not know their names. Export the peft.PeftModel, which writes adapters, or pass adapters="merged", '
+                "which writes the base with its adapters merged into it"
             )
-        names = {id(each.tensor): each.names[0] for each in _named_params(model)}
-        params = {
-            piece: TensorEntry(names[id(param)], written_dtype(section.layout.dtype, target), piece.spec.shape)
-            for unit in owner.units
-            for section, piece, param in unit.placed_params
-        }
-        buffers = {
-            TensorEntry(each.names[0], each.tensor.dtype, tuple(each.tensor.shape)): each.tensor
-            for each in _named_buffers(model)
-            if not each.optional
-        }
-        plans = plan_files([*params.values(), *buffers], parse_bytes(max_shard_size))
+        contents = _Contents(model, owner, target)
+        plans = plan_files([*contents.params.values(), *contents.buffers], parse_bytes(max_shard_size))
     ranks, is_writer = owner.ranks, owner.ranks.rank == 0
     with contextlib.ExitStack() as files:
         writer = None
@@ -168,17 +168,12 @@ def export_pretrained(
             if is_writer:
                 folder = files.enter_context(new_folder(Path(path)))
                 writer = files.enter_context(FolderWriter(folder, plans))
-                _save_configs(model, folder, _usual_dtype(params.values()))
+                _save_configs(model, folder, contents)
         for unit in owner.units:
-            with _whole(owner, unit, target) as read, ranks.together():
-                if writer is not None:
-                    for section in unit.sections:
-                        for piece, begin, values in _parts(section, read):
-                            writer.write(params[piece].name, begin, values.to(params[piece].dtype))
-                    trim_heap()
+            contents.write_unit(unit, writer)
         with ranks.together():
             if writer is not None:
-                for entry, buffer in buffers.items():
+                for entry, buffer in contents.buffers.items():
                     writer.write(entry.name, 0, buffer.detach().reshape(-1).cpu())
                 writer.finish()
             files.close()
@@ -307,17 +302,78 @@ def _write_section(
 # Export
 
 
+class _Contents:
+    """What an export writes of a model, with its adapters merged into the base. Tied parameters have one entry."""
+
+    def __init__(self, model: nn.Module, owner: ModelRuntime, target: torch.dtype | None) -> None:
+        self._owner, self._target = owner, target
+        self.params: dict[int, TensorEntry] = {}
+        """By the parameters' ids."""
+        self.buffers: dict[TensorEntry, torch.Tensor] = {}
+        self._layers: dict[int, dict[str, nn.Module]] = {}
+        """Layers to merge by their names, by the index of the unit that their weights are in."""
+        self._merged: dict[str, int] = {}
+        """All names of their parameters, with the ids."""
+        for name, tensor, layer in merged_tensors(model, _saved_tensors):
+            if not isinstance(tensor, nn.Parameter):
+                self.buffers[TensorEntry(name, tensor.dtype, tuple(tensor.shape))] = tensor
+                continue
+            entry = TensorEntry(name, written_dtype(tensor.dtype, target), tuple(tensor.shape))
+            self.params.setdefault(id(tensor), entry)
+            if layer is not None:
+                self._merged[name] = id(tensor)
+                home = owner.places[next(layer[1].parameters())].unit.index
+                self._layers.setdefault(home, {}).setdefault(*layer)
+
+    def write_unit(self, unit: Unit, writer: FolderWriter | None) -> None:
+        """Collective. A rank that writes nothing has no `writer`."""
+        owner, merged = self._owner, set(self._merged.values())
+        entries = {
+            piece: self.params[id(param)]
+            for _, piece, param in unit.placed_params
+            if id(param) in self.params and id(param) not in merged
+        }
+        sections = [section for section in unit.sections if not entries.keys().isdisjoint(section.layout.params)]
+        if sections:
+            with _whole(owner, unit, self._target) as read, owner.ranks.together():
+                for section in sections if writer is not None else ():
+                    for piece, begin, values in _parts(section, read):
+                        if writer is not None and piece in entries:
+                            writer.write(entries[piece].name, begin, values.to(entries[piece].dtype))
+                trim_heap()
+        if layers := self._layers.get(unit.index):
+            self._write_merged(layers, writer)
+
+    def _write_merged(self, layers: Mapping[str, nn.Module], writer: FolderWriter | None) -> None:
+        params = {str(id(param)): param for layer in layers.values() for param in layer.parameters()}
+        read = _values_of(self._owner, params, None if self._target is None else torch.float32)
+        with self._owner.ranks.together():
+            if writer is None:
+                return
+            device, found = self._owner.device.torch_device, dict[int, torch.Tensor]()
+            values = {int(key): nn.Parameter(read.pop(key).to(device), requires_grad=False) for key in params}
+            for path, layer in layers.items():
+                found |= {self._merged[f"{path}.{name}"]: left for name, left in merge_layer(layer, values).items()}
+            for key, left in found.items():
+                entry = self.params[key]
+                if left.shape != entry.shape:
+                    raise ConfigError(f"peft makes {entry.name}, {list(entry.shape)}, one of {list(left.shape)}")
+                writer.write(entry.name, 0, left.to(entry.dtype).cpu().reshape(-1))
+            trim_heap()
+
+
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters under all names, and buffers that a state dict has."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from ((each.names[0], each.tensor) for each in _named_buffers(module) if not each.optional)
+
+
 def _export_adapters(model: nn.Module, owner: ModelRuntime, path: Path, target: torch.dtype | None) -> None:
     """As PEFT saves them. Ranks read the same parameters in the same order."""
     names = dict(model.named_parameters(remove_duplicate=False))
     base_name, num_uses = base_names(model), Counter(map(base_names(model), names))
     wanted = [name for name in names if base_name(name) is None or num_uses[base_name(name)] > 1]
     ranks, is_writer = owner.ranks, owner.ranks.rank == 0
-    if owner.ranks.world_size > 1 and any("modules_to_save" in module._modules for module in model.modules()):
-        raise ConfigError(
-            "zo.export_pretrained of adapters with modules_to_save works on one rank: peft asks these modules for a "
-            "state_dict(). Write zo.save_checkpoint(model, optimizer, path), load that on one rank, and export there"
-        )
     values = _values_of(owner, {name: names[name] for name in wanted}, target)
     values |= {name: each.tensor for each in _named_buffers(model) if not each.optional for name in each.names}
     with contextlib.ExitStack() as files:
@@ -326,9 +382,7 @@ def _export_adapters(model: nn.Module, owner: ModelRuntime, path: Path, target: 
             if is_writer:
                 folder = files.enter_context(new_folder(path))
         with ranks.together():
-            write_adapters(
-                model, values, lambda name: _values_of(owner, {name: names[name]}, target)[name], folder, gathered
-            )
+            write_adapters(model, values, lambda name: _values_of(owner, {name: names[name]}, target)[name], folder)
             files.close()
     owner.store.staging.drop()
 
@@ -375,17 +429,30 @@ def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
     return max(numel, key=numel.__getitem__, default=None)
 
 
-def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """`dtype` is what from_pretrained is to load; a config says what the model had before."""
+def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
+    """What from_pretrained is to build: a config may say what the model had before."""
+    base = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
     for attribute in CONFIGS:
-        save = getattr(getattr(model, attribute, None), "save_pretrained", None)
+        save = getattr(getattr(base, attribute, None), "save_pretrained", None)
         if callable(save):
             save(folder)
-    file = folder / "config.json"
+    file, dtype = folder / "config.json", _usual_dtype(contents.params.values())
     if dtype is not None and file.is_file():
         words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         words["dtype" if "dtype" in words else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        if words.get("tie_word_embeddings") and _are_both_written(model, contents):
+            words["tie_word_embeddings"] = False
         file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+
+
+def _are_both_written(model: Any, contents: _Contents) -> bool:
+    """True if the input's and the output's embedding are two tensors in the files, as adapters may leave tied ones."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        base_name, written = base_names(model), {entry.name for entry in contents.params.values()}
+        paths = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+        return len(paths) == 2 and all(f"{base_name(path)}.weight" in written for path in paths)
+    return False
 
 
 Pieces = Iterator[tuple[int, torch.Tensor]]
