@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -239,6 +240,16 @@ def test_added_after_offload(name: str, nvme: Path, tmp_path: Path) -> None:
     assert list(train(loaded, 1)) == list(train(theirs, 1))
 
 
+def test_adapters_that_change_the_base_are_added_in_write_mode(nvme: Path) -> None:
+    config = peft.LoraConfig(target_modules=QV, init_lora_weights="pissa", **LORA)
+    plain, added = peft.get_peft_model(base("pissa"), config), base("pissa")
+    zo.offload(added, placed("fp32", ("nvme",) * 3, nvme))
+    with zo.gathered(added, mode="write"):
+        model = peft.get_peft_model(added, config)
+    zo.offload(model)
+    assert list(train(model, 2)) == list(train(plain, 2))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_train_and_are_saved(name: str, nvme: Path, tmp_path: Path) -> None:
     more = MORE.get(name, {})
@@ -330,6 +341,14 @@ def test_two_ranks(name: str, pools: RankPools, tmp_path: Path) -> None:
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == saved(plain, tmp_path / "plain")
     found = load_file(tmp_path / "merged" / "model.safetensors")
     check_same(found, plain.merge_and_unload().state_dict())
+
+
+def test_the_example_ends_with_two_equal_models(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "peft_lora.py"))
+    _, adapter, whole = (
+        line.split()[-1] for line in capsys.readouterr().out.splitlines() if "loss" in line or "For" in line
+    )
+    assert adapter == whole
 
 
 def adalora() -> Any:
