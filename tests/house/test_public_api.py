@@ -113,6 +113,7 @@ def test_import_starts_neither_a_device_nor_the_library() -> None:
         "assert not torch.cuda.is_initialized();"
         "assert '_native.so' not in open('/proc/self/maps').read();"
         "assert 'matplotlib' not in sys.modules;"
+        "assert 'torch.distributed.checkpoint' not in sys.modules;"
         "assert 'zero_offload.hardware.kernels.triton_update' not in sys.modules"
     )
     result = run_script(code)

@@ -307,6 +307,12 @@ def test_tensor_parallel_parts(tmp_path: Path, pool: RankPool) -> None:
         for number, (name, param) in enumerate(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)).named_parameters())
     }
     assert all(same(read_whole(path), expected) for path in paths)
+    # One rank reads columns into whole matrices, and all bits into bf16 masters.
+    model = zo.offload(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)), zo.OffloadConfig(precision="bf16"))
+    dcp.load({"model": model.state_dict()}, checkpoint_id=paths[0])
+    with zo.gathered(model, kind="master") as masters:
+        assert same({f"model.{name}": values for name, values in masters.items()}, expected)
+    zo.close(model)
 
 
 # Values, options, and what raises
