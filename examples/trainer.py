@@ -25,7 +25,6 @@ trainer = Trainer(
         folder,
         max_steps=10,
         gradient_accumulation_steps=2,
-        activation_checkpointing=True,
         logging_steps=5,
         save_strategy="no",
     ),

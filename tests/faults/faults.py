@@ -388,4 +388,12 @@ FAULTS = [
         "        check_groups(optimizer, _groups(found), where)",
         KEPT + "test_one_rank_goes_on_with_the_same_bits",
     ),
+    # Tools of others
+    fault(
+        "accelerate's mixed precision and compilation are ignored",
+        "model/prepared.py",
+        'self._apply(caller.f_locals["self"], caller.f_locals["model"])',
+        "pass",
+        "tests/fake_gpu/test_tools.py",
+    ),
 ]

@@ -169,15 +169,32 @@ def test_a_generation_is_that_of_the_optimizer_inside(tmp_path: Path) -> None:
     zo.close(model)
 
 
-def test_prepare_moves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It loads the optimizer's own state dict, which for torch's optimizers copies every state."""
-    made = parts(Loop(), "nvme", tmp_path)
-    run(Loop(), made, range(1), Trained())
-    with monkeypatch.context() as patched:
+def prepare_again(rank: int, world_size: int, folder: Path) -> None:
+    """With states, of steps and of a generation."""
+    with launched(rank, world_size):
+        made = parts(Loop(), "nvme", folder)
+        run(Loop(), made, range(1), Trained())
+        prepare_alone(made[2].optimizer)
+        zo.commit(made[1], made[2])
+        zo.close(made[1])
+        model = zo.offload(llama(), config("nvme", folder, existing="resume"))
+        optimizer = zo.AdamW(model.parameters())
+        assert zo.resume(model, optimizer) is not None
+        prepare_alone(optimizer)
+        zo.close(model)
+
+
+def prepare_alone(optimizer: zo.AdamW) -> None:
+    with pytest.MonkeyPatch.context() as patched:
         for call in ("read_chunk", "write_components"):
             patched.setattr(ShardStore, call, lambda *_: pytest.fail("moves values"))
-        accelerate.Accelerator().prepare(made[2].optimizer)
-    zo.close(made[1])
+        accelerate.Accelerator().prepare(optimizer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_prepare_moves_no_state(pools: RankPools, tmp_path: Path, world_size: int) -> None:
+    """It loads the optimizer's own state dict, which for torch's optimizers copies every state."""
+    on_ranks(pools, world_size, prepare_again, tmp_path)
 
 
 def test_a_copy_of_an_offloaded_model_is_not_prepared() -> None:
