@@ -28,6 +28,7 @@ STAGES = "tests/parity/test_stages.py::"
 SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
 KEPT = "tests/formats/test_kept_files.py::"
+DCP = "tests/integrations/test_dcp.py::"
 CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
 
 FAULTS = [
@@ -395,5 +396,27 @@ FAULTS = [
         'self._apply(caller.f_locals["self"], caller.f_locals["model"])',
         "pass",
         "tests/fake_gpu/test_tools.py",
+    ),
+    # torch.distributed.checkpoint
+    fault(
+        "a value that is loaded alone keeps the residual of another",
+        "model/parts.py",
+        "                if (place.name, Component.RESIDUAL) in planned and Component.RESIDUAL in beside:",
+        "                if Component.RESIDUAL in beside:",
+        DCP + "test_a_value_alone_is_the_master",
+    ),
+    fault(
+        "a load that ends too early is not noticed",
+        "model/parts.py",
+        "            self._life.half_loaded = _HALF\n",
+        "",
+        DCP + "test_a_load_that_ends_too_early_leaves_nothing_to_use",
+    ),
+    fault(
+        "a rank takes the first elements of a whole tensor for its own",
+        "model/params.py",
+        "[begin + offset : end + offset]",
+        "[: end - begin]",
+        DCP + "test_options_of_state_dicts",
     ),
 ]
