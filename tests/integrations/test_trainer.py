@@ -15,6 +15,7 @@ import tests.helpers.tool_runs as runs  # before transformers  # isort: skip
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -75,6 +76,20 @@ def test_clips_as_the_plain_model(tmp_path: Path) -> None:
     assert tools.distance(ours.values, plain.values) < 2e-7
 
 
+def test_evaluates_trains_twice_and_predicts_as_the_plain_model(tmp_path: Path) -> None:
+    args = UNCLIPPED | {"max_steps": 3}
+    seen = []
+    for each in (Spec(tmp_path / "plain", args=args, is_plain=True), spec(tmp_path, "nvme", args=args)):
+        trainer = runs.make(each)
+        first = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        trainer.train()
+        predictions = torch.tensor(trainer.predict(tools.Tokens(8)).predictions)
+        seen.append((first, without_norms(Outcome(runs.logs_of(trainer), {"": predictions}))))
+    assert seen[0] == seen[1]
+    zo.close(trainer.model)
+
+
 def test_updates_in_backward(tmp_path: Path) -> None:
     args = UNCLIPPED | {"gradient_accumulation_steps": 2, "max_steps": 3}
     whole = train(Spec(tmp_path / "whole", args=args))
@@ -98,14 +113,15 @@ def test_updates_in_backward(tmp_path: Path) -> None:
 )
 def test_goes_on_after_a_kill(tmp_path: Path, ranks: int, death: tuple[str, int]) -> None:
     args = EPOCHS | {"num_train_epochs": 2 * ranks}
-    whole = in_processes(ranks, train, Spec(tmp_path / "whole", tmp_path / "whole_nvme", args))
-    assert in_processes(ranks, train, spec(tmp_path, "nvme", args=args, die_at=death))[0] is None
-    resumed = in_processes(ranks, train, spec(tmp_path, "nvme", args=args))
+    of = {"args": args, "model_init": death[0] == "on_evaluate"}
+    whole = in_processes(ranks, train, Spec(tmp_path / "whole", tmp_path / "whole_nvme", **of))
+    assert in_processes(ranks, train, spec(tmp_path, "nvme", **of, die_at=death))[0] is None
+    resumed = in_processes(ranks, train, spec(tmp_path, "nvme", **of))
     assert resumed == whole
     assert [each.ends for each in resumed] == [each.ends for each in whole]
     assert len(resumed[0].rows) <= (12 - death[1] + 2) * 4
     # A run that is over has nothing left to do.
-    again = in_processes(ranks, train, spec(tmp_path, "nvme", args=args))
+    again = in_processes(ranks, train, spec(tmp_path, "nvme", **of))
     assert again == whole
     assert again[0].rows == []
 
@@ -365,7 +381,7 @@ def test_numbers_of_the_library_are_logged(tmp_path: Path) -> None:
 
     trainer = OffloadTrainer(
         model=tools.llama(),
-        args=runs.arguments(tmp_path, max_steps=2),
+        args=runs.arguments(tmp_path, max_steps=2, report_to=["tensorboard"]),
         train_dataset=tools.Tokens(8),
         callbacks=[Report(), StatsCallback()],
         offload=tools.config("nvme", tmp_path / "nvme"),
@@ -375,4 +391,7 @@ def test_numbers_of_the_library_are_logged(tmp_path: Path) -> None:
     assert seen[1]["offload/written_bytes/nvme"] > 0
     assert all(isinstance(value, int | float) for each in seen for value in each.values())
     json.dumps(seen)
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    board = EventAccumulator(str(events)).Reload()
+    assert [each.value for each in board.Scalars("train/offload/step")] == [1, 2, 2]
     zo.close(trainer.model)
