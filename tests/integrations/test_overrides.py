@@ -32,8 +32,6 @@ OVERRIDES: dict[str, str] = {
     "transformers.trainer.Trainer._load_best_model": "self",
     "transformers.trainer.Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "transformers.trainer.Trainer._load_optimizer_and_scheduler": "self checkpoint",
-    "transformers.trainer.Trainer._load_rng_state": "self checkpoint",
-    "transformers.trainer.Trainer._load_scaler": "self checkpoint",
     "transformers.trainer.Trainer._maybe_log_save_evaluate": (
         "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
     ),
@@ -48,7 +46,6 @@ OVERRIDES: dict[str, str] = {
     "transformers.trainer.Trainer._save_checkpoint": "self model trial",
     "transformers.trainer.Trainer._save_optimizer_and_scheduler": "self output_dir",
     "transformers.trainer.Trainer.call_model_init": "self trial",
-    "transformers.trainer.Trainer.create_optimizer": "self model",
     "transformers.trainer.Trainer.get_optimizer_cls_and_kwargs": "args model",
     "transformers.trainer.Trainer.set_initial_training_values": "self args dataloader",
     "transformers.trainer.Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
