@@ -1,4 +1,4 @@
-"""accelerate's loop and transformers' Trainer around an offloaded model on the fake GPU.
+"""accelerate's loop, transformers' Trainer and adapters of peft around an offloaded model on the fake GPU.
 
 What leaves the device gives the bits of what stays there; tests/integrations compares with plain models.
 """
@@ -72,3 +72,41 @@ def test_a_tool_trains_on_the_device(
     losses, values = run("nvme", device_memory="8MiB", durability="scratch")
     assert losses == expected[0] and len(set(losses)) == len(losses)
     assert tools.distance(values, expected[1]) == 0
+
+
+@pytest.mark.parametrize("policy", [Policy.LATE, Policy.SIDE_LATE])
+def test_adapters_of_peft_train_and_merge_on_the_device(policy: Policy, tmp_path: Path) -> None:
+    """peft merges copies of its layers on the device, where their buffers are."""
+    peft: Any = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        config = peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")  # it has buffers
+        model = tools.llama()
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    def train(model: Any) -> list[float]:
+        optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        losses = []
+        for index in range(3):
+            batch = {name: values[None].to(TYPE) for name, values in tools.Tokens()[index].items()}
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [loss.item() for loss in losses]
+
+    device.policy(Policy.EAGER)
+    expected = train(zo.offload(adapted(), tools.config("cpu", tmp_path)))
+    device.policy(policy)
+    settings = {"device_memory": "8MiB", "durability": "scratch"}
+    model = zo.offload(adapted(), tools.config("nvme", tmp_path / "run", **settings))
+    assert train(model) == expected
+    zo.export_pretrained(model, tmp_path / "out", adapters="merged")
+    device.policy(Policy.EAGER)
+    plain = adapted()
+    plain.load_state_dict(model.state_dict())
+    merged = plain.to(TYPE).merge_and_unload().cpu().state_dict()
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert found.keys() == merged.keys() and all(torch.equal(found[name], merged[name]) for name in found)
