@@ -319,9 +319,9 @@ def test_merged_of_bf16(dtype: str | None, nvme: Path, tmp_path: Path) -> None:
     check_same(found, {name: value.to(target) for name, value in expected.items()})
 
 
-def on_a_rank(rank: int, world_size: int, name: str, out: Path) -> list[Any]:
+def on_a_rank(rank: int, world_size: int, name: str, tier: str, out: Path) -> list[Any]:
     """Ranks have the same batch, so that the mean of their gradients is that of one."""
-    model = zo.offload(base(name), placed("fp32", ("cpu",) * 3, None))
+    model = zo.offload(base(name), placed("fp32", (tier,) * 3, out / "run" if tier == "nvme" else None))
     torch.manual_seed(1)
     with zo.gathered(model):
         model = peft.get_peft_model(model, METHODS[name]())
@@ -333,11 +333,11 @@ def on_a_rank(rank: int, world_size: int, name: str, out: Path) -> list[Any]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["modules_to_save", "embeddings"])
-def test_two_ranks(name: str, pools: RankPools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "tier"), [("modules_to_save", "cpu"), ("embeddings", "nvme")])
+def test_two_ranks(name: str, tier: str, pools: RankPools, tmp_path: Path) -> None:
     plain = adapted(name)
     expected = list(train(plain, 2))
-    assert pools.of(2).succeed(on_a_rank, name, tmp_path) == [expected, expected]
+    assert pools.of(2).succeed(on_a_rank, name, tier, tmp_path) == [expected, expected]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == saved(plain, tmp_path / "plain")
     found = load_file(tmp_path / "merged" / "model.safetensors")
     check_same(found, plain.merge_and_unload().state_dict())
