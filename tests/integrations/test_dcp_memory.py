@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, tokens_of
-from tests.helpers.resident import forget_peak, peak_bytes
+from tests.helpers.resident import peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 640, 10
@@ -55,7 +55,7 @@ def _taken(folder: Path, dim: int, num_blocks: int) -> dict[str, int]:
         ("load", lambda: dcp.load(states, checkpoint_id=folder / "saved")),
         ("async_save", lambda: dcp.async_save(states, checkpoint_id=folder / "again").result()),
     ):
-        before = forget_peak()
+        before = reset_peak()
         call()
         taken[name] = peak_bytes() - before
     zo.close(model)
