@@ -5,6 +5,7 @@ What leaves the device gives the bits of what stays there; tests/integrations co
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,20 @@ def in_trainer(model: nn.Module, folder: Path) -> list[float]:
     return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
-@pytest.mark.parametrize("loop", [in_accelerate, in_trainer])
+def in_offload_trainer(model: nn.Module, folder: Path) -> list[float]:
+    """With checkpoints, of which the first is loaded at the end."""
+    ours = importlib.import_module("zero_offload.integrations.transformers")
+    settings = {"gradient_accumulation_steps": 2, "dataloader_pin_memory": False, "learning_rate": 1e-2, "max_steps": 4}
+    saves = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    args = transformers.TrainingArguments(str(folder), **settings, **saves, **evaluates)
+    trainer = ours.OffloadTrainer(model, args, train_dataset=tools.Tokens(), eval_dataset=tools.Tokens(8, seed=2))
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    return [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history[:-1]]
+
+
+@pytest.mark.parametrize("loop", [in_accelerate, in_trainer, in_offload_trainer])
 @pytest.mark.parametrize("policy", [Policy.LATE, Policy.SIDE_LATE])
 def test_a_tool_trains_on_the_device(
     loop: Callable[[nn.Module, Path], list[float]], policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
