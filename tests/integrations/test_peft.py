@@ -273,6 +273,38 @@ def test_others_train_and_are_saved(name: str, nvme: Path, tmp_path: Path) -> No
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_several_adapters_take_turns(after: bool, nvme: Path, tmp_path: Path) -> None:
+    """Each is active when it is offloaded: at first, or adopted."""
+
+    def turns(away: bool) -> Iterator[Any]:
+        model = adapted("lora")
+        if away and after:
+            zo.offload(model, placed("fp32", ("nvme",) * 3, nvme))
+        torch.manual_seed(2)
+        model.add_adapter("second", METHODS["embeddings"]())
+        model.base_model.set_adapter(["default", "second"])
+        if away:
+            zo.offload(model, *(() if after else (placed("fp32", ("nvme",) * 3, nvme),)))
+        for name in ("second", "default", "second"):
+            model.set_adapter(name)
+            yield list(train(model, 2))
+        model.save_pretrained(tmp_path / f"all {away}")
+        yield [(tmp_path / f"all {away}" / each / "adapter_model.safetensors").read_bytes() for each in ("", "second")]
+        model.set_adapter("default")
+        model.delete_adapter("second")
+        yield list(train(model, 1))
+        if away:
+            zo.export_pretrained(model, tmp_path / "left")
+        yield saved(model, tmp_path / f"left {away}")
+        yield merged(model, tmp_path / f"merged {away}", away)
+
+    for found, expected in zip(turns(True), turns(False), strict=True):
+        check_same(found, expected)
+    left = (tmp_path / folder / "adapter_model.safetensors" for folder in ("left", "left True"))
+    assert next(left).read_bytes() == next(left).read_bytes()
+
+
 def test_the_reference_of_dpo_is_the_model_without_its_adapter(nvme: Path) -> None:
     def losses(model: Any) -> Iterator[float]:
         optimizer = zo.AdamW(trained(model), lr=1e-2)
