@@ -68,17 +68,17 @@ def train_all(runs: list[tuple[str, int]], steps: int, batch: int, jobs: int, ou
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = command.parser(__name__, __doc__, "one seed of 60 steps, in a directory that is deleted")
+    parser = command.parser(__name__, __doc__, "one seed of 12 steps of 4 sequences, in a directory that is deleted")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/states"))
     args = parser.parse_args(arguments)
-    steps, seeds = (60, 1) if args.quick else (args.steps, args.seeds)
+    steps, seeds, batch = (12, 1, 4) if args.quick else (args.steps, args.seeds, args.batch)
     runs = [(states, seed) for seed in range(seeds) for states in FORMATS]
     with command.scratch_directory(None) if args.quick else contextlib.nullcontext(args.out) as out:
-        losses = train_all(runs, steps, args.batch, args.jobs, out)
+        losses = train_all(runs, steps, batch, args.jobs, out)
     spread = statistics.stdev(losses["fp32"]) if seeds > 1 else 0.0
     rows = []
     for states in FORMATS[1:]:
