@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint, rotate_checkpoints
 from transformers.training_args import OptimizerNames
@@ -220,8 +220,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 self.accelerator.scaler.load_state_dict(self._generation["scaler"])
             self._save_rng_state(checkpoint)  # Trainer reads it when it has skipped the data
         elif (folder / STATES).is_dir():
-            load_checkpoint(self.model, self.optimizer, folder / STATES)
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            kept = load_checkpoint(self.model, self.optimizer, folder / STATES).extra
+            self.lr_scheduler.load_state_dict(kept["scheduler"])
         else:
             if not (folder / OPTIMIZER_NAME).is_file():
                 warn_user(f"{folder} has no states of an optimizer: they begin at zero")
@@ -398,9 +398,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             self._push_from_checkpoint(str(run_dir / name))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(self.model, self.optimizer, Path(output_dir, STATES))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        kept = {"scheduler": self.lr_scheduler.state_dict()}
+        save_checkpoint(self.model, self.optimizer, Path(output_dir, STATES), extra=kept)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Every rank calls `save_model`."""
