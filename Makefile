@@ -16,6 +16,7 @@ NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 # A file stays on one worker: what its tests share, such as a long run or a reference, is made once.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/test_distributed_checkpoint.py
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
 .PHONY: train test test-tools test-all faults check native asan tsan neon bench clean
@@ -28,7 +29,7 @@ test: $(READY) $(NATIVE)
 
 # An offloaded model inside Trainer, TRL, accelerate, PEFT, Lightning: `test` leaves these out.
 test-tools: $(TOOLS) $(NATIVE)
-	$(BIN)/python -m pytest -q $(WORKERS) tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) -m "not full" $(TOOLS_TESTS) $(ARGS)
 
 test-all: $(READY) $(NATIVE) asan tsan
 	$(BIN)/python -m pytest -q $(WORKERS) -m "" $(ARGS)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -33,9 +34,17 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture
+def run(benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a script in this process: exit code, and what it has written."""
+
+    def run_script(script: str, *arguments: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run_script
 
 
 def test_the_page_has_every_comparison_and_every_section_of_a_gpu(benchmark: Any) -> None:
@@ -67,15 +76,14 @@ def test_every_module_finds_what_it_imports(benchmark: Any) -> None:
 
 
 @pytest.mark.parametrize("script", ["train_step.py", "memory.py", "limits.py"])
-def test_a_script_lists_its_comparisons_and_knows_no_other(script: str, benchmark: Any) -> None:
-    listed = run(script, "--help")
+def test_a_script_lists_its_comparisons_and_knows_no_other(script: str, benchmark: Any, run: Any) -> None:
+    code, listed, _ = run(script, "--help")
     comparisons = benchmark(Path(script).stem).COMPARISONS
-    assert listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.M) == [*comparisons]
-    wrong = run(script, "speed")
-    assert wrong.returncode == 2
-    assert f"Unknown comparison 'speed'; choose one of {', '.join(comparisons)}" in wrong.stderr
-    first = run(script, "--quick", "--no-such-flag")
-    assert first.returncode == 2 and "usage:" in first.stderr, "flags without a comparison are those of the first"
+    assert code == 0 and re.findall(r"^  (\w+)  ", listed, re.M) == [*comparisons]
+    code, _, error = run(script, "speed")
+    assert code == 2 and f"Unknown comparison 'speed'; choose one of {', '.join(comparisons)}" in error
+    code, _, error = run(script, "--quick", "--no-such-flag")
+    assert code == 2 and "usage:" in error, "flags without a comparison are those of the first"
 
 
 # gpu.py

@@ -13,6 +13,8 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Outcome, RankPools
 
+pytestmark = pytest.mark.tools
+
 
 def _states(model: nn.Module, optimizer: zo.AdamW) -> dict[str, object]:
     return {"model": model.state_dict(), "optim": optimizer.state_dict()}

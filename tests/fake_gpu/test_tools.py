@@ -19,6 +19,8 @@ import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 
+pytestmark = pytest.mark.tools
+
 accelerate: Any = pytest.importorskip("accelerate")
 tools: Any = pytest.importorskip("tests.helpers.tools")
 transformers: Any = pytest.importorskip("transformers")

@@ -181,8 +181,12 @@ class OffloadStrategy(ParallelStrategy):
         self.barrier()
         save_checkpoint(self.lightning_module, self.optimizers[0], part / _STATES)
         if self.is_global_zero:
-            self.remove_checkpoint(target)
+            old = target.with_name(f"{target.name}.old")
+            self.remove_checkpoint(old)
+            if target.exists():
+                target.rename(old)  # there while the new one gets its name: deleting it takes long
             part.rename(target)
+            self.remove_checkpoint(old)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import SWAP, close_broken, flip_bit, generation_file, open_model, train
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
-from tests.helpers.pairwise import in_pairs
+from tests.helpers.pairwise import in_pairs, in_turn
 from tests.helpers.reference import read_masters
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.plan.dtypes import ComputeDtypes
@@ -93,7 +93,7 @@ def _moments(optimizer: zo.AdamW) -> list[torch.Tensor]:
     return [state[name].clone() for state in states for name in ("step", "exp_avg", "exp_avg_sq")]
 
 
-@in_pairs(before=PLACEMENTS, after=PLACEMENTS, precision=["bf16", "fp16", "fp32"])
+@in_turn(before=PLACEMENTS, after=PLACEMENTS, precision=["bf16", "fp16", "fp32"])
 def test_an_evaluation_loads_parameters_alone(
     before: dict[str, Any], after: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
