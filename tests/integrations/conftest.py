@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,8 @@ from tests.helpers.tools import reset_accelerate
 
 
 @pytest.fixture(autouse=True)
-def _own_accelerate() -> Iterator[None]:
-    yield
+def _nothing_is_left() -> Iterator[None]:
+    """Tools put ranks and ports into the environment, and accelerate keeps a state."""
+    with mock.patch.dict(os.environ):
+        yield
     reset_accelerate()
