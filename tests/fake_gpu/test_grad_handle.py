@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_counts import make, waits
-from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.models import Branching, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool, RankPools
 from tests.helpers.reference import read_masters
 
@@ -135,3 +135,32 @@ def test_clipping_on_one_stream_is_seen_on_another(policy: Policy) -> None:
         torch.testing.assert_close(after, torch.stack(before) * factor, rtol=1e-6, atol=0)
         optimizer.step()
     zo.close(model)
+
+
+def add_after_a_clip(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The second backward reaches a layer on rank 0 alone; the clip's factor is still on the device."""
+    device.reset(rank)
+    device.policy(Policy.SIDE_LATE, 0)
+    model = zo.offload(build(Branching), zo.OffloadConfig(precision="fp32", stage=1))
+    optimizer = zo.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8, device=TYPE), both=True).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    model(torch.full((2, 8), 0.5, device=TYPE), both=rank == 0).backward()
+    optimizer.step()
+    with zo.gathered(model) as params:
+        found = {name: param.detach().cpu().clone() for name, param in params.items()}
+    zo.close(model)
+    return found
+
+
+def test_a_factor_is_not_that_of_what_another_rank_adds(pools: RankPools) -> None:
+    found = pools.of(2, on_device=True).succeed(add_after_a_clip)
+    model = build(Branching)
+    model(torch.ones(2, 8), both=True).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    for both in (True, False):
+        (model(torch.full((2, 8), 0.5), both) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for params in found:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-7)

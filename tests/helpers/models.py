@@ -78,6 +78,19 @@ class TinyLM(nn.Module):
         return x
 
 
+class Branching(nn.Module):
+    """Two layers; the second one is used where it is asked for. Returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        for layer in self.layers[: 1 + both]:
+            x = layer(x)
+        return x.square().mean()
+
+
 def tokens_of(seed: int, batch: int = 2, length: int = 9) -> Tensor:
     """(batch, length) int64, always the same for one seed."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))

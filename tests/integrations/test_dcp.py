@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,34 @@ def test_a_run_goes_on_from_it(
     assert loaded == saved
 
 
+def test_several_threads_may_write(tmp_path: Path, nvme: Path) -> None:
+    """Each reads from the drive."""
+    with trained(at("nvme", BF16, nvme)) as (model, optimizer):
+        dcp.save(plain_states(model, optimizer), checkpoint_id=tmp_path / "one")
+        writer = dcp.FileSystemWriter(tmp_path / "many", single_file_per_rank=False, thread_count=8)
+        dcp.save(plain_states(model, optimizer), storage_writer=writer)
+    assert same(read_whole(str(tmp_path / "many")), read_whole(str(tmp_path / "one")))
+
+
+def open_files() -> int:
+    """Bytes of files without a name that this process has open."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found += descriptor.stat().st_size * str(descriptor.readlink()).endswith("(deleted)")
+    return found
+
+
+def test_a_stager_that_is_used_again_takes_no_more_room(tmp_path: Path) -> None:
+    with trained(FP32) as (model, optimizer):
+        writer = dcp.FileSystemWriter(tmp_path / "saved", cache_staged_state_dict=True)
+        sizes = []
+        for _ in range(6):
+            dcp.async_save(plain_states(model, optimizer), storage_writer=writer).result()
+            sizes.append(open_files())
+    assert max(sizes) <= 2 * sizes[0]
+
+
 # Other numbers of ranks, and other programs
 
 
@@ -270,11 +298,16 @@ def test_fp32_values_become_masters(tmp_path: Path, pool: RankPool) -> None:
     path = str(tmp_path / "saved")
     pool.succeed(save_by_fsdp, FP32, path)
     expected = read_whole(path)
-    with trained(BF16, num_steps=1) as (model, _):
-        dcp.load({"model": model.state_dict()}, checkpoint_id=path)
-        with zo.gathered(model, kind="master") as masters:
-            assert len(masters) > 10
-            assert all(torch.equal(values, expected[f"model.{name}"]) for name, values in masters.items())
+    with trained(BF16, num_steps=1) as (model, optimizer):
+        states = named_states(model, optimizer)
+        dcp.load(states, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+        take_named(model, optimizer, states)
+        found = {f"model.{name}": each for name, each in everything(model, optimizer).items() if " " not in name}
+        for param, entry in optimizer.state.items():
+            name = next(name for name, each in model.named_parameters() if each is param)
+            found |= {f"optim.state.{name}.{key}": each for key, each in entry.items() if key != "residual"}
+        assert len(found) > 40
+        assert [name for name, values in found.items() if not torch.equal(values, expected[name])] == []
 
 
 def divided(value: float) -> nn.Module:
@@ -427,6 +460,39 @@ def test_a_load_that_ends_too_early_leaves_nothing_to_use(tmp_path: Path) -> Non
         assert "failed half-way" in message_of(model.state_dict)
         dcp.load(states, checkpoint_id=path)
         assert same(everything(model, optimizer), expected)
+
+
+def test_values_that_replace_completed_masters_are_told(tmp_path: Path) -> None:
+    """The optimizer's states come first, in a call of their own."""
+    path = tmp_path / "saved"
+    with trained(BF16) as (model, optimizer):
+        dcp.save(plain_states(model, optimizer), checkpoint_id=path)
+    with trained(BF16, num_steps=1) as (model, optimizer):
+        dcp.load({"optim": optimizer.state_dict()}, checkpoint_id=path)
+        with pytest.warns(UserWarning, match=r"replaces the fp32 master of embedding\.weight"):
+            dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+
+
+def test_a_load_that_ends_after_a_number_of_steps_leaves_nothing_to_use(tmp_path: Path) -> None:
+    """Moments of other steps would be corrected for this number."""
+    path = tmp_path / "saved"
+    with trained(FP32) as (model, optimizer):
+        dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=path)
+        expected = everything(model, optimizer)
+
+    class Failing(dcp.DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+            raise OSError(f"the disk has failed after {read_item.dest_index.fqn}")
+
+    with trained(FP32, num_steps=1) as (model, optimizer):
+        states, before = {"optim": optimizer.state_dict()}, optimizer.state_dict()
+        with pytest.raises(dcp.CheckpointException, match=r"failed after optim\.state\.0\.step"):
+            dcp.load(states, checkpoint_id=path, planner=Failing())
+        assert before["state"][0]["step"] == 1
+        assert "torch.distributed.checkpoint.load failed half-way" in message_of(optimizer.step)
+        dcp.load(states, checkpoint_id=path)
+        found = everything(model, optimizer)
+        assert all(torch.equal(found[name], expected[name]) for name in found if " " in name)
 
 
 def test_a_value_alone_is_the_master(tmp_path: Path) -> None:

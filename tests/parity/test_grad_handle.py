@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers import ranks
-from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.models import Branching, TinyLM, build, tokens_of
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.reference import placed, read_masters
@@ -241,3 +241,38 @@ def look_in_no_sync(rank: int, world_size: int) -> Iterable[str]:
 def test_gradients_held_back_are_reduced_by_the_first_look_of_all(pool: RankPool) -> None:
     first, second = pool.succeed(look_in_no_sync)
     assert first == second and first[0] != first[1]
+
+
+def gradients_of_one_rank(rank: int, world_size: int, stage: int) -> list[float]:
+    """The second backward reaches a layer on rank 0 alone, after zeros or after a clip."""
+    model = zo.offload(build(Branching), zo.OffloadConfig(stage=stage, precision="fp32", branches="any"))
+    optimizer = zo.SGD(model.parameters(), lr=0.1)
+    try:
+        model(torch.ones(2, 8), both=True).backward()
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(2, 8), both=rank == 0).backward()
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 1e-2).item()]
+        model(torch.full((2, 8), 0.5), both=rank == 0).backward()
+        norms += [param.grad.norm().item() for param in model.parameters()]
+        optimizer.step()
+        return [*norms, *(value.norm().item() for value in ranks.read_params(model).values())]
+    finally:
+        zo.close(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_that_one_rank_alone_adds(stage: int, pool: RankPool) -> None:
+    first, second = pool.succeed(gradients_of_one_rank, stage)
+    model = build(Branching)
+    params = list(model.parameters())
+
+    def mean_of(x: Tensor) -> None:
+        for both in (True, False):
+            (model(x, both) / 2).backward()
+
+    mean_of(torch.ones(2, 8))
+    norms = [nn.utils.clip_grad_norm_(params, 1e-2).item()]
+    mean_of(torch.full((2, 8), 0.5))
+    norms += [param.grad.norm().item() for param in params if param.grad is not None]
+    torch.optim.SGD(params, lr=0.1).step()
+    assert first == second == pytest.approx([*norms, *(param.norm().item() for param in params)], rel=1e-5)

@@ -316,7 +316,7 @@ class OptimizerStates:
         self._count_steps(place.name, step, has_states)
         self._loaded_steps[place.name] = step
         if beside:
-            self._completed[place.name] = step
+            self.masters_completed([place.name])
 
     def _count_steps(self, name: str, step: int, has_states: bool) -> None:
         self.param_steps[name] = step
@@ -389,9 +389,13 @@ class OptimizerStates:
         lost = [name for name, step in completed.items() if self.param_steps[name] == step]
         if lost:
             warn_user(
-                f"model.load_state_dict replaces the fp32 master of {lost[0]}, which optimizer.load_state_dict has "
-                "just completed, by its rounded value. Load the model's state dict first, then the optimizer's",
+                f"the model's state dict replaces the fp32 master of {lost[0]}, which the optimizer's has just "
+                "completed, by its rounded value. Load the model's state dict first, then the optimizer's",
             )
+
+    def masters_completed(self, names: Iterable[str]) -> None:
+        """What completes these parameters' values to their masters was loaded, without the values."""
+        self._completed |= {name: self.param_steps[name] for name in names}
 
 
 def _moved(states: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
@@ -572,6 +576,7 @@ class ParamAccess:
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         if isinstance(grad, GradHandle) and grad.param is param:
+            self._grads.check_held(param, grad.life)
             return
         if grad is not None and (isinstance(grad, GradHandle) or grad.shape != param.shape or bool(grad.any())):
             raise ZeroOffloadError(

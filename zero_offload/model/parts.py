@@ -6,12 +6,13 @@ between ranks. `Parts` knows the load that runs now, since two things depend on 
 * A bf16 value and the residual that completes it arrive in any order. So each is written by itself where the load
   brings both. A value that comes alone has the residual 0; a residual that comes alone completes the value there.
 * A load that ends too early leaves a mix of two states. So the model cannot be used from the first write on, until all
-  that the load was to bring is written.
+  that the load was to bring is written, numbers of steps too.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from zero_offload.checkpoint.values import (
     residual_alone,
 )
 from zero_offload.model.params import OptimizerStates, ParamPlaces, Place
-from zero_offload.optim.state import STEP
+from zero_offload.optim.state import BESIDE, STEP
 from zero_offload.plan.boxes import Box, boxes_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.pass_tracker import ModelLife
@@ -71,6 +72,8 @@ class Parts:
         self._life = life
         self._shard_index = shard_index
         self._folder = folder
+        self._reading = threading.Lock()
+        """Held by the thread that reads: a writer of checkpoints may have several, and all read into one staging."""
         self._load: _Load | None = None
         """The load that was planned last."""
         self._lacking: dict[Key, int] = {}
@@ -83,23 +86,28 @@ class Parts:
         self._life.check_alive()
         place = self._places[param]
         if name == STEP:
-            return StepPart(self._states, param, dtype, [Box((), (), 0)], (0, 1), self._folder)
+            return StepPart(self, param, dtype, [Box((), (), 0)], (0, 1), self._folder, holder)
         begin, end = place.span(self._shard_index)
         offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
         span = begin + offset, end + offset
         return ShardPart(self, param, name, dtype, _boxes(place, *span), span, self._folder, begin, holder)
 
     def read(self, param: nn.Parameter, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of this rank's shard."""
+        """Elements [begin, end) of this rank's shard. From any thread."""
         self._life.check_usable()
         place = self._places[param]
-        place.unit.wait_for_update()
         shard = place.section.shard
-        if name == Component.VALUE:
-            return read_values(self._store, shard, (begin, end))
-        if name in master_part(shard.layout):
-            return read_master_part(self._store, shard, (begin, end))
-        return read_state(self._store, shard, Component(name), (begin, end))
+        with self._reading:
+            place.unit.wait_for_update()
+            if name == Component.VALUE:
+                return read_values(self._store, shard, (begin, end))
+            if name in master_part(shard.layout):
+                return read_master_part(self._store, shard, (begin, end))
+            return read_state(self._store, shard, Component(name), (begin, end))
+
+    def read_step(self, param: nn.Parameter) -> torch.Tensor:
+        """(1,) fp32."""
+        return self._states.read(param, STEP).reshape(1)
 
     # Loading
 
@@ -133,6 +141,12 @@ class Parts:
             if Component.VALUE in arrays:
                 replaced(self._prefetcher, [(place.unit, place.param)])
         self._end_writing((place.name, part.name), values.numel())
+
+    def write_step(self, param: nn.Parameter, step: torch.Tensor) -> None:
+        """`step` has one element."""
+        self._begin_writing()
+        self._states.edit(param, STEP, step.reshape(()))
+        self._end_writing((self._places.name_of(param), STEP), 1)
 
     def _arrays(
         self, place: Place, name: str, change: _Change, planned: Container[Key]
@@ -168,6 +182,7 @@ class Parts:
             load.has_begun = True
             self._lacking |= {key: numel for key, numel in load.planned.items() if numel}
             self._life.half_loaded = _HALF
+            self._states.values_replaced(load.values_alone)
             self._states.readers.before_loading(each for holders in load.holders.values() for each in holders)
         return load
 
@@ -178,6 +193,8 @@ class Parts:
                 del self._lacking[key]
             if not self._lacking:
                 self._life.half_loaded = ""
+                if self._load is not None:
+                    self._states.masters_completed(self._load.masters_alone)
                 self._load = None
 
 
@@ -211,6 +228,20 @@ class _Load:
     """The tensors that it loads into."""
     has_begun: bool = False
     """True if some of it is written."""
+
+    @property
+    def values_alone(self) -> list[str]:
+        """Parameters whose values come without what completes them to the master."""
+        return [
+            name
+            for name, kind in self.planned
+            if kind == Component.VALUE and not any((name, each) in self.planned for each in BESIDE)
+        ]
+
+    @property
+    def masters_alone(self) -> list[str]:
+        """Parameters of which only that comes."""
+        return [name for name, kind in self.planned if kind in BESIDE and (name, Component.VALUE) not in self.planned]
 
 
 def _boxes(place: Place, begin: int, end: int) -> list[Box]:
@@ -257,18 +288,19 @@ class ShardPart:
 class StepPart:
     """A parameter's number of updates, which every rank has. Implements `checkpointed.Part`."""
 
-    states: OptimizerStates
+    parts: Parts
     param: nn.Parameter
     dtype: torch.dtype
     boxes: list[Box]
     span: tuple[int, int]
     folder: Path | None
+    holder: Holder
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        return self.states.read(self.param, STEP).reshape(1)[begin:end]
+        return self.parts.read_step(self.param)[begin:end]
 
     def plan_load(self, call: FrameType) -> None:
-        pass
+        self.parts.plan_load(call, self.param, STEP, 1, self.holder)
 
     def write(self, begin: int, end: int, values: torch.Tensor, put: Put | None) -> None:
-        self.states.edit(self.param, STEP, values.reshape(()))
+        self.parts.write_step(self.param, values)

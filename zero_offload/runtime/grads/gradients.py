@@ -326,7 +326,7 @@ class Gradients:
         found = iter(self._collectives.any_rank(flags))
         for section in self.sections:
             anywhere = {index for index in range(len(section.params)) if next(found)}
-            section.holding |= anywhere
+            self._hold(section, anywhere)
             if section.joined is not None:  # on all ranks: these gradients have crossed with others
                 section.joined, section.whole = None, True
                 self._drop_zeros(section)
@@ -335,6 +335,11 @@ class Gradients:
                 section.partial.widen()
                 self._complete(section)
         self._reductions.finish()
+
+    def _hold(self, section: GradSection, indices: set[int]) -> None:
+        """Some rank has a gradient of these parameters, so all ranks hold one."""
+        section.holding |= indices
+        self.zeroed.difference_update(section.params[index] for index in indices)
 
     def _open_partial(self, section: GradSection) -> None:
         """This rank's sum of a section may be filled: no collective reads it."""
@@ -388,7 +393,7 @@ class Gradients:
         taken = section.arrived | section.waiting
         if self._deferred and self.updates_in_backward:  # its update follows at once
             flags = [index in taken for index in range(len(section.params))]
-            section.holding |= {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_}
+            self._hold(section, {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_})
         elif self._deferred:
             section.joined = (section.joined or set()) | taken
         self._add_waiting(section)
@@ -398,8 +403,11 @@ class Gradients:
 
     def _reduced(self, section: GradSection, shard: torch.Tensor) -> None:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
-        # The gradients may be another rank's alone: then this rank has not waited for the last step's update of them.
+        # The gradients may be another rank's alone. Then nothing has arrived here since the last step, whose update may
+        # still read the store, or since these gradients were scaled.
         section.unit.wait_for_update()
+        if section.factors:
+            self._read_factors()
         store, downloads = section.store, self._downloads
         if downloads is not None and not store.on_device:
             downloads.make_room(shard.nbytes)

@@ -188,7 +188,7 @@ class BoxTensor(Tensor):
     _is_whole: bool
     """True if the box is all of its tensor."""
     _kept: Tensor | None
-    """The values, where somebody needs their address."""
+    """The values in memory, once a writer has asked for their address."""
 
     @staticmethod
     def made(part: Part, box: Box, *, is_whole: bool) -> BoxTensor:

@@ -81,8 +81,8 @@ def _only_saved(func: object) -> ZeroOffloadError:
 
 
 def staging(func: object, args: Sequence[Any]) -> Any:
-    """The answer where torch copies a state dict, and asks `func` of a tensor without memory; None for all others'
-    questions. To be called by `__torch_function__`."""
+    """The answer to torch's stager, which copies a state dict and asks `func` of a tensor without memory; None where
+    other code asks. To be called by `__torch_function__` itself: the stager is its caller."""
     if func not in _ASKED or not args or not isinstance(tensor := args[0], Checkpointed):
         return None
     if sys._getframe(2).f_globals.get("__name__") not in _STAGERS:
@@ -112,7 +112,7 @@ class StagedSource:
         return cls(_File.newest(part.folder).append(part))
 
 
-@dataclass
+@dataclass(eq=False)
 class StagedPart:
     """A copy of a part, in a file."""
 
@@ -146,12 +146,18 @@ class _File:
         with naming_errors("make a copy for dcp.async_save in", self._folder):
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
         self._end = 0
+        self._parts: weakref.WeakSet[StagedPart] = weakref.WeakSet()
+        """Those that are in use."""
+        self._num_parts = 0
+        """All that were appended."""
 
     @classmethod
     def newest(cls, folder: Path | None) -> _File:
-        """The file that copies go to now."""
+        """The file that copies go to now. One of which most is out of use goes with its last user: a stager that is
+        used again replaces its copies one by one, and no file would ever end."""
         found = None if cls._newest is None else cls._newest()
-        if found is None or found._folder != (folder or found._folder):
+        is_old = found is not None and 2 * len(found._parts) <= found._num_parts
+        if found is None or is_old or found._folder != (folder or found._folder):
             found = cls(folder)
             cls._newest = weakref.ref(found)
         return found
@@ -160,6 +166,8 @@ class _File:
         begin, end = part.span
         staged = StagedPart(part.dtype, part.boxes, part.span, part.folder, self, self._end)
         self._end += (end - begin) * part.dtype.itemsize
+        self._parts.add(staged)
+        self._num_parts += 1
         for first in range(begin, end, _COPY_NUMEL):
             values = part.read(first, min(first + _COPY_NUMEL, end))
             self.move(os.pwritev, staged.offset + (first - begin) * part.dtype.itemsize, values)

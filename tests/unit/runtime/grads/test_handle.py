@@ -186,6 +186,16 @@ def test_what_needs_elements_raises_and_names_the_call_that_copies(call: Callabl
         call(model.blocks[0].up.weight.grad)
 
 
+def test_a_gradient_that_is_over_is_not_put_back() -> None:
+    """As a program does that sets gradients aside: a plain parameter would have the first one again."""
+    model = held()
+    weight = model.blocks[0].up.weight
+    first, weight.grad = weight.grad, None
+    model(tokens_of(1)).backward()
+    with pytest.raises(zo.ZeroOffloadError, match=r"gradient of blocks\.0\.up\.weight is over"):
+        weight.grad = first
+
+
 def test_a_handle_ends_with_its_gradient() -> None:
     model = held()
     weight = model.blocks[0].up.weight
