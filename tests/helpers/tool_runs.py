@@ -112,7 +112,7 @@ def make(spec: Spec, model: nn.Module | None = None) -> Any:
     return OffloadTrainer(offload=config, **given)
 
 
-def train(spec: Spec, resume: str | bool | None = None, make: Callable[[Spec], Any] = make) -> Outcome:
+def train(spec: Spec, resume: str | Path | bool | None = None, make: Callable[[Spec], Any] = make) -> Outcome:
     trainer, rows = make(spec), list[int]()
     compute_loss = trainer.compute_loss
 

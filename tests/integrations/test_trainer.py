@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -165,6 +167,62 @@ def test_the_newer_of_checkpoint_and_generation_goes_on(tmp_path: Path) -> None:
     assert train(spec(tmp_path, "nvme", args=args), True).rows == []  # step 4, of the checkpoint
 
 
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Rows without a known number: six steps' worth."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from map(tools.Tokens(24).__getitem__, range(24))
+
+
+def streamed(spec: Spec) -> Any:
+    trainer = runs.make(spec)
+    trainer.train_dataset = Stream()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("more", "make"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, runs.make),
+        ({"dataloader_num_workers": 2}, runs.make),
+        ({}, streamed),
+    ],
+    ids=["grouped", "workers", "streamed"],
+)
+@pytest.mark.parametrize("by", ["checkpoint", "generation"])
+def test_goes_on_in_the_order_of_the_data(tmp_path: Path, more: dict[str, Any], make: Any, by: str) -> None:
+    """From the midst of the first pass over the data, and of the second."""
+    args = SAVES | {"max_steps": 10, "save_steps": 1} | more
+    whole = train(Spec(tmp_path / "whole", args=args | {"save_strategy": "no"}), None, make)
+    assert len(whole.rows) == 40
+    for stop in (2, 8):
+        first = train(spec(tmp_path, "nvme", args=args, stop_after=stop), None, make)
+        if by == "checkpoint":
+            shutil.rmtree(tmp_path / "nvme")
+        then = train(spec(tmp_path, "nvme", args=args), by == "checkpoint", make)
+        assert first.rows + then.rows == whole.rows
+        assert then == whole
+        shutil.rmtree(tmp_path / "nvme")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_epochs_are_completed_with_other_batches(tmp_path: Path) -> None:
+    """Twice as large, they take half as many steps for what is left."""
+    args = EPOCHS | {"logging_steps": 1}
+    first = train(spec(tmp_path, "nvme", args=args, stop_after=8))
+    then = train(spec(tmp_path, "nvme", args=args | {"per_device_train_batch_size": 8}))
+    assert sorted(first.rows + then.rows) == sorted(tools.Tokens(24).rows.sum(1).tolist() * 2)
+    assert then.logs[-1]["epoch"] == 2
+    rates = [each["learning_rate"] for each in then.logs if "learning_rate" in each]
+    assert rates[-2:] == pytest.approx([1e-3 * (1 - 8 / 12), 1e-3 * (1 - 9 / 10)])  # the schedule of ten steps
+
+
+def test_a_path_is_taken_though_a_generation_is_newer(tmp_path: Path) -> None:
+    args = SAVES | {"max_steps": 4}
+    train(spec(tmp_path, "nvme", args=args, stop_after=3))
+    assert len(train(spec(tmp_path, "nvme", args=args), tmp_path / "out" / "checkpoint-2").rows) == 8
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_goes_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path, is_sharded: bool) -> None:
     args = SAVES | UNCLIPPED
@@ -303,6 +361,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
         train(Spec(tmp_path / "out", args=args))
 
 
+def test_save_model_deletes_weights_of_its_own_names(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("model_before.safetensors", "adapter_model_notes.txt")]
+    for each in (*others, tmp_path / "model-00001-of-00002.safetensors"):
+        each.write_text("")
+    trainer = runs.make(Spec(tmp_path))
+    trainer.save_model()
+    assert all(each.exists() for each in others)
+    assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
+    zo.close(trainer.model)
+
+
 def adapted(spec: Spec) -> Any:
     """The Trainer of a run, whose model has adapters of PEFT."""
     base = tools.llama()
@@ -334,6 +403,15 @@ def test_checkpoints_of_adapters_are_adapters(tmp_path: Path) -> None:
 def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zo.ConfigError, match="pass offload=zo.OffloadConfig"):
         OffloadTrainer(model=tools.llama(), args=runs.arguments(tmp_path))
+    with pytest.raises(zo.ConfigError, match="offloaded with another config"):
+        runs.make(Spec(tmp_path), zo.offload(tools.llama(), tools.config("cpu", "", overlap="none")))
+    with pytest.raises(zo.ConfigError, match="no reference model"):
+        OffloadTrainer(
+            model=tools.llama(),
+            args=runs.arguments(tmp_path),
+            offload=tools.config("cpu", ""),
+            offload_reference=zo.OffloadConfig(),
+        )
     with pytest.raises(zo.ConfigError, match="bf16_full_eval"):
         runs.make(Spec(tmp_path, args={"bf16_full_eval": True}))
     with pytest.raises(zo.ConfigError, match="optim='adafactor' has no counterpart"):

@@ -11,8 +11,9 @@ written below `tmp-checkpoint-N/` and renamed at its end. So a kill leaves a who
 neither Trainer nor `get_last_checkpoint` takes for one; the next save deletes it.
 
 [Note: where the data goes on]
-Trainer counts steps, which have other samples on another number of ranks. So each saved state also says how many
-samples of the epoch the ranks have seen (`TrainerState.stateful_callbacks`, under the mixin's name).
+Trainer counts steps, which have other samples on another number of ranks, and no epochs of data without a length. So
+each saved state also says how many samples of which epoch the ranks have seen, and the generators with which the epoch
+began: samplers draw its order from them (`TrainerState.stateful_callbacks`, under the mixin's name).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import os
 import shutil
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import warn_user
 from zero_offload.base.stats import DeviceParams, Stats
 from zero_offload.base.types import format_bytes
-from zero_offload.checkpoint.extras import from_json
+from zero_offload.checkpoint.extras import capture_rng, from_json, restore_rng
 from zero_offload.integrations.peft import is_peft
 from zero_offload.integrations.pretrained import export_pretrained, replace_weights
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
@@ -53,12 +54,37 @@ from zero_offload.storage.shards.shard import master_components, shard_bytes
 _LOGGER = logging.getLogger(__name__)
 STATES = "zero_offload"
 """The directory of our states in a checkpoint, and the mixin's name in Trainer's state."""
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
+_SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors")
+_WEIGHTS = (*_SAFETENSORS, "model.safetensors.index.json", "adapter_model.safetensors", "adapter_model.bin")
 _ADAMS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.PAGED_ADAMW)
 _LIONS = (OptimizerNames.LION, OptimizerNames.PAGED_LION)
 
 _Base: Any = object
 """To mypy: the Trainer class that comes behind."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is in its data, and between two logs."""
+
+    step: int
+    epoch: int
+    samples: int
+    """Those of the epoch that the ranks have seen."""
+    samples_per_step: int
+    generators: str
+    """JSON of `capture_rng` as the epoch began."""
+    running: list[list[float]]
+    """By rank, the loss and the operations since the last log."""
+    total: float
+    """The loss of all steps before that."""
+    logged_at: int
+    began_at: int
+    """The step at which the run began."""
+
+    def num_steps(self, samples_per_step: int) -> int:
+        """As many steps of so many samples as have those that were seen in the epoch."""
+        return math.ceil(self.samples / samples_per_step)
 
 
 class OffloadMixin(_Base):  # type: ignore[misc]
@@ -82,15 +108,21 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         self._offload, self._offload_reference = offload, offload_reference
         self._generation: dict[str, Any] | None = None
         """What the generation says of Trainer, while `train` goes on from it."""
-        self._seen: dict[str, Any] = {}
-        """What the state that `train` goes on from says of samples and running losses."""
+        self._seen: Position | None = None
+        """Where the state that `train` goes on from was."""
         self._begins = True
         self._staging: Path | None = None
         self._history: list[str] = []
+        self._generators = ""
         super().__init__(*args, **kwargs)
         self._take(self.model)
         if getattr(self.args, "sync_ref_model", False):
             raise ConfigError("sync_ref_model copies the parameters of the model while they are away; leave it out")
+        if offload_reference is not None and getattr(self, "_reference", None) is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no reference model that offload_reference= could offload; leave it out "
+                "(with adapters of PEFT the model without them is the reference)"
+            )
         callbacks = self.callback_handler.callbacks
         callbacks.sort(key=lambda each: not isinstance(each, StatsCallback))  # before those that report the logs
 
@@ -110,6 +142,11 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                     "offload=zo.OffloadConfig(...), or call zo.offload(model, config) first"
                 )
             offload_model(model, self._offload)
+        elif self._offload not in (None, need_runtime(model, "Trainer").config):
+            raise ConfigError(
+                f"the model of {type(self).__name__} is offloaded with another config than offload= says; leave "
+                "offload= out, or the zo.offload before"
+            )
         self.args._n_gpu = min(self.args.n_gpu, 1)  # ranks have a GPU each, and nothing is replicated over threads
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -164,6 +201,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. Where `zo.offload` has found a generation, training goes on from it."""
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         source: Any = resume_from_checkpoint
         if source is True and os.path.isdir(self.args.output_dir):
             source = get_last_checkpoint(self.args.output_dir) or True  # type: ignore[no-untyped-call]
@@ -175,7 +214,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             if self._generation is not None:
                 source = folder
                 Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(self._generation["state"]), encoding="utf-8")
-            self._seen = _seen_at(source) if isinstance(source, str) else {}
+            self._seen = _position_at(source) if isinstance(source, str) else None
             return super().train(source, *args, **kwargs)
 
     def _found(self) -> dict[str, Any] | None:
@@ -204,7 +243,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 f"{folder} and the generation of step {owner.step_count} in {owner.config.nvme} both have weights; "
                 "pass OffloadConfig(existing='discard') to begin with the folder's"
             )
-        if is_peft(self.model) or not any(folder.glob(_WEIGHTS[0])):
+        if is_peft(self.model) or not _has_safetensors(folder):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             replace_weights(self.model, folder)
@@ -231,46 +270,49 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         folder = Path(self.state.best_model_checkpoint or "")
         if (folder / STATES).is_dir():
             load_checkpoint(self.model, None, folder / STATES)
-        elif not is_peft(self.model) and any(folder.glob(_WEIGHTS[0])):
+        elif not is_peft(self.model) and _has_safetensors(folder):
             replace_weights(self.model, folder)
         else:
             super()._load_best_model()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        num_epochs, *values = super().set_initial_training_values(args, dataloader)
+        num_epochs, *values, max_steps = super().set_initial_training_values(args, dataloader)
         self._batches_per_epoch = values[4]
-        if args.max_steps > 0 and self._is_cut_otherwise:
-            num_epochs += self._seen["epoch"]  # more than enough: the last step ends the training
-        return num_epochs, *values
+        if self._seen is not None and self._seen.samples_per_step != self._samples_per_step:
+            if args.max_steps > 0:
+                num_epochs += self._seen.epoch  # more than enough: the last step ends the training
+            else:
+                num_done = self._seen.epoch * values[0] + self._seen.num_steps(self._samples_per_step)
+                max_steps = self._seen.step + max(max_steps - num_done, 0)
+        return num_epochs, *values, max_steps
 
     def _init_training_state(self, max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
         epoch, num_batches = super()._init_training_state(max_steps, per_epoch, num_epochs, *args)
         self._history, self._begins = [], True
-        if self._is_cut_otherwise:
-            epoch, num_steps = self._seen["epoch"], math.ceil(self._seen["samples"] / self._samples_per_step)
-            num_batches = 0 if self.args.ignore_data_skip else num_steps * self.args.gradient_accumulation_steps
+        if self._seen is not None:
+            epoch, num_batches = self._seen.epoch, 0
+            if not self.args.ignore_data_skip:
+                num_batches = self._seen.num_steps(self._samples_per_step) * self.args.gradient_accumulation_steps
         return epoch, num_batches
 
     @property
     def _samples_per_step(self) -> int:
         return int(self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
 
-    @property
-    def _is_cut_otherwise(self) -> bool:
-        """True if the steps so far had other numbers of samples than those to come."""
-        return bool(self._seen) and self._seen["samples_per_step"] != self._samples_per_step
-
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         begins, self._begins = self._begins, False
-        if begins and self._seen:
-            running = self._seen["running"]
+        if begins and self._seen is not None:
+            running = self._seen.running
             same = len(running) == self.args.world_size
             mean = [sum(each) / len(running) for each in zip(*running, strict=True)]
             loss, self.current_flos = running[self.args.process_index] if same else mean
             self._tr_loss += loss
-            self._globalstep_last_logged = self._seen["logged_at"]
+            self._globalstep_last_logged = self._seen.logged_at
             if self._generation is not None:  # the same run: its mean loss is over all steps
-                self._total_loss_scalar, self._initial_global_step = self._seen["total"], self._seen["began_at"]
+                self._total_loss_scalar, self._initial_global_step = self._seen.total, self._seen.began_at
+            if self._seen.samples:
+                restore_rng(json.loads(self._seen.generators))
+        self._generators = json.dumps(capture_rng())
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -294,7 +336,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             each for each in (*self.callback_handler.callbacks, self.control) if isinstance(each, ExportableState)
         ]
         state = replace(self.state, log_history=[], stateful_callbacks=exported)
-        state.stateful_callbacks[STATES] = self._position()
+        state.stateful_callbacks[STATES] = asdict(self._position())
         scaler = getattr(self.accelerator, "scaler", None)
         said = {
             "state": json.dumps(asdict(state)),
@@ -304,8 +346,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         }
         commit(self.model, self.optimizer, extra={STATES: said})
 
-    def _position(self) -> dict[str, Any]:
-        """Samples that were seen in this epoch; by rank, the loss and operations since the last log."""
+    def _position(self) -> Position:
         epoch = int(self.state.epoch)
         num_batches = round((self.state.epoch - epoch) * self._batches_per_epoch)
         running = [[0.0, 0.0]] * self.args.world_size
@@ -314,15 +355,17 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 [[self._tr_loss.item(), self.current_flos]], dtype=torch.float64, device=self.args.device
             )
             running = self.accelerator.gather(own).tolist()
-        return {
-            "epoch": epoch,
-            "samples": num_batches * self._train_batch_size * self.args.world_size,
-            "samples_per_step": self._samples_per_step,
-            "running": running,
-            "total": self._total_loss_scalar,
-            "logged_at": self._globalstep_last_logged,
-            "began_at": self._initial_global_step,
-        }
+        return Position(
+            step=self.state.global_step,
+            epoch=epoch,
+            samples=num_batches * self._train_batch_size * self.args.world_size,
+            samples_per_step=self._samples_per_step,
+            generators=self._generators,
+            running=running,
+            total=self._total_loss_scalar,
+            logged_at=self._globalstep_last_logged,
+            began_at=self._initial_global_step,
+        )
 
     # Checkpoints
 
@@ -370,7 +413,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         staging = run_dir / f"tmp-{name}"
         self.store_flos()
-        state.stateful_callbacks[STATES] = self._position()
+        state.stateful_callbacks[STATES] = asdict(self._position())
         with owner.together("a checkpoint"):
             if args.should_save:
                 for left in run_dir.glob(f"tmp-{PREFIX_CHECKPOINT_DIR}-*"):
@@ -428,12 +471,16 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
 
-def _seen_at(folder: str) -> dict[str, Any]:
-    """What a state that OffloadTrainer has saved says of its data; nothing of another Trainer's."""
+def _has_safetensors(folder: Path) -> bool:
+    return any(file for pattern in _SAFETENSORS for file in folder.glob(pattern))
+
+
+def _position_at(folder: str) -> Position | None:
+    """That of a state that OffloadTrainer has saved; None of another Trainer's."""
     file = Path(folder, TRAINER_STATE_NAME)
     state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found: dict[str, Any] = (state.get("stateful_callbacks") or {}).get(STATES, {})
-    return found
+    found = (state.get("stateful_callbacks") or {}).get(STATES)
+    return None if found is None else Position(**found)
 
 
 class StatsCallback(TrainerCallback):
