@@ -412,6 +412,10 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
             offload=tools.config("cpu", ""),
             offload_reference=zo.OffloadConfig(),
         )
+    with pytest.warns(UserWarning, match="the loss is not scaled"):
+        OffloadTrainer(
+            model=tools.llama(), args=runs.arguments(tmp_path), offload=tools.config("cpu", "", precision="fp16")
+        )
     with pytest.raises(zo.ConfigError, match="bf16_full_eval"):
         runs.make(Spec(tmp_path, args={"bf16_full_eval": True}))
     with pytest.raises(zo.ConfigError, match="optim='adafactor' has no counterpart"):

@@ -123,6 +123,12 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 f"{type(self).__name__} has no reference model that offload_reference= could offload; leave it out "
                 "(with adapters of PEFT the model without them is the reference)"
             )
+        computes_in = need_runtime(self.model, "Trainer").config.numerics.compute
+        if computes_in == "fp16" and getattr(self.accelerator, "scaler", None) is None:
+            warn_user(
+                "OffloadConfig(precision='fp16') without TrainingArguments(fp16=True): the loss is not scaled, and "
+                "small gradients become 0. Pass fp16=True, or precision='bf16'"
+            )
         callbacks = self.callback_handler.callbacks
         callbacks.sort(key=lambda each: not isinstance(each, StatsCallback))  # before those that report the logs
 
