@@ -138,14 +138,15 @@ def test_clipping_on_one_stream_is_seen_on_another(policy: Policy) -> None:
 
 
 def add_after_a_clip(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The second backward reaches a layer on rank 0 alone; the clip's factor is still on the device."""
+    """The second backward reaches a layer on rank 1 alone. Rank 0, which has its elements, has the
+    clip's factor on the device still."""
     device.reset(rank)
-    device.policy(Policy.SIDE_LATE, 0)
-    model = zo.offload(build(Branching), zo.OffloadConfig(precision="fp32", stage=1))
+    device.policy(Policy.EAGER, 0)  # what is sent arrives before the step asks for factors
+    model = zo.offload(build(Branching), zo.OffloadConfig(precision="fp32", stage=1, grads="device"))
     optimizer = zo.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 8, device=TYPE), both=True).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    model(torch.full((2, 8), 0.5, device=TYPE), both=rank == 0).backward()
+    nn.utils.clip_grad_norm_(model.layers[1].parameters(), 1e-2)
+    model(torch.full((2, 8), 0.5, device=TYPE), both=rank == 1).backward()
     optimizer.step()
     with zo.gathered(model) as params:
         found = {name: param.detach().cpu().clone() for name, param in params.items()}
@@ -157,7 +158,7 @@ def test_a_factor_is_not_that_of_what_another_rank_adds(pools: RankPools) -> Non
     found = pools.of(2, on_device=True).succeed(add_after_a_clip)
     model = build(Branching)
     model(torch.ones(2, 8), both=True).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    nn.utils.clip_grad_norm_(model.layers[1].parameters(), 1e-2)
     for both in (True, False):
         (model(torch.full((2, 8), 0.5), both) / 2).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
