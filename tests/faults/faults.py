@@ -38,7 +38,7 @@ FAULTS = [
         "runtime/prefetcher.py",
         "        unit.wait_for_update()\n        if unit.state is UnitState.AWAY:\n",
         "        if unit.state is UnitState.AWAY:\n",
-        PLACEMENTS,
+        "tests/models/test_interleavings.py::test_a_forward_waits_for_the_update_of_each_unit",
     ),
     fault(
         "a unit that stays keeps its weights from before the update",
@@ -199,7 +199,7 @@ FAULTS = [
         "the handle of a gradient that is over answers for the next one",
         "runtime/grads/gradients.py",
         "            section.lives.pop(index, None)\n",
-        "",
+        "            pass\n",
         "tests/unit/runtime/grads/test_handle.py::test_a_handle_ends_with_its_gradient",
     ),
     fault(

@@ -100,6 +100,27 @@ def test_a_view_of_a_weight_in_place_shows_new_values_after_a_step(slow_updates:
     zo.close(model)
 
 
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_a_forward_waits_for_the_update_of_each_unit(params: str, slow_updates: None, nvme: Path) -> None:
+    """Memory for few units: each is evicted while its update is still to come."""
+
+    def losses(overlap: str) -> list[float]:
+        where = {"params": params, "optimizer": "nvme", "nvme": nvme / overlap}
+        config = zo.OffloadConfig(**where, device_memory="4MiB", overlap=overlap)
+        model = zo.offload(build(Model), config)
+        optimizer, found = zo.AdamW(model.parameters(), lr=0.1), []
+        for seed in range(3):
+            loss = model(tokens_of(seed))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        zo.close(model)
+        return found
+
+    assert losses("forward") == losses("none")
+
+
 @pytest.mark.parametrize("strike", range(1, 9))
 def test_a_ctrl_c_while_pages_move_loses_no_weight(strike: int, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It strikes as a call of the system returns, in any eviction of a forward."""
