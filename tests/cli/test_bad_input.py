@@ -74,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _not_root() -> Iterator[None]:
-    """Run as the user `nobody`: nothing is read-only for root."""
+    """Run as a user without root's rights, for whom a file can be read-only."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)

@@ -143,6 +143,31 @@ def test_trainer(pools: RankPools, tmp_path: Path, name: str) -> None:
             assert one == pytest.approx(other, rel=1e-6)
 
 
+def save_alone(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What a rank is told that saves while the other does not."""
+    with launched(rank, world_size):
+        model = zo.offload(llama(), config("cpu", folder))
+        wrapper = nn.Sequential(model)
+        settings: dict[str, Any] = {"report_to": [], "use_cpu": True, "ddp_backend": "gloo"}
+        trainers = [
+            transformers.Trainer(each, transformers.TrainingArguments(str(folder / "out"), **settings))
+            for each in (model, wrapper)
+        ]
+        told = []
+        for save in (model.save_pretrained, trainers[0]._save, trainers[1]._save) if rank == 0 else ():
+            with pytest.raises(zo.ZeroOffloadError) as raised:
+                save(str(folder / "saved"))
+            told.append(str(raised.value))
+        zo.close(model)
+        return told
+
+
+def test_a_rank_that_saves_alone_raises_at_once(pools: RankPools, tmp_path: Path) -> None:
+    told, _ = on_ranks(pools, 2, save_alone, tmp_path)
+    assert len(told) == 3
+    assert all("zo.export_pretrained" in each and "save_strategy='no'" in each for each in told)
+
+
 def test_its_own_optimizer_is_refused(tmp_path: Path) -> None:
     model = zo.offload(llama(), config("cpu", ""))
     args = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,12 @@ METADATA = frozenset(
 )
 """Functions that need no values."""
 _GETTER = "torch.distributed.checkpoint.state_dict"
+_SAVERS = {
+    ("transformers.modeling_utils", "save_pretrained"),
+    ("transformers.trainer", "_save"),
+    ("peft.peft_model", "save_pretrained"),
+}
+"""Functions of tools that write whole tensors, most often on rank 0 alone: their modules and names."""
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
@@ -161,8 +167,7 @@ def loading_call() -> FrameType | None:
 
 def refuse_full(call: str) -> None:
     """Raise where `call` is asked for whole tensors of a model that ranks divide."""
-    frame = cast("FrameType | None", sys._getframe(1))
-    while frame is not None:
+    for frame in _callers():
         asked = frame.f_globals.get("__name__") == _GETTER and frame.f_locals.get("info")
         if asked and getattr(asked, "full_state_dict", False):
             raise ZeroOffloadError(
@@ -170,6 +175,26 @@ def refuse_full(call: str) -> None:
                 "fit a rank's memory. Leave full_state_dict out and write the tensors by dcp.save; zo.save_checkpoint "
                 "and zo.export_pretrained write whole ones, unit by unit"
             )
+
+
+def refuse_savers(call: str) -> None:
+    """Raise where a tool that writes whole tensors asks for those of a model that ranks divide.
+
+    Such tools ask on one rank alone. So this is called before ranks wait for each other: the others would never come.
+    """
+    for frame in _callers():
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _SAVERS:
+            raise ZeroOffloadError(
+                f"{frame.f_code.co_name} asks for {call}, and ranks divide this model: none has whole tensors. Call "
+                "zo.export_pretrained(model, folder) on all ranks. In a Trainer use OffloadTrainer, whose checkpoints "
+                "are written by all ranks, or save_strategy='no'"
+            )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = cast("FrameType | None", sys._getframe(2))
+    while frame is not None:
+        yield frame
         frame = frame.f_back
 
 
