@@ -15,7 +15,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,17 @@ CONFIGS = ("config", "generation_config")
 """Attributes of a model that, where they have a `save_pretrained`, are written beside the weights."""
 
 
+@dataclass(frozen=True)
+class FileNames:
+    """What a folder's files call the parameters and buffers of a model."""
+
+    known: Mapping[str, str] | None = None
+    """The model's name of each tensor in the files; others are not read. None: the files' names behind `prefix`."""
+    fresh: frozenset[str] = frozenset()
+    """The model's names that may be in no file: they keep their values, or get them from their initialization."""
+    prefix: str = ""
+
+
 def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> None:
     """Replace the weights of an offloaded model by those of a local folder of safetensors. Every rank must call.
 
@@ -68,6 +79,11 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
     damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again.
     """
+    load_weights(model, path, FileNames(prefix=prefix))
+
+
+def load_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
+    """As `load_pretrained`, of files with other names than the model's."""
     owner = need_runtime(model, "zo.load_pretrained")
     with owner.together("zo.load_pretrained"):
         _check_whole(model, owner, "zo.load_pretrained")
@@ -78,10 +94,10 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
         warnings.warn(
             f"the generation of step {owner.step_count} is resumed, so {path} is not loaded. Write "
             "'if zo.resume(model, optimizer) is None: zo.load_pretrained(...)' to say so",
-            stacklevel=2,
+            stacklevel=3,
         )
         return
-    _replace(model, owner, path, prefix)
+    _replace(model, owner, path, names)
 
 
 def replace_weights(model: nn.Module, path: str | Path) -> None:
@@ -94,16 +110,16 @@ def replace_weights(model: nn.Module, path: str | Path) -> None:
         owner.drain()
         owner.states.readers.before_replacing(param for unit in owner.units for param in unit.params)
     owner.note_written(whole=False)
-    _replace(model, owner, path, "")
+    _replace(model, owner, path, FileNames())
     owner.states.adopt({})
 
 
-def _replace(model: nn.Module, owner: ModelRuntime, path: str | Path, prefix: str) -> None:
+def _replace(model: nn.Module, owner: ModelRuntime, path: str | Path, names: FileNames) -> None:
     ranks = owner.ranks
     with contextlib.ExitStack() as files:
         with ranks.together():
             stored = files.enter_context(open_weights(Path(path)))
-            params, buffers = _sources(model, stored, prefix, Path(path))
+            params, buffers = _sources(model, stored, names, Path(path))
             fresh = _fresh(model, owner, params)
         _check_same_draws(owner, fresh)
         owner.grads.drop()
@@ -222,7 +238,7 @@ def _check_untrained(owner: ModelRuntime) -> None:
 
 
 def _sources(
-    model: nn.Module, stored: Mapping[str, StoredTensor], prefix: str, path: Path
+    model: nn.Module, stored: Mapping[str, StoredTensor], names: FileNames, path: Path
 ) -> tuple[dict[int, StoredTensor], list[tuple[torch.Tensor, StoredTensor]]]:
     """What each parameter (by id) and each buffer is read from; adapters are in no file."""
     check_adapters(model)
@@ -234,8 +250,12 @@ def _sources(
         return [each for each in renamed if each.names]
 
     params, buffers = as_files_say(_named_params(model)), as_files_say(_named_buffers(model))
-    wanted = params + buffers
-    found = [(each.tensor, source) for each, source in zip(wanted, match(wanted, stored, prefix, path), strict=True)]
+    wanted = [replace(each, optional=each.optional or names.fresh.issuperset(each.names)) for each in params + buffers]
+    if names.known is not None:
+        stored = {known: stored[name] for name, known in names.known.items()}
+    found = [
+        (each.tensor, source) for each, source in zip(wanted, match(wanted, stored, names.prefix, path), strict=True)
+    ]
     of_param = {id(param): source for param, source in found[: len(params)] if source is not None}
     return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
 
@@ -525,6 +545,11 @@ def _cut(flat: torch.Tensor) -> Pieces:
 
 
 # Names
+
+
+def state_names(model: nn.Module) -> list[str]:
+    """The names that files may have: all of each parameter, and those of buffers that a state dict has."""
+    return [name for name, _ in _saved_tensors(model)]
 
 
 def _named_params(model: nn.Module) -> list[Wanted]:

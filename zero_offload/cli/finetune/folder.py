@@ -1,0 +1,448 @@
+"""A local Hugging Face folder: what is wrong with it, and its model, of which no more is in memory than tiers allow.
+
+Owns the checks of a folder, each of which ends in one error that says what to do, and the one way in which a model is
+built: from its config, with parameters that have no values, then offloaded, then filled from the folder's files. An
+adapter's folder names its base; the model has the adapter's values then. The calls: `open_folder`, then `meta_model`
+for a plan, or `build_model`. transformers and peft are imported inside of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
+from zero_offload.checkpoint.hf_files import open_weights
+from zero_offload.integrations.pretrained import FileNames, load_weights, state_names
+from zero_offload.model.api import need_runtime
+from zero_offload.model.deferred.recorder import deferred_init
+from zero_offload.model.gathered import gathered
+from zero_offload.model.offload import offload as offload_model
+
+CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
+CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
+_PACKAGES = ("transformers", "trl", "peft", "datasets")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of rank `rank`, their product scaled by `alpha / rank`."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    """Ends of the names of linear layers; () is all but the output's."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder that has passed the checks."""
+
+    path: Path
+    """Where the weights are; of an adapter, where those of its base are."""
+    adapter: Path | None
+    """The adapter's folder, if that was given."""
+    config: Any
+    tokenizer: Any
+    task: str
+
+
+def need_packages() -> None:
+    """Raise CapacityError if a package of the extra is not installed."""
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        raise CapacityError(
+            f"this command needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
+            "pip install 'zero_offload[finetune]'"
+        )
+
+
+# The folder
+
+
+def open_folder(path: str | Path, task: str = CAUSAL, labels: Sequence[str] = ()) -> ModelFolder:
+    """Check a folder of weights, or of an adapter, and read its config and tokenizer; no weights are read.
+
+    `task` is "causal", "masked" or "classify"; `labels` are the names of the classes. Raises ConfigError,
+    CheckpointError or IntegrityError for what is wrong, and CapacityError if a package is not installed.
+    """
+    need_packages()
+    given = Path(path).expanduser()
+    _check_is_folder(given, str(path))
+    adapter = given if (given / ADAPTER_CONFIG_NAME).is_file() else None
+    folder = given if adapter is None else _base_of(given)
+    _check_files(folder)
+    config = _read_config(folder, task)
+    with open_weights(folder), open_weights(folder if adapter is None else _adapter_file(adapter)):
+        pass  # a file that is missing or cut short is an error here, before anything takes time
+    tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config)
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+    if task == CLASSIFY and config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    return ModelFolder(folder, adapter, config, tokenizer, task)
+
+
+def check_chat_template(folder: ModelFolder) -> None:
+    """Raise ConfigError if the tokenizer cannot write conversations."""
+    if folder.tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer of {folder.path} has no chat template, so conversations cannot be written in its words. "
+            f"Copy chat_template.jinja, or tokenizer_config.json, of the model's instruct version to {folder.path}; "
+            "or give prompt/completion pairs or text as data"
+        )
+
+
+def _check_is_folder(path: Path, given: str) -> None:
+    if path.is_dir():
+        return
+    if path.suffix == ".gguf":
+        raise _gguf(path)
+    if path.exists():
+        raise ConfigError(
+            f"{path} is a file; give the folder with {CONFIG_NAME} and *.safetensors, here perhaps {path.parent}"
+        )
+    how = f"{path} does not exist"
+    if _HUB_NAME.fullmatch(given):
+        name = given.split("/")[-1]
+        raise ConfigError(
+            f"{how}. If {given} is a name on huggingface.co, download it first: "
+            f"hf download {given} --local-dir ./{name}; then give ./{name}"
+        )
+    raise ConfigError(f"{how}; give a folder with {CONFIG_NAME} and *.safetensors")
+
+
+def _gguf(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is a GGUF file: quantized weights for inference, which cannot be trained. Give the folder of "
+        "safetensors that it was made of: hf download ORG/NAME --local-dir ./NAME (without -GGUF in the name)"
+    )
+
+
+def _base_of(adapter: Path) -> Path:
+    """The folder of an adapter's base."""
+    words = _read_json(adapter / ADAPTER_CONFIG_NAME)
+    name = words.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{adapter / ADAPTER_CONFIG_NAME} does not name the model that the adapter belongs to; write its folder "
+            'there as "base_model_name_or_path"'
+        )
+    found = [Path(name).expanduser(), adapter / name]
+    for path in found:
+        if path.is_dir():
+            return path
+    what = f"{adapter} is an adapter of {name}, which is not a folder here"
+    if _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{what}; download it: hf download {name} --local-dir {name}")
+    raise ConfigError(
+        f'{what}; put it there, or write where it is into {adapter / ADAPTER_CONFIG_NAME}, "base_model_name_or_path"'
+    )
+
+
+def _adapter_file(adapter: Path) -> Path:
+    file = adapter / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ConfigError(
+            f"{adapter} has an {ADAPTER_CONFIG_NAME} and no {file.name}; get it, or save it with peft anew"
+        )
+    return file
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}; get it again") from error
+    if not isinstance(words, dict):
+        raise ConfigError(f"{path} holds no settings: it is a {type(words).__name__}; get it again")
+    return words
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ConfigError if a folder has no config, or no safetensors."""
+    names = sorted(entry.name for entry in folder.iterdir())
+
+    def having(*ends: str) -> list[str]:
+        return [name for name in names if name.endswith(ends)]
+
+    safetensors, pickled, gguf = having(".safetensors"), having(".bin", ".pth", ".pt", ".ckpt"), having(".gguf")
+    if gguf and not safetensors:
+        raise _gguf(folder / gguf[0])
+    if not names:
+        raise ConfigError(f"{folder} is empty; give a folder with {CONFIG_NAME} and *.safetensors")
+    if snapshots := sorted(folder.glob("snapshots/*/")):
+        raise ConfigError(f"{folder} is a cache of downloads; give the folder in it: {snapshots[-1]}")
+    if CONFIG_NAME not in names:
+        inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_NAME}"))]
+        hint = f"; give {inner[0]}" if inner else "; get it from where the weights are from"
+        raise ConfigError(f"{folder} has no {CONFIG_NAME}, so what model it is is not known{hint}")
+    if pickled and not safetensors:
+        raise ConfigError(
+            f"{folder} has its weights as {pickled[0]}, which is pickled: loading it runs code. Convert it once, where "
+            f'memory holds the model: python -c "from transformers import AutoModel; AutoModel.from_pretrained('
+            f"'{folder}').save_pretrained('{folder}-safetensors')\"; then copy the tokenizer's files there"
+        )
+    if not safetensors:
+        raise ConfigError(f"{folder} has a {CONFIG_NAME} and no *.safetensors: no weights; get them")
+
+
+def _read_config(folder: Path, task: str) -> Any:
+    import transformers
+    from transformers import AutoConfig
+
+    words = _read_json(folder / CONFIG_NAME)
+    version = transformers.__version__
+    if quantization := words.get("quantization_config"):
+        method = quantization.get("quant_method", "a quantization") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"{folder} is quantized ({method}); weights are trained and streamed in bf16, fp16 or fp32. Give the "
+            "folder of the model that was quantized, which its model card names; --lora trains few of its weights"
+        )
+    kind = words.get("model_type")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        if "auto_map" in words:
+            raise ConfigError(
+                f"{folder} brings its own code for {kind!r} models, which is not run; transformers {version} has no "
+                "class for it. Use a version of the model that transformers knows (pip install -U transformers may "
+                "have it)"
+            ) from error
+        if kind is None:
+            raise ConfigError(
+                f"{folder / CONFIG_NAME} has no model_type, so it is no model of transformers; get the folder again"
+            ) from error
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ConfigError(
+                f"{folder} is a {kind!r} model, which transformers {version} does not know; "
+                "pip install -U transformers, or give another model"
+            ) from error
+        raise ConfigError(f"{folder / CONFIG_NAME} cannot be used: {error}") from error
+    _check_task(folder, config, task)
+    return config
+
+
+def _check_task(folder: Path, config: Any, task: str) -> None:
+    if task not in TASKS:
+        raise ConfigError(f"task={task!r} is none of {', '.join(TASKS)}")
+    known, kind, classes = _mapping(task), config.model_type, config.architectures or []
+    causal = any("CausalLM" in name or "LMHead" in name for name in classes)
+    if getattr(config, "is_encoder_decoder", False) and task != CLASSIFY:
+        raise ConfigError(f"{folder} is a {kind!r} model, an encoder and a decoder; only one of both is trained here")
+    is_encoder = type(config) in _mapping(MASKED) and not causal and not getattr(config, "is_decoder", False)
+    if task == CAUSAL and is_encoder:
+        raise ConfigError(
+            f"{folder} is a {kind!r} encoder ({', '.join(classes) or 'no architectures'}), which does not write text. "
+            "Give a causal model, or train the encoder: --method mlm on text, --method classify on labelled text"
+        )
+    if type(config) not in known:
+        raise ConfigError(f"transformers has no {task} model of {kind!r}, which {folder} is; give another folder")
+
+
+def _mapping(task: str) -> Any:
+    import transformers
+
+    return {
+        CAUSAL: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        MASKED: transformers.MODEL_FOR_MASKED_LM_MAPPING,
+        CLASSIFY: transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    }[task]
+
+
+_WORD_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
+
+def _read_tokenizer(folders: Sequence[Path], config: Any) -> Any:
+    """Of the first folder that has one."""
+    from transformers import AutoTokenizer
+
+    found = [folder for folder in folders if any((folder / name).is_file() for name in _WORD_FILES)]
+    if not found:
+        raise ConfigError(
+            f"{folders[-1]} has no tokenizer (none of {', '.join(_WORD_FILES)}); get its files from where the weights "
+            f"are from: hf download ORG/NAME --include '*token*' 'vocab*' 'merges.txt' --local-dir {folders[-1]}"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(found[0], local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of several libraries
+        raise ConfigError(f"the tokenizer in {found[0]} cannot be loaded: {error}") from error
+    num_rows = getattr(config.get_text_config(), "vocab_size", None)
+    if num_rows is not None and len(tokenizer) > num_rows:
+        raise ConfigError(
+            f"the tokenizer in {found[0]} has {len(tokenizer):,} tokens, and the model's embedding {num_rows:,} rows; "
+            "use the model's own tokenizer, or resize the embedding first (resize_token_embeddings)"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+# The model
+
+
+def meta_model(folder: ModelFolder, lora: Lora | None) -> nn.Module:
+    """The model on meta, with its adapters, and `requires_grad` as in training; it takes no memory."""
+    with torch.device("meta"):
+        model: nn.Module = _assemble(folder, lora).model
+    return model
+
+
+def build_model(
+    folder: ModelFolder, offload: OffloadConfig | None, lora: Lora | None, seed: int = 0, *, trains: bool = True
+) -> nn.Module:
+    """The folder's model, offloaded as `offload` says, with the folder's weights. Every rank must call.
+
+    Where the directories hold a generation and `existing="resume"`, weights are the generation's; `zo.resume` is the
+    caller's. An adapter in `folder` goes on training. With `trains=False` the model is in eval mode, and nothing of it
+    is trained. New heads and adapters begin with values drawn by `seed`. Raises what `zo.offload` and
+    `zo.load_pretrained` raise, and ConfigError for a `lora` that does not go with the model.
+    """
+    torch.manual_seed(seed)
+    # Heads that are in no file, and peft's copies of them, begin with numbers that are computed from others.
+    with deferred_init(values="skip" if folder.task == CAUSAL else "init"):
+        built = _assemble(folder, lora)
+    model: nn.Module = built.model
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    if not trains:
+        model.requires_grad_(False).eval()
+        built.model.config.use_cache = getattr(folder.config, "use_cache", True)
+    offload_model(model, offload)
+    if not need_runtime(model, "build_model").resume_pending:
+        load_weights(model, folder.path, built.names)
+        if folder.adapter is not None:
+            _load_adapter(model, folder.adapter, [model.get_parameter(name) for name in trained])
+    return model
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model without its values, and what the folder's files call its parameters."""
+
+    model: Any
+    names: FileNames
+
+
+def _assemble(folder: ModelFolder, lora: Lora | None) -> _Built:
+    base = _from_config(folder)
+    names = _file_names(folder, base)
+    if folder.adapter is None:
+        return _Built(base if lora is None else _with_lora(base, folder, lora, names), names)
+    if lora is not None:
+        raise ConfigError(
+            f"{folder.adapter} is an adapter already, which goes on training with its own rank and targets: leave "
+            f"lora out. A new one is for its base, {folder.path}, or for a merged folder"
+        )
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(folder.adapter))
+    config.inference_mode = False
+    return _Built(get_peft_model(base, config), names)
+
+
+def _load_adapter(model: Any, adapter: Path, params: Sequence[nn.Parameter]) -> None:
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    values = load_peft_weights(str(adapter), device="cpu")
+    with gathered(params, mode="write"):
+        result: Any = set_peft_model_state_dict(model, values)
+    if result.unexpected_keys:
+        raise CheckpointError(
+            f"{adapter} has {len(result.unexpected_keys)} tensors that its model does not have, "
+            f"{result.unexpected_keys[0]} among them; is its base another model?"
+        )
+
+
+def _from_config(folder: ModelFolder) -> Any:
+    import transformers
+
+    auto: Any = {
+        CAUSAL: transformers.AutoModelForCausalLM,
+        MASKED: transformers.AutoModelForMaskedLM,
+        CLASSIFY: transformers.AutoModelForSequenceClassification,
+    }[folder.task]
+    config = copy.deepcopy(folder.config)
+    # What is drawn (heads, adapters) is drawn in fp32; values of the files become what `offload` computes with.
+    model = auto.from_config(config, dtype=torch.float32)
+    model.config.use_cache = False  # a cache keeps views of a block's values from one forward to the next
+    return model
+
+
+def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    kinds = {CAUSAL: TaskType.CAUSAL_LM, CLASSIFY: TaskType.SEQ_CLS}
+    # A head that begins with random numbers is trained whole; peft knows those of classifiers.
+    tied = set(base.all_tied_weights_keys)
+    heads = sorted({name.rpartition(".")[0] for name in names.fresh - tied if name.endswith(".weight")})
+    heads = heads if folder.task == MASKED else []
+    settings: dict[str, Any] = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(lora.targets) or "all-linear",
+        "modules_to_save": heads or None,
+        "exclude_modules": heads or None,
+        "task_type": kinds.get(folder.task),
+    }
+    try:
+        return get_peft_model(base, LoraConfig(**settings))
+    except ValueError as error:
+        linear = {name.split(".")[-1] for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+        raise ConfigError(
+            f"{folder.path} takes no adapter of rank {lora.rank} on {', '.join(lora.targets) or 'its linear layers'}: "
+            f"{error}. Its linear layers are {', '.join(sorted(linear))}"
+        ) from error
+
+
+def _file_names(folder: ModelFolder, base: Any) -> FileNames:
+    """As transformers renames the tensors of the folder's files: prefixes, and names of older versions."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    known = dict.fromkeys(state_names(base), True)
+    prefix = base.base_model_prefix
+    renamings = [each for each in get_model_conversion_mapping(base) if isinstance(each, WeightRenaming)]
+    ignored = [re.compile(pattern) for pattern in (*(base._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS)]
+    of_files = {}
+    with open_weights(folder.path) as stored:
+        for name in stored:
+            new, _ = rename_source_key(name, renamings, [], prefix, known)
+            if new not in known:  # perhaps its name is right, and what was renamed only resembles an old one
+                new, _ = rename_source_key(name, [], [], prefix, known)
+            is_left = new not in known and (
+                any(pattern.search(new) for pattern in ignored)
+                or (folder.task != CAUSAL and not new.startswith(f"{prefix}."))
+            )
+            if not is_left:
+                of_files[name] = new
+    has = set(of_files.values())
+    # Heads are made for the task; whatever else is missing is an error of the load.
+    fresh = [name for name in known if name not in has and not name.startswith(f"{prefix}.")]
+    if folder.task == CLASSIFY:
+        fresh += [name for name in known if name not in has and ".pooler." in name]
+    return FileNames(of_files, frozenset() if folder.task == CAUSAL else frozenset(fresh))
+
+
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+"""Buffers that older versions of transformers have saved, and new ones compute."""
