@@ -37,6 +37,7 @@ from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.gathered import gathered
 from zero_offload.model.offload import offload, plan
 from zero_offload.model.profile import profile
+from zero_offload.model.run_log import RunLog
 from zero_offload.model.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
@@ -60,6 +61,7 @@ __all__ = [
     "Precision",
     "RankError",
     "Resumed",
+    "RunLog",
     "Stats",
     "StorageError",
     "ZeroOffloadError",

@@ -16,8 +16,8 @@ import pytest
 
 import zero_offload.cli.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
 from zero_offload.base.errors import StorageError
+from zero_offload.checkpoint.metrics import Metrics
 from zero_offload.cli.main import main
-from zero_offload.cli.recipes.run_dir import Metrics
 from zero_offload.storage.files.directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_endings")

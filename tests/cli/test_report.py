@@ -170,7 +170,7 @@ def test_a_description_of_wrong_types(name: str, run_dir: Path, capsys: pytest.C
     for value in (["ten"], None, {"a": []}, True):
         (run_dir / "run.json").write_text(json.dumps(whole | {name: value}))
         assert main(["report", str(run_dir)]) == 2
-        assert "run.json is not what `train` wrote" in capsys.readouterr().err
+        assert "run.json is not what the run wrote" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ['{"steps": 3}', '{"steps": [{}]}', '{"steps": [1]}', "[]", "{", ""])

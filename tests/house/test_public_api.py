@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
     "Precision",
     "RankError",
     "Resumed",
+    "RunLog",
     "SGD",
     "Stats",
     "StorageError",

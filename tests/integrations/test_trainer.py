@@ -25,7 +25,7 @@ import zero_offload as zo
 from tests.helpers import tools
 from tests.helpers.resident import peak_bytes, reset_peak
 from tests.helpers.tool_runs import Outcome, Spec, in_processes, on_ranks, train
-from zero_offload.integrations.transformers import OffloadTrainer, StatsCallback
+from zero_offload.integrations.transformers import OffloadTrainer, RunLogCallback, StatsCallback
 
 UNCLIPPED = {"max_grad_norm": 0.0}
 SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
@@ -476,4 +476,55 @@ def test_numbers_of_the_library_are_logged(tmp_path: Path) -> None:
     (events,) = tmp_path.rglob("events.out.tfevents.*")
     board = EventAccumulator(str(events)).Reload()
     assert [each.value for each in board.Scalars("train/offload/step")] == [1, 2, 2]
+    zo.close(trainer.model)
+
+
+def logged(folder: Path, steps: int, stop: int | None = None, **args: Any) -> list[dict[str, Any]]:
+    """Rows of a run that stops after a step, or goes on."""
+    trainer = runs.make(
+        Spec(folder, folder / "nvme", args={"max_steps": steps, "learning_rate": 1e-3} | args, stop_after=stop)
+    )
+    trainer.add_callback(RunLogCallback(folder / "run"))
+    trainer.train()
+    zo.close(trainer.model)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_a_run_for_the_report(tmp_path: Path) -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all"}
+    rows = logged(tmp_path / "whole", 5, **evaluated)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 5]
+    assert all(row["loss"] > 0 and row["lr"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert [row["tokens"] for row in rows[1:]] == [4 * 16] * 4 and rows[1]["tokens_per_s"] > 0
+    about = json.loads((tmp_path / "whole" / "run" / "run.json").read_text())
+    assert about["identity"]["learning_rate"] == 1e-3 and about["identity"]["steps"] == 5
+    assert about["starts"][0]["last_step"] == 5 and not any(name.endswith("_token") for name in about["identity"])
+    logged(tmp_path / "two", 5, stop=3, **evaluated)
+    resumed = logged(tmp_path / "two", 5, **evaluated)
+    names = ("step", "loss", "val_loss", "grad_norm", "lr")
+    assert [[row.get(name) for name in names] for row in resumed] == [[row.get(name) for name in names] for row in rows]
+    assert [row["step"] for row in resumed if row.get("resumed")] == [4]
+
+
+def test_rows_of_some_steps_and_of_a_second_train(tmp_path: Path) -> None:
+    args = runs.arguments(tmp_path, max_steps=-1, num_train_epochs=1, logging_steps=3, eval_strategy="epoch")
+    trainer = OffloadTrainer(
+        model=tools.llama(),
+        args=args,
+        train_dataset=tools.Tokens(24),
+        eval_dataset=tools.Tokens(8, seed=2),
+        callbacks=[RunLogCallback(tmp_path / "run")],
+        offload=tools.config("cpu", ""),
+    )
+    trainer.evaluate()
+    trainer.train()
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["steps"], "val_loss" in row) for row in rows] == [
+        (3, 3, False),
+        (6, 3, True),
+        (9, 3, False),
+        (12, 3, True),
+    ]
     zo.close(trainer.model)

@@ -18,7 +18,7 @@ from typing import Any
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.format import History
-from zero_offload.cli.recipes.run_dir import FILES_FILE
+from zero_offload.checkpoint.run_dir import FILES_FILE
 from zero_offload.cli.saved import described, read_object
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest

@@ -20,7 +20,9 @@ from zero_offload.base.errors import CapacityError, ConfigError, StorageError, Z
 from zero_offload.base.spans import Cause
 from zero_offload.base.stats import update_overlap
 from zero_offload.base.types import MIB, Tier, format_bytes
-from zero_offload.cli.recipes.run_dir import REPORT_FILE, Row, Run, RunDir, read_run
+from zero_offload.checkpoint.metrics import Row
+from zero_offload.checkpoint.run_dir import PICTURE_FILE, RunDir
+from zero_offload.cli.recipes.run_dir import Run, read_run
 from zero_offload.storage.files.system import replace_file
 
 if TYPE_CHECKING:
@@ -136,7 +138,7 @@ def write_report(run_dir: Path) -> Path:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, run_dir / REPORT_FILE)
+    return _save(figure, run_dir / PICTURE_FILE)
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -159,12 +161,12 @@ def summarize(run: Run) -> dict[str, Any]:
     total_s = sum(_whole_s(row) for row in steady)
     return {
         "steps": rows[-1]["step"],
-        "steps_planned": run.description["identity"]["steps"],
-        "loss": rows[-1]["loss"],
+        "steps_planned": run.description["identity"].get("steps"),
+        "loss": rows[-1].get("loss"),
         "validation_loss": validation[-1] if validation else None,
-        "unigram_nats": run.description["unigram_nats"],
+        "unigram_nats": run.description.get("unigram_nats"),
         "step_s": statistics.median(row["step_s"] for row in steady),
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steady),
+        "tokens_per_s": _median(steady, "tokens_per_s"),
         "commit_wait_share": sum(row.get("commit_wait_s", 0.0) for row in steady) / total_s,
         "stall_share": sum(row["stall_s"] for row in steady) / total_s,
         "nvme_read_bytes_per_step": _median_bytes(steady, "read_bytes", Tier.NVME),
@@ -253,10 +255,10 @@ def _require_rows(run: Run) -> Run:
 def _title(run: Run) -> str:
     identity = run.description["identity"]
     tiers = ", ".join(
-        f"{kind} on {_tier_text(identity[f'offload.{kind}'])}" for kind in ("params", "grads", "optimizer")
+        f"{kind} on {_tier_text(identity.get(f'offload.{kind}'))}" for kind in ("params", "grads", "optimizer")
     )
     size = run.description["num_parameters"] / 1e6
-    return f"{identity['model']} ({size:.1f}M parameters): {tiers}"
+    return f"{identity.get('model') or run.description.get('name')} ({size:.1f}M parameters): {tiers}"
 
 
 def _tier_text(request: object) -> str:
@@ -267,15 +269,15 @@ def _tier_text(request: object) -> str:
 
 def _draw_loss(axes: Axes, run: Run) -> None:
     rows = run.rows
-    known = [row for row in rows if row["loss"] is not None]
+    known = [row for row in rows if row.get("loss") is not None]
     axes.plot([r["step"] for r in known], [r["loss"] for r in known], color=_SKY, lw=1, label="training")
     checked = [row for row in rows if row.get("val_loss") is not None]
     if checked:
         losses = [row["val_loss"] for row in checked]
         label = f"validation, now {losses[-1]:.3f}"
         axes.plot([row["step"] for row in checked], losses, color=_BLUE, lw=2, marker="o", ms=4, label=label)
-    unigram = run.description["unigram_nats"]
-    axes.axhline(unigram, color=_RED, ls="--", lw=1.5, label=f"unigram entropy, {unigram:.3f}")
+    if (unigram := run.description.get("unigram_nats")) is not None:
+        axes.axhline(unigram, color=_RED, ls="--", lw=1.5, label=f"unigram entropy, {unigram:.3f}")
     for index, row in enumerate(row for row in rows if row.get("resumed")):
         axes.axvline(row["step"], color=_GREY, ls=":", lw=1.5, label="resumed" if index == 0 else None)
     axes.set_title("Loss")
@@ -335,7 +337,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
         resident = [row["resident_bytes"].get(tier, 0) / MIB for row in run.rows]
         if any(resident):
             axes.plot(steps, resident, color=color, lw=1.5, label=f"states on {tier}")
-    baseline, planned = run.description["baseline_rss_bytes"], _planned_rss_bytes(run)
+    baseline, planned = run.description.get("baseline_rss_bytes", 0), _planned_rss_bytes(run)
     before = f"process before the model, {format_bytes(baseline)}"
     axes.axhline(baseline / MIB, color=_GREY, ls=":", lw=1.2, label=before)
     axes.axhline(planned / MIB, color="black", ls="--", lw=1.2, label=f"that and the plan, {format_bytes(planned)}")
@@ -351,7 +353,7 @@ def _planned_rss_bytes(run: Run) -> int:
     in_memory: int = plan[Tier.CPU.value]
     if run.description["device"] == "cpu":
         in_memory += plan[Tier.DEVICE.value]
-    return int(run.description["baseline_rss_bytes"]) + in_memory
+    return int(run.description.get("baseline_rss_bytes", 0)) + in_memory
 
 
 def _bins(rows: Sequence[Row]) -> list[Sequence[Row]]:
@@ -386,6 +388,11 @@ def _exposed(cause: str) -> Callable[[Row], float]:
 
 def _bytes_of(key: str, tier: str) -> Callable[[Row], float]:
     return lambda row: float(row[key].get(tier, 0))
+
+
+def _median(rows: Sequence[Row], name: str) -> float | None:
+    found = [row[name] for row in rows if name in row]
+    return statistics.median(found) if found else None
 
 
 def _median_bytes(rows: Sequence[Row], key: str, tier: Tier) -> int:

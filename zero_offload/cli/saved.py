@@ -14,7 +14,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.checkpoint.format import GENERATION_NAMES, History
-from zero_offload.cli.recipes.run_dir import RUN_FILE
+from zero_offload.checkpoint.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.storage.files.directory import RunDirectory

@@ -25,7 +25,7 @@ import os
 import shutil
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from zero_offload.integrations.peft import is_peft
 from zero_offload.integrations.pretrained import export_pretrained, replace_weights
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
 from zero_offload.model.offload import offload as offload_model
+from zero_offload.model.run_log import RunLog
 from zero_offload.model.saving import commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
 from zero_offload.storage.shards.shard import master_components, shard_bytes
@@ -511,6 +512,66 @@ def scalars(found: Stats) -> dict[str, float]:
         numbers = {key: each for key, each in parts.items() if isinstance(each, int | float)}
         values |= {f"offload/{name}/{key}".rstrip("/"): each for key, each in numbers.items()}
     return values
+
+
+class RunLogCallback(TrainerCallback):
+    """Keeps a run directory for `zero-offload report PATH`: a row of each step that Trainer logs, by `zo.RunLog`.
+
+    For any Trainer with an offloaded model: `callbacks=[RunLogCallback("runs/mine")]`. Rows have what is logged, the
+    loss of evaluations as `val_loss`, and tokens per second where Trainer or TRL counts tokens. Every rank passes one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._log: RunLog | None = None
+        self._step = 0
+        self._row: dict[str, Any] | None = None
+        """That step's, whose evaluation is to come."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self._log is not None:
+            self._log.close()
+        usual = {each.name: each.default for each in fields(args)}
+        given = {name: each for name, each in args.to_dict().items() if not name.endswith("_token")}
+        settings = {name: each for name, each in given.items() if each not in (None, usual.get(name))}
+        accumulate = args.gradient_accumulation_steps
+        self._log = RunLog(self._path, model, settings=settings | {"steps": state.max_steps}, micro_batches=accumulate)
+        self._added = max(self._log.committed_step - state.global_step, 0)  # steps of an earlier `train`
+        self._num_tokens = 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self._log is None or logs is None or "loss" not in logs:
+            return
+        self._log.measure()
+        numbers = {name: each for name, each in logs.items() if isinstance(each, int | float)}
+        row = {name: each for name, each in numbers.items() if not name.startswith(("offload/", "train_", "num_"))}
+        row["lr"] = row.pop("learning_rate", math.nan)
+        before, self._num_tokens = self._num_tokens, logs.get("num_tokens", state.num_input_tokens_seen)
+        if 0 < before < self._num_tokens:
+            row["tokens"] = self._num_tokens - before
+        self._step, self._row = state.global_step + self._added, row
+        if not (control.should_evaluate or (args.eval_strategy == "epoch" and state.epoch % 1 == 0)):
+            self._write()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if self._log is not None:
+            self._step = state.global_step + self._added
+            self._row = (self._row or {}) | {"val_loss": (metrics or {}).get("eval_loss")}
+            self._write()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write(self) -> None:
+        row, self._row = self._row, None
+        if row is not None and self._log is not None:
+            self._log.step(self._step, **row)
 
 
 class OffloadTrainer(OffloadMixin, Trainer):

@@ -23,6 +23,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import Existing, UpdateOverlap
+from zero_offload.checkpoint.run_dir import offload_settings
 from zero_offload.cli.recipes.gpt import PRESETS, GPTConfig, Recompute, preset
 
 RUNS = Path("runs")
@@ -97,11 +98,7 @@ class TrainConfig:
         """Plain values that decide the run, flat; two runs are the same run where these are equal."""
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("offload", "trace")}
         values |= {"data": [str(path.absolute()) for path in self.data], "out": str(self.out.absolute())}
-        places = self.offload.to_dict()
-        places["nvme"] = [str(path.absolute()) for path in self.offload.nvme_dirs]
-        for name in ("existing", "generation"):
-            del places[name]  # how a run starts is not part of what it is
-        return values | {f"offload.{name}": value for name, value in places.items()}
+        return values | offload_settings(self.offload)
 
 
 def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

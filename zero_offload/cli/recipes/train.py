@@ -1,7 +1,7 @@
 """The training loop of a causal language model whose ZeRO shards rest where the config says.
 
 Owns the order of a step and of a run's start and end. Never knows how a shard moves: that is
-`zero_offload.model.offload`'s; nor how a run directory is written: that is `run_dir`'s.
+`zero_offload.model.offload`'s; nor how a run directory is written: that is `zo.RunLog`'s.
 
 A run, in order: check the run directory -> offload the model (takes the directory's lock) -> resume -> per step:
 micro-batches, clip, update, metrics line, commit -> validation loss and sample -> close, which makes the last step a
@@ -12,10 +12,8 @@ and a line too many is dropped on resume.
 from __future__ import annotations
 
 import math
-import platform
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,15 +28,14 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero_offload as zo
 from zero_offload.base.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.base.host import host_empty
-from zero_offload.base.types import KIB, Durability, Existing, StateKind, Tier
+from zero_offload.base.types import KIB, Durability, Existing
+from zero_offload.checkpoint.metrics import Row
+from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
 from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
-from zero_offload.cli.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters
+from zero_offload.cli.recipes.gpt import GPT, Recompute, generate, next_token_loss
 from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
-from zero_offload.cli.recipes.run_dir import METRICS_FILE, TRACE_FILE, Metrics, Row, RunDir
+from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.settings import TrainConfig
-from zero_offload.model.api import need_runtime
-from zero_offload.plan.memory import Budget, Placement, UnitNumel, estimate_memory, measure_units
-from zero_offload.storage.files.directory import RunDirectory
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -105,18 +102,23 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
         run_dir = RunDir(config.out)
         with run_dir.held() if ranks.is_first else nullcontext() as place:
-            before = {} if existing is Existing.DISCARD else run_dir.earlier_identity() or {}
-            job, description = _set_up(config, corpus, ranks, existing)
+            before = {} if existing is Existing.DISCARD else earlier_identity(run_dir) or {}
+            job, identity, about = _set_up(config, corpus, ranks, existing)
             with _closed_on_error(job.model):
-                first_step = _resume(job, progress, before) + 1
-                if ranks.is_first:
-                    run_dir.create(description)
-                if ranks.is_first and first_step == 1:
-                    run_dir.drop_traces()
+                _resume(job, progress, before)
+                log = zo.RunLog(
+                    place or config.out,
+                    job.model,
+                    settings=identity,
+                    tokens_per_step=job.tokens_per_step,
+                    micro_batches=config.accumulate,
+                    about=about,
+                    warn=progress.note,
+                )
                 # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
-                with requested_stop() as stop:
+                with log, requested_stop() as stop:
                     with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
-                        last_step, val_loss = _train_steps(job, first_step, stop, trace, progress, place)
+                        last_step, val_loss = _train_steps(job, log, stop, trace, progress)
                     return _finish(job, last_step, val_loss, stop, progress)
 
 
@@ -131,11 +133,16 @@ def _closed_on_error(model: GPT) -> Iterator[None]:
         raise
 
 
-def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing) -> tuple[_Job, dict[str, Any]]:
-    """Build and offload the model; nothing is written before the storage tier's lock is held."""
+def _set_up(
+    config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing
+) -> tuple[_Job, dict[str, Any], dict[str, Any]]:
+    """Build and offload the model; nothing is written before the storage tier's lock is held.
+
+    Also returns what the run is, and what else `run.json` says of it.
+    """
     identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
     if existing is not Existing.DISCARD:
-        existing = RunDir(config.out).find_existing(identity)
+        existing = find_existing(RunDir(config.out), identity)
     if config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
         raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
@@ -159,26 +166,20 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
     scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
     job = _Job(config, corpus, ranks, model, optimizer, scheduler, scaler)
-    description = {
-        "identity": identity,
+    about = {
         "gpt": asdict(gpt),
         "unigram_nats": corpus.unigram_nats,
         "data": corpus.description,
-        "num_parameters": num_parameters(gpt),
-        "tokens_per_step": job.tokens_per_step,
         "baseline_rss_bytes": baseline_bytes,
-        "device": job.device.type,
-        "plan": _planned_bytes(model, config),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    return job, description
+    return job, identity, about
 
 
-def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
-    """Restore the generation found, of a run that was `before`; the step it holds, or 0."""
+def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> None:
+    """Restore the generation found, of a run that was `before`."""
     resumed = zo.resume(job.model, job.optimizer, job.scaler)
     if resumed is None:
-        return 0
+        return
     if "scheduler" not in (resumed.extra or {}):
         raise CheckpointError(
             f"the generation of step {resumed.step} in {job.config.offload.nvme_dirs[0]} was not "
@@ -204,7 +205,6 @@ def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
             f"the run had {num_ranks_before} ranks and now has {job.ranks.size}: its files were cut anew, and a step "
             f"reads {job.tokens_per_step} tokens from here on"
         )
-    return step
 
 
 def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
@@ -216,48 +216,30 @@ def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
 
 
 def _train_steps(
-    job: _Job,
-    first_step: int,
-    stop: StopRequest,
-    trace: StepTrace,
-    progress: Progress,
-    place: RunDirectory | None,
+    job: _Job, log: zo.RunLog, stop: StopRequest, trace: StepTrace, progress: Progress
 ) -> tuple[int, float | None]:
     """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
-    metrics = None
-    if place is not None:
-        metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1)
-        for note in metrics.notes:
-            progress.note(note)
     non_finite_steps = 0
-    step, val_loss = first_step - 1, None
-    started = time.perf_counter()
+    step, val_loss = log.committed_step, None
     while step < job.config.steps and not job.ranks.any(stop.requested):
         step += 1
         trace.begin_step()
-        row: Row = {"step": step, **_train_step(job, step)}
-        row |= _measured(job, time.perf_counter() - started)
-        if step == first_step > 1:
-            row["resumed"] = True
+        figures = _train_step(job, step)
+        log.measure()  # a step's time holds its predecessor's commit, and no validation
         is_measured = step % job.config.eval_every == 0 or step == job.config.steps
         val_loss = _validation_loss(job) if is_measured else None
-        if val_loss is not None:
-            row["val_loss"] = val_loss
-        if metrics is not None and place is not None:
-            try:
-                place.check_in_place()
-                metrics.append(row)
-            except ZeroOffloadError:
-                if step == first_step:
-                    # `zo.close` makes it a generation, as nothing has said yet that this run completes its records:
-                    # without this one a resume would refuse it.
-                    _commit(job, step)
-                raise
-        started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
+        try:
+            row = log.step(step, **figures, val_loss=val_loss)
+        except ZeroOffloadError:
+            if step == log.committed_step + 1:
+                # `zo.close` makes it a generation, as nothing has said yet that this run completes its records:
+                # without this one a resume would refuse it.
+                _commit(job, step)
+            raise
         _commit(job, step)
         trace.end_step()
         progress.step(row)
-        if math.isfinite(row["grad_norm"]):
+        if math.isfinite(figures["grad_norm"]):
             non_finite_steps = 0
         elif job.scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale
             non_finite_steps += 1
@@ -268,8 +250,6 @@ def _train_steps(
                 f"Go on with a smaller --lr (now {job.config.lr:g}), which may change from start to start, or begin "
                 "anew with --precision fp32 and another --out"
             )
-    if metrics is not None:
-        metrics.close()
     progress.close()
     return step, val_loss
 
@@ -311,26 +291,6 @@ def _micro_batches(job: _Job, step: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def _measured(job: _Job, step_s: float) -> Row:
-    stats = zo.stats(job.model)
-    return {
-        "step_s": step_s,
-        "whole_s": stats.step_s,
-        "tokens_per_s": job.tokens_per_step / step_s,
-        "stall_s": stats.stall_s,
-        "exposed_s": dict(stats.exposed_s),
-        "update_s": stats.update_s,
-        "commit_s": stats.commit_s,
-        "commit_wait_s": stats.commit_wait_s,
-        "read_bytes": dict(stats.read_bytes),
-        "written_bytes": dict(stats.written_bytes),
-        "activation_bytes": dict(stats.activation_bytes),
-        "resident_bytes": dict(stats.resident_bytes),
-        "peak_rss_bytes": stats.peak_rss_bytes,
-        "skipped_steps": stats.skipped_steps,
-    }
-
-
 def _commit(job: _Job, step: int) -> None:
     # The data position is the step: a batch is a function of (seed, step, rank, micro-batch).
     zo.commit(job.model, job.optimizer, extra={"step": step, "scheduler": job.scheduler.state_dict()})
@@ -362,7 +322,7 @@ def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest
     sample = _printable(text.decode("utf-8", errors="replace"))
     zo.close(job.model)
     if job.ranks.is_first:
-        RunDir(config.out).write_sample(sample)
+        RunDir(config.out).write(SAMPLE_FILE, sample)
     progress.note(f"validation loss {loss:.4f} nats per byte; unigram entropy {unigram_nats:.4f}")
     progress.note(f"a sample of what the model writes:\n{sample}")
     return TrainResult(Ending.FINISHED, last_step, loss, unigram_nats, sample, config.out)
@@ -387,18 +347,3 @@ def _lr_factor(step: int, warmup: int, steps: int) -> float:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
     return _LR_FLOOR + (1 - _LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _planned_bytes(model: GPT, config: TrainConfig) -> dict[str, int]:
-    """Bytes of one rank that the plan gives each tier, with the placement that was made."""
-    runtime = need_runtime(model, "train")
-    partition = runtime.collectives.partition
-    numels = [UnitNumel.of(unit.layout) for unit in runtime.units]
-    unit_bytes = measure_units(numels, config.offload, partition, config.accumulate)
-    chosen = [unit.sections[0].shard.placement for unit in runtime.units]
-    tiers = tuple(
-        {StateKind.PARAMS: at.params, StateKind.GRADS: at.grads, StateKind.OPTIMIZER: at.optimizer} for at in chosen
-    )
-    placement = Placement(tiers, Budget(0, 0, 0, runtime.device.is_host))
-    plan = estimate_memory(unit_bytes, placement, config.offload, partition)
-    return {tier.value: plan.used_bytes(tier) for tier in Tier}

@@ -12,7 +12,9 @@ import pytest
 
 from zero_offload.base.errors import ConfigError, IntegrityError, LockError, StorageError
 from zero_offload.base.types import Existing
-from zero_offload.cli.recipes.run_dir import Metrics, RunDir, read_run
+from zero_offload.checkpoint.metrics import Metrics
+from zero_offload.checkpoint.run_dir import SAMPLE_FILE, RunDir
+from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing, read_run
 from zero_offload.storage.files.system import replace_file
 
 
@@ -72,24 +74,24 @@ def test_unwritable_metrics_are_a_storage_error(tmp_path: Path) -> None:
 
 def test_the_same_run_resumes_and_another_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    assert run.find_existing({"seed": 1}) is Existing.REFUSE  # a foreign generation must not be overwritten
+    assert find_existing(run, {"seed": 1}) is Existing.REFUSE  # a foreign generation must not be overwritten
     run.create({"identity": {"seed": 1, "lr": 1.0, "data": ["x"]}})
-    assert run.find_existing({"seed": 1, "lr": 1.0, "data": ["x"]}) is Existing.RESUME
-    assert run.find_existing({"seed": 1, "lr": 0.5, "data": ["x"]}) is Existing.RESUME
+    assert find_existing(run, {"seed": 1, "lr": 1.0, "data": ["x"]}) is Existing.RESUME
+    assert find_existing(run, {"seed": 1, "lr": 0.5, "data": ["x"]}) is Existing.RESUME
     with pytest.raises(ConfigError, match=r"seed=1, this one has seed=2.*--discard"):
-        run.find_existing({"seed": 2, "lr": 1.0, "data": ["x"]})
+        find_existing(run, {"seed": 2, "lr": 1.0, "data": ["x"]})
 
 
 def test_a_damaged_description_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ConfigError, match="--discard"):
-        RunDir(tmp_path).find_existing({})
+        find_existing(RunDir(tmp_path), {})
 
 
 def test_files_json_names_every_file_of_the_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create({"identity": {}})
-    run.write_sample("text")
+    run.write(SAMPLE_FILE, "text")
     _write_steps(run.path / "metrics.jsonl", 1)
     listed = json.loads((run.path / "files.json").read_text())["files"]
     assert {path.name for path in run.path.iterdir()} <= set(listed)
@@ -129,13 +131,13 @@ MAY_NOT: dict[str, object] = {
 
 def test_where_states_rest_may_change_and_what_decides_numbers_may_not(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert run.find_existing(IDENTITY) is Existing.REFUSE and run.earlier_identity() is None
+    assert find_existing(run, IDENTITY) is Existing.REFUSE and earlier_identity(run) is None
     run.create({"identity": IDENTITY})
-    assert run.earlier_identity() == IDENTITY
-    assert run.find_existing(IDENTITY | MAY_CHANGE) is Existing.RESUME
+    assert earlier_identity(run) == IDENTITY
+    assert find_existing(run, IDENTITY | MAY_CHANGE) is Existing.RESUME
     for name, value in MAY_NOT.items():
         with pytest.raises(ConfigError, match=f"{name}="):
-            run.find_existing(IDENTITY | {name: value})
+            find_existing(run, IDENTITY | {name: value})
 
 
 def _rows(*steps: int) -> list[str]:
@@ -226,7 +228,16 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
     "fifo": lambda path, other: os.mkfifo(path),
     "directory": lambda path, other: path.mkdir(),
 }
-NAMES = ["run.json", "metrics.jsonl", "files.json", "report.png", "sample.txt", "trace.json", "trace.rank1.json"]
+NAMES = [
+    "run.json",
+    "metrics.jsonl",
+    "files.json",
+    "report.html",
+    "report.png",
+    "sample.txt",
+    "trace.json",
+    "trace.rank1.json",
+]
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -256,7 +267,7 @@ def test_the_directory_is_private_locked_and_leaves_with_the_run(tmp_path: Path)
     assert not run.path.exists()
     with run.held():
         run.create({"identity": {}})
-        run.write_sample("text")
+        run.write(SAMPLE_FILE, "text")
         _write_steps(run.path / "metrics.jsonl", 1)
         assert {stat.S_IMODE(path.stat().st_mode) for path in run.path.iterdir()} == {0o600}
     link = tmp_path / "link"
@@ -289,7 +300,7 @@ def test_metrics_that_go_away_during_a_run(how: str, tmp_path: Path) -> None:
 )
 def test_a_description_of_wrong_types_is_one_clear_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    for call in (lambda: RunDir(tmp_path).find_existing({"steps": 1, "lr": 1.0}), lambda: read_run(tmp_path)):
+    for call in (lambda: find_existing(RunDir(tmp_path), {"steps": 1, "lr": 1.0}), lambda: read_run(tmp_path)):
         with pytest.raises(ConfigError, match=str(tmp_path)):
             call()
 
@@ -298,17 +309,17 @@ def test_rows_without_a_description_or_without_states_are_no_fresh_start(tmp_pat
     run, nvme = RunDir(tmp_path / "run"), tmp_path / "nvme"
     identity = {"steps": 9, "offload.nvme": [str(nvme)], "offload.durability": "process"}
     run.create({"identity": identity})
-    assert run.find_existing(identity) is Existing.RESUME  # it has not come to a step
+    assert find_existing(run, identity) is Existing.RESUME  # it has not come to a step
     _write_steps(run.path / "metrics.jsonl", 3)
     with pytest.raises(IntegrityError, match=f"came to step 3, and {nvme}/run.json is missing.*--discard"):
-        run.find_existing(identity)
+        find_existing(run, identity)
     nvme.mkdir()
     (nvme / "run.json").touch()
-    assert run.find_existing(identity) is Existing.RESUME
+    assert find_existing(run, identity) is Existing.RESUME
     scratch = identity | {"offload.durability": "scratch"}
     run.create({"identity": scratch})
     (nvme / "run.json").unlink()
-    assert run.find_existing(scratch) is Existing.RESUME
+    assert find_existing(run, scratch) is Existing.RESUME
     (run.path / "run.json").unlink()
     with pytest.raises(IntegrityError, match=r"metrics\.jsonl up to step 3 and no run\.json"):
-        run.find_existing(identity)
+        find_existing(run, identity)
