@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ from tests.helpers import ranks
 from tests.helpers.launched import run_program
 from tests.helpers.models import tokens_of
 from tests.helpers.pairwise import in_pairs
-from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools, wait_until
+from zero_offload.model import runtime
+from zero_offload.runtime.ranks import neighbours, watch
 
 COMPACT = zo.Precision(compute="bf16", states="compact")
 BF16 = Case({"precision": "bf16", "stage": 3}, num_steps=2)
@@ -431,7 +435,36 @@ def ask_alone(rank: int, world_size: int, what: str) -> str:
 def test_a_rank_that_asks_alone_raises(what: str, pool: RankPool) -> None:
     messages = pool.succeed(ask_alone, what)
     pool.renew()
-    assert all(f"rank 0 is at {what}.state_dict()" in each or f"at {what}.state_dict()" in each for each in messages)
+    assert all(f"rank 0 is at {what}.state_dict(), which all ranks call" in each for each in messages)
+    assert all("zo.export_pretrained" in each for each in messages)
+
+
+def wait_alone(rank: int, world_size: int, what: str, done: Path) -> list[str]:
+    """Rank 0 asks for a state dict, the other makes no further call: rank 0's warning and its error."""
+    limits = (
+        mock.patch.object(neighbours, "time_limit", lambda: timedelta(seconds=2)),
+        mock.patch.object(watch, "LISTEN_S", 0.5),
+        mock.patch.object(runtime, "WARN_S", 0.25),
+    )
+    with limits[0], limits[1], limits[2], trained(FP32, rank, world_size) as (model, optimizer):
+        if rank > 0:
+            wait_until(done.exists)
+            return []
+        with pytest.warns(UserWarning) as warned:
+            error = message_of((model if what == "model" else optimizer).state_dict)
+        done.touch()
+        return [*(str(each.message) for each in warned), error]
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_rank_that_waits_alone_says_so(what: str, pool: RankPool, tmp_path: Path) -> None:
+    (warning, error), _ = pool.succeed(wait_alone, what, tmp_path / "done")
+    pool.renew()
+    assert "rank 0 has waited 0.25 s for the other ranks" in warning
+    assert "rank 1 (process " in error and "did not come to" in error and "timed out after 2 s" in error
+    for text in (warning, error):
+        assert f"{what}.state_dict(), which all ranks call" in text
+        assert "zo.export_pretrained" in text and "torch.distributed.checkpoint.save" in text
 
 
 def test_a_load_that_ends_too_early_leaves_nothing_to_use(tmp_path: Path) -> None:

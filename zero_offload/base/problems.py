@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import sys
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +25,18 @@ def warn_user(message: str) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+@contextmanager
+def warning_after(seconds: float, message: str) -> Iterator[None]:
+    """Warn, from another thread, if the block takes longer."""
+    timer = threading.Timer(seconds, warnings.warn, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def list_problems(subject: str, problems: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
-from zero_offload.base.problems import warn_user
+from zero_offload.base.problems import warn_user, warning_after
 from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats, StatsKeeper
 from zero_offload.base.threads import FirstError
@@ -62,6 +62,9 @@ from zero_offload.storage.shards.store import ShardStore
 
 SAME = 1e-6
 """Sums of squares of the same gradients may differ by so much of them, between machines."""
+
+WARN_S = 10.0
+"""How long a rank waits silently in a call that it may have made alone."""
 
 Capture = Callable[[], dict[str, Any]]
 """What a generation has of the program: `StepRecord.rng` and `.buffers`."""
@@ -307,10 +310,22 @@ class ModelRuntime:
 
     # The step
 
-    def together(self, call: str) -> AbstractContextManager[None]:
-        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise."""
+    @contextmanager
+    def together(self, call: str, instead: str = "") -> Iterator[None]:
+        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise.
+
+        Some calls are easily made on one rank alone. For them `instead` says what to do instead: in every error, and in
+        a warning while this rank waits for the others.
+        """
         self.life.check_alive()  # a forked child has its parent's channel to the others
-        return self.collectives.together(call)
+        what = f"{call}, which all ranks call ({instead})" if instead else call
+        with ExitStack() as waiting, self.collectives.together(what):
+            try:
+                yield
+            finally:
+                if instead:
+                    text = f"rank {self.group.watch.rank} has waited {WARN_S:g} s for the other ranks in {what}"
+                    waiting.enter_context(warning_after(WARN_S, text))
 
     @contextmanager
     def together_in_step(self, call: str) -> Iterator[None]:

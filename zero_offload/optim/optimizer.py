@@ -41,7 +41,7 @@ from zero_offload.optim.state import (
     write_offloaded,
 )
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.storage.shards.checkpointed import refuse_full
+from zero_offload.storage.shards.checkpointed import INSTEAD, refuse_full
 from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
 
 
@@ -242,7 +242,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         hypers = self.hypers()
         self._hand_over(hypers)
-        with self._together("optimizer.state_dict()", self._states.away()) as is_divided:
+        with self._together("state_dict", self._states.away()) as is_divided:
             if is_divided:
                 refuse_full("optimizer.state_dict()")
             for owner in by_owner(self._states.away()):
@@ -283,7 +283,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         hook = self.register_load_state_dict_pre_hook(keep_ours)
         try:
-            with self._together("optimizer.load_state_dict()", self._params()):
+            with self._together("load_state_dict", self._params()):
                 super().load_state_dict(state_dict)
         finally:
             hook.remove()
@@ -300,8 +300,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     @contextmanager
-    def _together(call: str, params: Iterable[nn.Parameter]) -> Iterator[bool]:
-        """`Owner.together` of those whose parameters ranks divide; True if there are any."""
+    def _together(name: str, params: Iterable[nn.Parameter]) -> Iterator[bool]:
+        """`Owner.together`, for this method, of those whose parameters ranks divide; True if there are any."""
         with ExitStack() as met:
             owners = [
                 owner
@@ -309,7 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if owner is not None and any(map(owner.parts.is_divided, owned))
             ]
             for owner in owners:
-                met.enter_context(owner.together(call))
+                met.enter_context(owner.together(f"optimizer.{name}()", INSTEAD[name]))
             yield bool(owners)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

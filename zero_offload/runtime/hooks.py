@@ -25,7 +25,7 @@ from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
 from zero_offload.runtime.units.guard import LastHook, refuse_copy
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.checkpointed import refuse_full, refuse_savers
+from zero_offload.storage.shards.checkpointed import INSTEAD, refuse_full, refuse_savers
 from zero_offload.storage.shards.registry import Owner, owner_of
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
@@ -160,7 +160,7 @@ def _begin_walk(owner: Owner, module: nn.Module, name: str) -> None:
     call = _call_of(name)
     if access.is_divided and name == "state_dict":
         refuse_savers("model.state_dict()")
-    with owner.together(f"model.{name}()") if access.is_divided else contextlib.nullcontext():
+    with owner.together(f"model.{name}()", INSTEAD[name]) if access.is_divided else contextlib.nullcontext():
         if access.is_divided and name == "state_dict":
             refuse_full("model.state_dict()")
         access.begin_walk(module, call)

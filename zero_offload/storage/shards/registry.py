@@ -193,8 +193,11 @@ class Owner(Protocol):
     def makes_generations(self) -> bool:
         """True if it keeps param groups with its steps."""
 
-    def together(self, call: str) -> AbstractContextManager[None]:
-        """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""
+    def together(self, call: str, instead: str = "") -> AbstractContextManager[None]:
+        """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective.
+
+        `instead`: what to do instead of the call on one rank alone.
+        """
 
     def together_in_step(self, call: str) -> AbstractContextManager[None]:
         """What each rank does by itself at the beginning of a step succeeds on all, or all raise. Collective."""
