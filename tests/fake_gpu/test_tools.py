@@ -90,6 +90,36 @@ def test_a_tool_trains_on_the_device(
     assert tools.distance(values, expected[1]) == 0
 
 
+def test_a_plain_model_under_accelerate_has_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what tests of tools compare with on this device is right."""
+
+    def run(where: str) -> Result:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", str(where == "cpu").lower())
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", where)
+        with tools.launched(0, 1):
+            accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+            assert accelerator.device.type == where
+            model = tools.llama(attn_implementation="eager").to(accelerator.device)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+            model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(tools.Tokens(24), batch_size=4))
+            losses = []
+            for batch in data:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+            return losses, tools.values_of(model)
+
+    device.policy(Policy.LATE)
+    losses, values = run(TYPE)
+    expected = run("cpu")
+    assert losses == expected[0] and len(set(losses)) == len(losses)
+    assert tools.distance(values, expected[1]) == 0
+
+
 @pytest.mark.parametrize("policy", [Policy.LATE, Policy.SIDE_LATE])
 def test_adapters_of_peft_train_and_merge_on_the_device(policy: Policy, tmp_path: Path) -> None:
     """peft merges copies of its layers on the device, where their buffers are."""

@@ -430,7 +430,8 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor &input, double p, std::op
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("native_dropout", &native_dropout);
     // Torch would compose these of others, whose bits differ from those of the CPU's kernels.
-    for (const char *name : {"native_layer_norm", "native_layer_norm_backward"})
+    for (const char *name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm",
+                             "silu_backward", "mish_backward"})
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
 
