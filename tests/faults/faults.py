@@ -189,10 +189,10 @@ FAULTS = [
         "tests/parity/test_grad_handle.py::test_ranks_clip_alike",
     ),
     fault(
-        "a gradient that one rank alone has scaled is taken",
+        "a gradient that one rank alone has changed is taken",
         "model/runtime.py",
-        "        grads.agree_on_factors()\n",
-        "",
+        "together(call + self.grads.changes(), notice)",
+        "together(call, notice)",
         "tests/parity/test_grad_handle.py::test_what_one_rank_does_alone_is_an_error_of_all",
     ),
     fault(
@@ -201,6 +201,20 @@ FAULTS = [
         "            section.lives.pop(index, None)\n",
         "            pass\n",
         "tests/unit/runtime/grads/test_handle.py::test_a_handle_ends_with_its_gradient",
+    ),
+    fault(
+        "a gradient that one rank alone has dropped is missing there",
+        "runtime/grads/gradients.py",
+        '                self._note_change("dropped", section, indices)\n',
+        "                pass\n",
+        "tests/parity/test_grad_handle.py::test_what_one_rank_does_alone_is_an_error_of_all",
+    ),
+    fault(
+        "a hook changes what one micro-batch adds, in place of the sum",
+        "runtime/units/guard.py",
+        "            if not (is_first or is_same):\n",
+        "            if False:\n",
+        "tests/unit/runtime/grads/test_handle.py::test_a_hook_that_changes_what_is_added_to_earlier_gradients_raises",
     ),
     fault(
         "a hook on a gradient that is registered after zo.offload finds it gone",

@@ -185,13 +185,19 @@ def test_torchs_clip_on_ranks_is_ours_to_a_rounding(stage: int, pool: RankPool) 
 
 
 def look_alone(rank: int, world_size: int, stage: int, act: str) -> list[float]:
-    """Rank 0 alone looks at gradients, or scales one."""
+    """Rank 0 alone looks at gradients, or changes one."""
     model, optimizer = ranks.start(Case({"stage": stage, "precision": "fp32"}))
     try:
         model(ranks.rows_of(0, rank, world_size)).backward()
         params = list(model.parameters())
         if rank == 0 and act == "scale":
             params[0].grad.mul_(0.5)
+        if act == "clamp":
+            params[0].grad.clamp_(-1e-3 * (rank + 1), 1e-3)
+        if rank == 0 and act == "zero":
+            params[0].grad.zero_()
+        if rank == 0 and act == "drop":
+            params[0].grad = None
         if rank == 0 and act == "largest":
             params[0].grad.norm(math.inf)
         norms = [param.grad.norm().item() for param in params] if rank == 0 and act == "look" else []
@@ -214,7 +220,10 @@ def test_one_rank_may_look_alone_after_a_backward_that_has_reduced(stage: int, p
     [
         (1, "look", "a look at .grad, which reduces"),
         (3, "largest", "a norm of order inf of .grad"),
-        (3, "scale", "a step with gradients scaled by .grad"),
+        (3, "scale", "AdamW.step with gradients changed by .grad"),
+        (3, "clamp", "AdamW.step with gradients changed by .grad"),
+        (3, "zero", "AdamW.step with gradients changed by .grad"),
+        (3, "drop", "AdamW.step with gradients changed by .grad"),
     ],
 )
 def test_what_one_rank_does_alone_is_an_error_of_all(stage: int, act: str, where: str, pool: RankPool) -> None:

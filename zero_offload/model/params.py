@@ -587,6 +587,9 @@ class ParamAccess:
         if grad is not None and self._places[param].section.layout.trainable:
             self._grads.zeroed.add(param)
 
+    def holds_grad(self, param: nn.Parameter) -> bool:
+        return self._grads.held(param)
+
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         if not self._grads.updated.isdisjoint(params):
             self._life.check_usable()
@@ -595,4 +598,4 @@ class ParamAccess:
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 param.grad = None
-        self._grads.clear(params)
+        self._grads.clear(params, by_program=True)

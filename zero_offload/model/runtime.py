@@ -329,10 +329,11 @@ class ModelRuntime:
 
     @contextmanager
     def together_in_step(self, call: str) -> Iterator[None]:
-        """As `together`; rank 0 says in the same message whether this step becomes a generation."""
+        """As `together`; rank 0 says in the same message whether this step becomes a generation. Raises too where the
+        program has changed gradients on some ranks only."""
         self.life.check_alive()
         notice = Notice(self._commits.is_due_by_clock())
-        with self.collectives.together(call, notice):
+        with self.collectives.together(call + self.grads.changes(), notice):
             yield
         self._commits.note_due(notice.given)
 
@@ -404,7 +405,6 @@ class ModelRuntime:
         if not grads.any_held(taken):
             return False
         finite = taken is not None and grads.all_finite(taken)
-        grads.agree_on_factors()
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()

@@ -23,7 +23,7 @@ from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
-from zero_offload.runtime.units.guard import LastHook, refuse_copy
+from zero_offload.runtime.units.guard import LastHook, ProgramHook, refuse_copy
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.checkpointed import INSTEAD, refuse_full, refuse_savers
 from zero_offload.storage.shards.registry import Owner, owner_of
@@ -62,6 +62,10 @@ def install_hooks(
         if param.requires_grad:
             # A weak reference. The cycle parameter -> hook -> runtime -> parameter passes through C++, where the
             # garbage collector cannot follow. It would keep a dropped model for ever.
+            hooks: Any = param._post_accumulate_grad_hooks or {}
+            for number, hook in list(hooks.items()):
+                hooks[number] = ProgramHook(hook)
+                undo.callback(hooks.update, {number: hook})
             register: Any = param.register_post_accumulate_grad_hook
             undo.callback(register(_WeakCall(grad_ready)).remove)
 

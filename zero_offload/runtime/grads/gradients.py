@@ -104,8 +104,10 @@ class Gradients:
         """How many `deferring` blocks the program is in."""
         self.loss_scale = 1.0
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
-        self.scales_by_handle = False
+        self._is_scaled = False
         """True if the program has scaled gradients held by their handles."""
+        self._changes = 0
+        """A word for what else the program has done to gradients that all ranks hold, in any order."""
         self.overflowed = False
         """True if a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self.updated: set[nn.Parameter] = set()
@@ -584,6 +586,7 @@ class Gradients:
             chosen = sorted(section.holding.intersection(indices))
             if not chosen:
                 continue
+            self._note_change(f"clamped to {low} and {high}", section, chosen)
             if self._changed is not None and self._changed[0] is not section:
                 self._save_changed()
             # Other parameters of the section may have had a step, whose update reads it still.
@@ -698,7 +701,7 @@ class Gradients:
             return
         section, index = self._places[id(param)]
         section.land()
-        self.scales_by_handle = True
+        self._is_scaled = True
         if not self._device.is_host and isinstance(factor, torch.Tensor) and factor.device == self._device.torch_device:
             section.factors.setdefault(index, []).append(self._capture(factor, divides))
             return
@@ -742,22 +745,30 @@ class Gradients:
         for section in self.sections:
             section.factors.clear()
 
-    def agree_on_factors(self) -> None:
-        """Before a step: raise on all ranks where they have scaled gradients differently. Collective where they
-        have."""
-        if not self.scales_by_handle:
+    def changes(self) -> str:
+        """What the program has done to gradients since the last step, as a part of the step's name: ranks that have
+        done different things raise where they compare names."""
+        if not (self._is_scaled or self._changes):
+            return ""
+        self._read_factors()
+        factors = [sorted(section.store.factors.items()) for section in self.sections] if self._is_scaled else []
+        digest = zlib.crc32(repr((factors, self._changes)).encode())
+        self._is_scaled, self._changes = False, 0
+        return f" with gradients changed by .grad ({digest:08x})"
+
+    def _note_change(self, what: str, section: GradSection, indices: Collection[int]) -> None:
+        """The program changes gradients. What is not reduced yet each rank may change by itself."""
+        if self._collectives.world_size == 1:
             return
-        self.scales_by_handle = False
-        if self._collectives.world_size > 1:
-            factors = [sorted(section.store.factors.items()) for section in self.sections]
-            digest = zlib.crc32(repr(factors).encode())
-            self._collectives.agreement.same(f"a step with gradients scaled by .grad (factors {digest:08x})")
+        for index in section.holding.intersection(indices) - section.waiting:
+            word = zlib.crc32(f"{what} {section.layout.params[index].spec.name}".encode())
+            self._changes = (self._changes + word) % (1 << 32)
 
     def zero(self, param: nn.Parameter) -> None:
         """Let a gradient be zeros, to which the next backward adds."""
         section, index = self._places[id(param)]
         life = section.lives.get(index, object())
-        self.clear([param])
+        self.clear([param], by_program=True)
         section.lives[index] = life
         self.zeroed.add(param)
 
@@ -804,11 +815,13 @@ class Gradients:
 
     # Their end
 
-    def clear(self, params: Iterable[nn.Parameter]) -> None:
-        """A step has taken these parameters' gradients, or they are dropped: the next backward starts afresh."""
+    def clear(self, params: Iterable[nn.Parameter], *, by_program: bool = False) -> None:
+        """A step has taken these parameters' gradients, or the program drops them: the next backward starts afresh."""
         params = list(params)
         self.zeroed.difference_update(params)
         for section, indices in self._by_section(params):
+            if by_program:
+                self._note_change("dropped", section, indices)
             self._clear(section, indices)
         self._end_if_none()
 
@@ -879,7 +892,7 @@ class Gradients:
     def _end_if_none(self) -> None:
         """End the loss scale with the last gradients."""
         if not any(section.holding for section in self.sections):
-            self.loss_scale, self.overflowed, self.scales_by_handle = 1.0, False, False
+            self.loss_scale, self.overflowed, self._is_scaled = 1.0, False, False
             self._captured = None
             self._norms.clear()
 

@@ -160,9 +160,42 @@ class LastHook:
     """A hook on a gradient that takes it away: the program's hooks run before, whenever they are registered."""
 
 
+class ProgramHook:
+    """A hook of the program on a gradient, which may change it unless earlier ones are held.
+
+    Torch's would change the sum. Here it finds what this backward adds, and the sum is elsewhere.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, param: nn.Parameter) -> None:
+        owner = owner_of(param)
+        is_first = owner is None or not owner.access.holds_grad(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Any = param.grad
+            version = None if grad is None else grad._version
+        try:
+            self.hook(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                is_same = param.grad is grad and (grad is None or grad._version == version)
+            if not (is_first or is_same):
+                raise ZeroOffloadError(
+                    f"a hook of register_post_accumulate_grad_hook has changed the gradient of {_describe(param)}, to "
+                    "which an earlier backward or micro-batch has added. The hook finds what this backward adds, and "
+                    "torch's would change the sum. Change gradients after the last backward (param.grad.mul_(factor), "
+                    "zo.clip_grad_norm_)"
+                )
+        except BaseException:
+            with torch._C.DisableTorchFunctionSubclass():
+                param.grad = None  # no hook takes it now, and the next backward would add to it
+            raise
+
+
 def _register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        handle = param.register_post_accumulate_grad_hook(hook)
+        watched = hook if isinstance(hook, LastHook) else ProgramHook(hook)
+        handle = param.register_post_accumulate_grad_hook(watched)
         hooks: Any = param._post_accumulate_grad_hooks
     for number in [number for number, each in hooks.items() if isinstance(each, LastHook)]:
         hooks[number] = hooks.pop(number)  # C++ calls them as they were put in, whatever `move_to_end` says

@@ -88,6 +88,9 @@ class ParamAccess(Protocol):
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         """What `param.grad = grad` does."""
 
+    def holds_grad(self, param: nn.Parameter) -> bool:
+        """True if an earlier backward has left a gradient."""
+
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         """What `param.grad = None` does, for several."""
 

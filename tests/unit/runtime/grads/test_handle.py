@@ -244,6 +244,59 @@ def test_hooks_see_the_gradient_whenever_they_are_registered(is_late: bool) -> N
     assert all(torch.equal(same_grads[name], grad) for name, grad in grads.items())
 
 
+def _scales(param: nn.Parameter) -> None:
+    param.grad.mul_(0.5)
+
+
+def _drops(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("change", [_scales, _drops])
+def test_a_hook_that_changes_what_is_added_to_earlier_gradients_raises(
+    change: Callable[[nn.Parameter], None], is_late: bool
+) -> None:
+    """In torch it would change their sum. One that only looks may stay."""
+    model, armed = build(TinyLM), list[bool]()
+    weight = model.norm.weight
+
+    def hook(param: nn.Parameter) -> None:
+        assert param.grad.isfinite().all()
+        if armed:
+            change(param)
+
+    if not is_late:
+        weight.register_post_accumulate_grad_hook(hook)
+    zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    if is_late:
+        weight.register_post_accumulate_grad_hook(hook)
+    model(tokens_of(0)).backward()
+    model(tokens_of(0)).backward()
+    armed.append(True)
+    with pytest.raises(zo.ZeroOffloadError, match=r"has changed the gradient of .*norm\.weight"):
+        model(tokens_of(0)).backward()
+    model.zero_grad()
+    model(tokens_of(0)).backward()
+    assert (weight.grad is None) == (change is _drops)
+
+
+def test_a_hook_that_raises_leaves_no_gradient() -> None:
+    model, ends = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32")), [True]
+
+    def hook(param: nn.Parameter) -> None:
+        if ends:
+            raise ValueError("a hook's own error")
+
+    model.norm.weight.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(ValueError, match="own error"):
+        model(tokens_of(1)).backward()
+    ends.clear()
+    model(tokens_of(0)).backward()
+    found, expected = copies(model), copies(held())
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
 def test_elsewhere_in_backward_it_says_when_to_read() -> None:
     model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
     last = list(model.parameters())[-1]
