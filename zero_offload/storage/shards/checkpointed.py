@@ -49,8 +49,8 @@ _SAVERS = {
 }
 """Functions of tools that write whole tensors, most often on rank 0 alone: their modules and names."""
 INSTEAD = {
-    "state_dict": "to write whole weights call zo.export_pretrained(model, folder) on all ranks; for weights and states "
-    "zo.save_checkpoint(model, optimizer, folder), or torch.distributed.checkpoint.save",
+    "state_dict": "to write whole weights call zo.export_pretrained(model, folder) on all ranks; weights and states by "
+    "zo.save_checkpoint(model, optimizer, folder) or torch.distributed.checkpoint.save",
     "load_state_dict": "to read files call zo.load_pretrained(model, folder) or zo.load_checkpoint(model, optimizer, "
     "folder) on all ranks, or torch.distributed.checkpoint.load",
 }
