@@ -31,6 +31,7 @@ from zero_offload.model.offload import offload as offload_model
 
 CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
 CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
+_GENERATION_NAME = "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -78,7 +79,7 @@ def open_folder(path: str | Path, task: str = CAUSAL, labels: Sequence[str] = ()
     CheckpointError or IntegrityError for what is wrong, and CapacityError if a package is not installed.
     """
     need_packages()
-    given = Path(path).expanduser()
+    given = Path(path).expanduser().absolute()
     _check_is_folder(given, str(path))
     adapter = given if (given / ADAPTER_CONFIG_NAME).is_file() else None
     folder = given if adapter is None else _base_of(given)
@@ -114,7 +115,7 @@ def _check_is_folder(path: Path, given: str) -> None:
         raise ConfigError(
             f"{path} is a file; give the folder with {CONFIG_NAME} and *.safetensors, here perhaps {path.parent}"
         )
-    how = f"{path} does not exist"
+    how = f"{given} does not exist"
     if _HUB_NAME.fullmatch(given):
         name = given.split("/")[-1]
         raise ConfigError(
@@ -381,10 +382,15 @@ def _from_config(folder: ModelFolder) -> Any:
         MASKED: transformers.AutoModelForMaskedLM,
         CLASSIFY: transformers.AutoModelForSequenceClassification,
     }[folder.task]
+    from transformers import GenerationConfig
+
     config = copy.deepcopy(folder.config)
     # What is drawn (heads, adapters) is drawn in fp32; values of the files become what `offload` computes with.
     model = auto.from_config(config, dtype=torch.float32)
     model.config.use_cache = False  # a cache keeps views of a block's values from one forward to the next
+    homes = [each for each in (folder.adapter, folder.path) if each is not None and (each / _GENERATION_NAME).is_file()]
+    if homes and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(homes[0])
     return model
 
 

@@ -36,6 +36,7 @@ from zero_offload.cli.recipes.gpt import GPT, Recompute, generate, next_token_lo
 from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.settings import TrainConfig
+from zero_offload.cli.terminal import printable
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -319,7 +320,7 @@ def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest
     loss = _validation_loss(job) if val_loss is None else val_loss  # a run found finished has it to measure
     job.model.eval()
     text = generate(job.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
-    sample = _printable(text.decode("utf-8", errors="replace"))
+    sample = printable(text.decode("utf-8", errors="replace"))
     zo.close(job.model)
     if job.ranks.is_first:
         RunDir(config.out).write(SAMPLE_FILE, sample)
@@ -334,11 +335,6 @@ def _what_goes_on(config: TrainConfig, last_step: int) -> str:
     if not config.offload.nvme_dirs or config.offload.effective_durability is Durability.SCRATCH:
         return f"nothing is kept of it (durability='scratch', or no --nvme): {command} begins anew"
     return f"it is committed, and {command} continues from there" if last_step else f"{command} begins with step 1"
-
-
-def _printable(text: str) -> str:
-    """What a young model writes must not steer a terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def _lr_factor(step: int, warmup: int, steps: int) -> float:

@@ -1,0 +1,42 @@
+"""A folder's model that is only read, by `chat` and `evaluate`: weights streamed from their tiers, nothing trained.
+
+Owns the flags that say where the weights rest. Nothing is written to the folder. What goes to NVMe is in files without
+names, which end with the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch import nn
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError
+from zero_offload.cli.finetune.folder import ModelFolder, build_model
+
+
+def add_tier_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where the weights rest")
+    group.add_argument("--nvme", nargs="+", metavar="DIR", help="directories for what memory has no room for")
+    group.add_argument("--cpu-memory", metavar="SIZE", help="budget, for example 8GiB (default: what there is)")
+    group.add_argument("--device-memory", metavar="SIZE", help="budget, for example 20GiB (default: what there is)")
+    group.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+
+
+def open_for_reading(folder: ModelFolder, args: argparse.Namespace) -> nn.Module:
+    """In eval mode, its weights in memory as far as they fit, and in `--nvme`. Raises what `build_model` raises."""
+    settings: dict[str, Any] = {
+        "params": "auto",
+        "nvme": args.nvme,
+        "cpu_memory": args.cpu_memory,
+        "device_memory": args.device_memory,
+        "precision": args.precision,
+        "durability": "scratch",
+    }
+    try:
+        return build_model(folder, OffloadConfig(**settings), None, trains=False)
+    except CapacityError as error:
+        if args.nvme is not None:
+            raise
+        raise CapacityError(f"{error}\nwould fit: weights on a drive, --nvme DIR") from error
