@@ -226,7 +226,7 @@ class _Stop:
 
     def __call__(self, tokens: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """(sequences,): True for each that ends."""
-        return torch.full((tokens.shape[0],), bool(self._stopped), device=tokens.device)
+        return torch.full((tokens.shape[0],), bool(self._stopped), dtype=torch.bool, device=tokens.device)
 
 
 @contextmanager

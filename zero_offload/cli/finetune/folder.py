@@ -22,7 +22,7 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
-from zero_offload.checkpoint.hf_files import open_weights
+from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
 from zero_offload.integrations.pretrained import FileNames, load_weights, state_names
 from zero_offload.model.api import need_runtime
 from zero_offload.model.deferred.recorder import deferred_init
@@ -198,6 +198,11 @@ def _check_files(folder: Path) -> None:
         )
     if not safetensors:
         raise ConfigError(f"{folder} has a {CONFIG_NAME} and no *.safetensors: no weights; get them")
+    if not {SINGLE_NAME, INDEX_NAME} & set(names):
+        raise ConfigError(
+            f"{folder} has {', '.join(safetensors[:3])}, and neither {SINGLE_NAME} nor {INDEX_NAME}, which says what "
+            "is in which file; get it from where the weights are from"
+        )
 
 
 def _read_config(folder: Path, task: str) -> Any:
@@ -287,7 +292,7 @@ def _read_tokenizer(folders: Sequence[Path], config: Any) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(found[0], local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of several libraries
-        raise ConfigError(f"the tokenizer in {found[0]} cannot be loaded: {error}") from error
+        raise ConfigError(f"the tokenizer in {found[0]} cannot be loaded ({error}); get its files again") from error
     num_rows = getattr(config.get_text_config(), "vocab_size", None)
     if num_rows is not None and len(tokenizer) > num_rows:
         raise ConfigError(

@@ -1,0 +1,218 @@
+"""What is wrong with a folder is one error that says what to do, before anything takes time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.helpers.tools  # before transformers  # noqa: F401
+import zero_offload as zo
+from tests.helpers.folders import write_folder
+from zero_offload.cli.finetune import folder as folders
+from zero_offload.cli.finetune.folder import Lora, build_model, check_chat_template, meta_model, open_folder
+from zero_offload.cli.main import main
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("folders") / "llama", sharded=True)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
+    path = tmp_path_factory.mktemp("folders") / "adapter"
+    model = build_model(open_folder(llama), zo.OffloadConfig(), Lora(4, 8.0))
+    zo.export_pretrained(model, path)
+    zo.close(model)
+    return path
+
+
+def _words(change: Callable[[dict[str, Any]], object], name: str = CONFIG) -> Callable[[Path], object]:
+    """Changes a JSON file of a folder."""
+
+    def spoil(folder: Path) -> None:
+        words = json.loads((folder / name).read_text())
+        change(words)
+        (folder / name).write_text(json.dumps(words))
+
+    return spoil
+
+
+def _without(*patterns: str) -> Callable[[Path], object]:
+    return lambda folder: [file.unlink() for pattern in patterns for file in folder.glob(pattern)]
+
+
+def _renamed(old: str, new: str) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        _without("*.safetensors", "*.index.json")(folder)
+        (folder / new).write_bytes(b"0")
+
+    return spoil
+
+
+def _cut(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+WEIGHTS = {
+    "a shard is missing": (
+        lambda f: sorted(f.glob("*.safetensors"))[0].unlink(),
+        "lacks 1 of the .* files",
+        "get them",
+    ),
+    "a shard is cut": (_cut, "model-00002-of-.*: the file is cut short", "get it again"),
+    "another file in the index": (
+        _words(lambda words: words["weight_map"].update({"model.norm.weight": "model-9.safetensors"}), INDEX),
+        "model-9.safetensors",
+        "copy the folder again",
+    ),
+    "no index": (_without(INDEX), "and neither model.safetensors nor model.safetensors.index.json", "get it"),
+    "pickled": (_renamed("", "pytorch_model.bin"), "pytorch_model.bin, which is pickled", "python -c"),
+    "GGUF": (_renamed("", "llama-q4.gguf"), "a GGUF file", "hf download"),
+    "none": (_without("*.safetensors", INDEX), "no weights", "get them"),
+}
+CONFIGS = {
+    "no config": (_without(CONFIG), "has no config.json", "get it from where the weights are from"),
+    "no JSON": (lambda f: (f / CONFIG).write_text("{"), "is not JSON", "get it again"),
+    "quantized": (
+        _words(lambda words: words.update(quantization_config={"quant_method": "gptq"})),
+        r"is quantized \(gptq\)",
+        "Give the folder of the model that was quantized",
+    ),
+    "unknown": (_words(lambda words: words.update(model_type="lama")), "a 'lama' model", "pip install -U transformers"),
+    "no type": (_words(lambda words: words.pop("model_type")), "has no model_type", "get the folder again"),
+    "own code": (
+        _words(lambda words: words.update(model_type="lama", auto_map={"AutoConfig": "configuration_lama.Lama"})),
+        "brings its own code for 'lama' models",
+        "pip install -U transformers",
+    ),
+    "of two halves": (_words(lambda words: words.update(model_type="t5")), "an encoder and a decoder", "trained here"),
+    "no text": (_words(lambda words: words.update(model_type="vit")), "no causal model of 'vit'", "another folder"),
+}
+TOKENIZERS = {
+    "none": (_without("tokenizer*"), "has no tokenizer", r"hf download ORG/NAME --include '\*token\*'"),
+    "damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "cannot be loaded", "get its files again"),
+    "too large": (
+        _words(lambda words: words.update(vocab_size=300)),
+        "512 tokens.* 300 rows",
+        "resize_token_embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(("weights", each) for each in WEIGHTS),
+        *(("config", each) for each in CONFIGS),
+        *(("tokenizer", each) for each in TOKENIZERS),
+    ],
+    ids=": ".join,
+)
+def test_one_error(what: tuple[str, str], llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind, name = what
+    spoil, says, remedy = {"weights": WEIGHTS, "config": CONFIGS, "tokenizer": TOKENIZERS}[kind][name]
+    folder = tmp_path / "folder"
+    shutil.copytree(llama, folder)
+    spoil(folder)
+    with pytest.raises(zo.ZeroOffloadError, match=f"(?s){says}.*{remedy}") as caught:
+        open_folder(folder)
+    assert str(folder) in str(caught.value)
+    assert main(["chat", str(folder)]) == caught.value.exit_code
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+def test_places_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "models--a--b" / "snapshots" / "12ab").mkdir(parents=True)
+    for given, says in {
+        "Qwen/Qwen3-8B": "Qwen/Qwen3-8B does not exist.* hf download Qwen/Qwen3-8B --local-dir ./Qwen3-8B",
+        "gpt2": "hf download gpt2 --local-dir ./gpt2",
+        "./Qwen3-8B": "Qwen3-8B does not exist; give a folder with config.json",
+        "/nowhere/Qwen3-8B": "/nowhere/Qwen3-8B does not exist; give a folder",
+        "config.json": "config.json is a file; give the folder",
+        "weights.gguf": "a GGUF file",
+        "empty": "empty is empty",
+        "models--a--b": "is a cache of downloads; give .*/snapshots/12ab",
+    }.items():
+        with pytest.raises(zo.ConfigError, match=says):
+            open_folder(given)
+
+
+def test_an_encoder_writes_no_text(tmp_path: Path, llama: Path) -> None:
+    bert = write_folder(tmp_path / "bert", "bert")
+    with pytest.raises(zo.ConfigError, match=r"a 'bert' encoder \(BertForMaskedLM\).*--method mlm"):
+        open_folder(bert)
+    assert open_folder(bert, "masked").task == "masked"
+    with pytest.raises(zo.ConfigError, match="no masked model of 'llama'"):
+        open_folder(llama, "masked")
+
+
+def test_conversations_need_a_template(tmp_path: Path, llama: Path) -> None:
+    check_chat_template(open_folder(llama))
+    with pytest.raises(zo.ConfigError, match="has no chat template.* Copy chat_template.jinja"):
+        check_chat_template(open_folder(write_folder(tmp_path / "base", template=None)))
+
+
+def test_an_adapter_without_its_base(tmp_path: Path, adapter: Path) -> None:
+    moved = tmp_path / "adapter"
+    shutil.copytree(adapter, moved)
+    config, name = moved / "adapter_config.json", "base_model_name_or_path"
+    for base, says in {
+        "Qwen/Qwen3-8B": "is an adapter of Qwen/Qwen3-8B, .* hf download Qwen/Qwen3-8B --local-dir Qwen/Qwen3-8B",
+        "/nowhere/base": "is an adapter of /nowhere/base, which is not a folder here; .*adapter_config.json",
+        None: 'does not name the model.* write its folder there as "base_model_name_or_path"',
+    }.items():
+        _words(lambda words, base=base: words.update({name: base}), config.name)(moved)
+        with pytest.raises(zo.ConfigError, match=says):
+            open_folder(moved)
+    shutil.copy(adapter / config.name, config)
+    (moved / "adapter_model.safetensors").unlink()
+    with pytest.raises(zo.ConfigError, match="no adapter_model.safetensors"):
+        open_folder(moved)
+
+
+def test_adapters_that_do_not_go_with_it(llama: Path, adapter: Path) -> None:
+    for make in (meta_model, lambda folder, lora: build_model(folder, zo.OffloadConfig(), lora)):
+        with pytest.raises(zo.ConfigError, match="takes no adapter of rank 4 on wrong: .*down_proj, gate_proj"):
+            make(open_folder(llama), Lora(4, 8.0, targets=("wrong",)))
+        with pytest.raises(zo.ConfigError, match="is an adapter already"):
+            make(open_folder(adapter), Lora(4, 8.0))
+
+
+def test_another_models_weights(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(llama, folder)
+    _words(lambda words: words.update(num_hidden_layers=3))(folder)
+    with pytest.raises(zo.CheckpointError, match="9 missing in the files: model.layers.2"):
+        build_model(open_folder(folder), zo.OffloadConfig(), None)
+
+
+def test_packages_that_are_not_installed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_PACKAGES", ("torch", "no_such_package"))
+    with pytest.raises(zo.CapacityError, match=r"needs no_such_package, .* pip install 'zero_offload\[finetune\]'"):
+        open_folder(llama)
+
+
+def test_no_code_of_a_folder_is_run(tmp_path: Path, llama: Path) -> None:
+    """A class that transformers has is used, and the folder's own is not."""
+    folder = tmp_path / "folder"
+    shutil.copytree(llama, folder)
+    _words(lambda words: words.update(auto_map={"AutoModelForCausalLM": "modeling.Model"}))(folder)
+    (folder / "modeling.py").write_text("raise SystemExit('run')\n")
+    model = build_model(open_folder(folder), zo.OffloadConfig(), None)
+    assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+    zo.close(model)
