@@ -87,6 +87,25 @@ def check_adapters(model: nn.Module) -> None:
             )
 
 
+def adapter_file_names(model: nn.Module) -> dict[str, str]:
+    """The name in `model`, which is not offloaded yet, of each tensor that the file of its adapter has.
+
+    Raises ConfigError if the file has something else than parameters, as those of prompts have.
+    """
+    from peft import get_peft_model_state_dict
+
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    state = {name: torch.empty(0, dtype=torch.uint8, device="meta") for name in names}
+    of_tensor = {id(tensor): name for name, tensor in state.items()}
+    found = get_peft_model_state_dict(model, state_dict=dict(state))
+    if other := [name for name, tensor in found.items() if id(tensor) not in of_tensor]:
+        raise ConfigError(
+            f"the adapter's file has {other[0]}, which is computed from parameters; load it by "
+            "peft.PeftModel.from_pretrained, in memory, before zo.offload"
+        )
+    return {name: of_tensor[id(tensor)] for name, tensor in found.items()}
+
+
 def write_adapters(
     model: nn.Module, values: Mapping[str, Tensor], read: Callable[[str], Tensor], folder: Path | None
 ) -> None:

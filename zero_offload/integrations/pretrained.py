@@ -53,6 +53,15 @@ CONFIGS = ("config", "generation_config")
 
 
 @dataclass(frozen=True)
+class AdapterFile:
+    """The values of an adapter of PEFT, which the model has."""
+
+    path: Path
+    known: Mapping[str, str]
+    """The model's name of each tensor in the file; see `peft.adapter_file_names`."""
+
+
+@dataclass(frozen=True)
 class FileNames:
     """What a folder's files call the parameters and buffers of a model."""
 
@@ -61,6 +70,7 @@ class FileNames:
     fresh: frozenset[str] = frozenset()
     """The model's names that may be in no file: they keep their values, or get them from their initialization."""
     prefix: str = ""
+    adapter: AdapterFile | None = None
 
 
 def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> None:
@@ -120,6 +130,9 @@ def _replace(model: nn.Module, owner: ModelRuntime, path: str | Path, names: Fil
         with ranks.together():
             stored = files.enter_context(open_weights(Path(path)))
             params, buffers = _sources(model, stored, names, Path(path))
+            if names.adapter is not None:
+                values = files.enter_context(open_weights(names.adapter.path))
+                params |= _adapter_sources(model, values, names.adapter)
             fresh = _fresh(model, owner, params)
         _check_same_draws(owner, fresh)
         owner.grads.drop()
@@ -241,7 +254,8 @@ def _sources(
     model: nn.Module, stored: Mapping[str, StoredTensor], names: FileNames, path: Path
 ) -> tuple[dict[int, StoredTensor], list[tuple[torch.Tensor, StoredTensor]]]:
     """What each parameter (by id) and each buffer is read from; adapters are in no file."""
-    check_adapters(model)
+    if names.adapter is None:
+        check_adapters(model)
     base_name = base_names(model)
 
     def as_files_say(named: Iterable[Wanted]) -> list[Wanted]:
@@ -258,6 +272,16 @@ def _sources(
     ]
     of_param = {id(param): source for param, source in found[: len(params)] if source is not None}
     return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
+
+
+def _adapter_sources(
+    model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile
+) -> dict[int, StoredTensor]:
+    """What each parameter of an adapter, by id, is read from."""
+    wanted = [Wanted(model.get_parameter(name), (name,)) for name in file.known.values()]
+    named = {file.known.get(name, name): source for name, source in values.items()}
+    sources = match(wanted, named, "", file.path)
+    return {id(each.tensor): source for each, source in zip(wanted, sources, strict=True) if source is not None}
 
 
 def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:

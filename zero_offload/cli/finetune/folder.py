@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
+from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
-from zero_offload.integrations.pretrained import FileNames, load_weights, state_names
+from zero_offload.integrations.peft import adapter_file_names
+from zero_offload.integrations.pretrained import AdapterFile, FileNames, load_weights, state_names
 from zero_offload.model.api import need_runtime
 from zero_offload.model.deferred.recorder import deferred_init
-from zero_offload.model.gathered import gathered
 from zero_offload.model.offload import offload as offload_model
 
 CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
@@ -329,15 +329,12 @@ def build_model(
     with deferred_init(values="skip" if folder.task == CAUSAL else "init"):
         built = _assemble(folder, lora)
     model: nn.Module = built.model
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
     if not trains:
         model.requires_grad_(False).eval()
         built.model.config.use_cache = getattr(folder.config, "use_cache", True)
     offload_model(model, offload)
     if not need_runtime(model, "build_model").resume_pending:
         load_weights(model, folder.path, built.names)
-        if folder.adapter is not None:
-            _load_adapter(model, folder.adapter, [model.get_parameter(name) for name in trained])
     return model
 
 
@@ -361,22 +358,13 @@ def _assemble(folder: ModelFolder, lora: Lora | None) -> _Built:
         )
     from peft import PeftConfig, get_peft_model
 
-    config = PeftConfig.from_pretrained(str(folder.adapter))
+    config: Any = PeftConfig.from_pretrained(str(folder.adapter))
     config.inference_mode = False
-    return _Built(get_peft_model(base, config), names)
-
-
-def _load_adapter(model: Any, adapter: Path, params: Sequence[nn.Parameter]) -> None:
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    values = load_peft_weights(str(adapter), device="cpu")
-    with gathered(params, mode="write"):
-        result: Any = set_peft_model_state_dict(model, values)
-    if result.unexpected_keys:
-        raise CheckpointError(
-            f"{adapter} has {len(result.unexpected_keys)} tensors that its model does not have, "
-            f"{result.unexpected_keys[0]} among them; is its base another model?"
-        )
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others are computed from the base's weights; all values are in the file
+    model = get_peft_model(base, config)
+    file = AdapterFile(_adapter_file(folder.adapter), adapter_file_names(model))
+    return _Built(model, replace(names, adapter=file))
 
 
 def _from_config(folder: ModelFolder) -> Any:
