@@ -7,9 +7,10 @@ Face, for gpt3-175b Brown et al. (2020), table 2.1, for mt-nlg-530b Smith et al.
 Left out of counts: position tables of rotary models (none are trained) and the extra layer that DeepSeek-V3 predicts a
 second token with. Activations are what a block keeps for backward with attention that keeps no scores.
 
-`work_of` guesses the same of a module from its parameters' shapes, without running it. Every parameter of two
+`work_of` finds the same of a module from its parameters' shapes, without running it. Every parameter of two
 dimensions or more multiplies each token once, except tables of embeddings: a token reads one row. A table that another
-module multiplies with (a tied head) counts in its own unit.
+module multiplies with (a tied head) counts in its own unit. Widths of attention, and how many experts a token meets,
+are those of a model's `config`, if it has one in the words of Hugging Face; else they are guessed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +44,8 @@ class UnitWork:
     """Values of a token that the unit keeps for backward without recompute."""
     last_numel: float = 0.0
     """Parameters of the unit's last product. Backward does not run it again: no saved tensor comes after it."""
+    frozen_matmul_numel: float = 0.0
+    """The part of `matmul_numel` that is not trained: backward makes no gradient of it."""
 
     def keeps_inputs(self, recompute: bool) -> bool:
         """True if backward runs it again: with recompute blocks do, other units do not."""
@@ -54,6 +58,11 @@ class UnitWork:
     def forward_flops(self, sequence: int) -> float:
         """Operations for one token among `sequence`, each of which attends to those before it."""
         return 2.0 * self.matmul_numel + 2.0 * self.attention_width * sequence
+
+    def backward_share(self, sequence: int) -> float:
+        """Operations of backward over those of forward: gradients of inputs, and of parameters that are trained."""
+        forward = self.forward_flops(sequence)
+        return 2.0 - 2.0 * self.frozen_matmul_numel / forward if forward else 2.0
 
     def rerun_share(self, sequence: int, recompute: bool) -> float:
         """Share of a forward that backward runs again."""
@@ -246,6 +255,10 @@ def find_shape(name: str, others: Sequence[str] = ()) -> Shape:
     )
 
 
+_INSIDE_WIDTHS = 16
+"""Values of a token that a block keeps, over its width, where nothing more is known."""
+
+
 def usual_layers(numel: int) -> int:
     """The layers of the model known here that is nearest in size."""
     return min(SHAPES.values(), key=lambda shape: abs(math.log(max(numel, 1) / shape.numel))).layers
@@ -264,27 +277,81 @@ def plain_block(numel: UnitNumel) -> UnitWork:
     """A unit of which only the size is known: every parameter multiplies, in a block of 12 width^2 parameters."""
     total = numel.trained + numel.frozen
     width = max(math.isqrt(total // 12), 1)
-    return UnitWork(numel, float(total), width, width, 16 * width, last_numel=total / 3)
+    return UnitWork(
+        numel,
+        float(total),
+        width,
+        width,
+        _INSIDE_WIDTHS * width,
+        last_numel=total / 3,
+        frozen_matmul_numel=float(numel.frozen),
+    )
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What a config in the words of Hugging Face says of blocks; 0 where it does not."""
+
+    width: int = 0
+    attention_width: int = 0
+    active_experts: int = 0
+
+    @classmethod
+    def of(cls, config: object) -> _Words:
+        get_text = getattr(config, "get_text_config", None)
+        text = get_text() if callable(get_text) else config
+
+        def number(*names: str) -> int:
+            values = (getattr(text, name, None) for name in names)
+            return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+        width, heads = number("hidden_size"), number("num_attention_heads")
+        plain, rotary = number("qk_nope_head_dim"), number("qk_rope_head_dim")
+        usual = width // heads if heads else 0
+        # Scores are products of queries and keys; their sums are of values.
+        keys = plain + rotary if plain else number("head_dim") or usual
+        values = number("v_head_dim") if plain else keys
+        return cls(width, heads * (keys + values) // 2, number("num_experts_per_tok", "top_k_experts", "moe_topk"))
+
+
+_ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
 
 
 def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
     """The work of each unit of `spec`, which was made from `model`."""
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return tuple(_work_of_unit(unit, tables) for unit in spec.units)
+    words = _Words.of(getattr(model, "config", None))
+    return tuple(_work_of_unit(unit, tables, words) for unit in spec.units)
 
 
-def _work_of_unit(unit: UnitSpec, tables: set[str]) -> UnitWork:
+def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words) -> UnitWork:
     trained = sum(param.numel for param in unit.params if param.trainable)
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
-    products = [param.numel for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
-    multiplied = sum(products)
-    is_block = multiplied > unit.numel // 2 and len(unit.params) > 1
+    products = [param for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
+    met = [param.numel * _share_met(param, unit, words.active_experts) for param in products]
+    is_block = sum(param.numel for param in products) > unit.numel // 2 and len(unit.params) > 1
     return replace(
         whole,
-        matmul_numel=float(multiplied),
-        attention_width=whole.attention_width if is_block else 0,
-        last_numel=float(products[-1]) if products else 0.0,
+        matmul_numel=float(sum(met)),
+        attention_width=(words.attention_width or whole.attention_width) if is_block else 0,
+        boundary_values=words.width or whole.boundary_values,
+        inside_values=_INSIDE_WIDTHS * words.width or whole.inside_values,
+        # Of a mixture, backward ends within the last expert: nearly all runs again.
+        last_numel=met[-1] if products and met[-1] == products[-1].numel else 0.0,
+        frozen_matmul_numel=float(sum(n for param, n in zip(products, met, strict=True) if not param.trainable)),
     )
+
+
+def _share_met(param: ParamSpec, unit: UnitSpec, active: int) -> float:
+    """How much of a parameter a token is multiplied with: of experts as many as are active."""
+    if match := _ONE_EXPERT.match(param.name):
+        others = (each for each in unit.params if each.name.startswith(f"{match[1]}."))
+        count = len({each.name[len(match[1]) + 1 :].partition(".")[0] for each in others})
+    elif len(param.shape) == 3 and ".experts." in f".{param.name}":
+        count = param.shape[0]
+    else:
+        return 1.0
+    return min(active / count, 1.0) if active else 1.0
 
 
 def _is_table(param: ParamSpec, tables: set[str]) -> bool:

@@ -95,11 +95,18 @@ class Batch:
     """True if blocks keep their inputs only, and run again in backward."""
     by_unit: bool = False
     """True if all micro-batches are at a unit before the next one (`zo.accumulate`); else one after the other."""
+    has_reference: bool = False
+    """True if each micro-batch passes forward once more, without a backward, as by the reference of DPO."""
 
     @property
     def num_passes(self) -> int:
         """Through the units, forward and back."""
         return 1 if self.by_unit else self.micro_batches
+
+    @property
+    def num_references(self) -> int:
+        """Passes forward alone."""
+        return self.num_passes * self.has_reference
 
     @property
     def num_together(self) -> int:
@@ -202,7 +209,7 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
     # Few tokens: the weights must still be read once.
     floor_s = whole / machine.device_bytes if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
-    passes = (2 if job.units[index].trained_numel else 1) + work.rerun_share(batch.sequence, batch.recompute)
+    passes = work.backward_share(batch.sequence) + work.rerun_share(batch.sequence, batch.recompute)
     return forward_s, passes * forward_s
 
 
@@ -223,35 +230,49 @@ def _is_in_place(at: Tiers, machine: Machine) -> bool:
     return at[StateKind.PARAMS] is Tier.DEVICE or (machine.is_host and at[StateKind.PARAMS] is Tier.CPU)
 
 
-def _is_updated_on_device(unit: UnitBytes, at: Tiers, machine: Machine) -> bool:
-    return at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host and unit.trained_numel > 0
+def _is_updated_on_device(at: Tiers, machine: Machine) -> bool:
+    """True of trained parameters."""
+    return at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host
 
 
 def buffer_bytes(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
     """Bytes of compute memory while the unit is there; 0 if it always is."""
-    partition, whole = job.partition, unit.params_bytes * job.partition.param_shards
+    parts = ((unit.trained_bytes, True), (unit.frozen_bytes, False))
+    return sum(
+        nbytes * job.partition.param_shards
+        for nbytes, is_trained in parts
+        if _leaves(job.partition, at, machine, is_trained=is_trained)
+    )
+
+
+def _leaves(partition: Partition, at: Tiers, machine: Machine, *, is_trained: bool) -> bool:
+    """True if values, trained or frozen, come to compute memory for their uses and may leave it again."""
     if partition.param_shards > 1:
-        return whole
-    is_copy = partition.replicates_params and unit.trained_numel > 0
-    stays = _is_in_place(at, machine) or (_is_updated_on_device(unit, at, machine) and not is_copy)
-    return 0 if stays else whole
+        return True
+    is_own = is_trained and _is_updated_on_device(at, machine) and not partition.replicates_params
+    return not (_is_in_place(at, machine) or is_own)
 
 
 def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+    yield from _fetches_of(job, unit.trained_bytes, at, machine, is_trained=True)
+    yield from _fetches_of(job, unit.frozen_bytes, at, machine, is_trained=False)
+
+
+def _fetches_of(job: Job, nbytes: int, at: Tiers, machine: Machine, *, is_trained: bool) -> Iterator[Amount]:
     params, optimizer, partition = at[StateKind.PARAMS], at[StateKind.OPTIMIZER], job.partition
-    whole, shards = unit.params_bytes * partition.param_shards, partition.optimizer_shards
-    on_device = _is_updated_on_device(unit, at, machine)
-    buffer, crosses = buffer_bytes(job, unit, at, machine), not machine.is_host
+    whole, shards = nbytes * partition.param_shards, partition.optimizer_shards
+    on_device = is_trained and _is_updated_on_device(at, machine)
+    leaves, crosses = _leaves(partition, at, machine, is_trained=is_trained), not machine.is_host
     gathered = whole * (shards - 1) / shards
     # This rank's part of the values, from where it rests.
-    own: float = unit.params_bytes * (buffer > 0 and not (on_device and partition.param_shards > 1))
+    own: float = nbytes * (leaves and not (on_device and partition.param_shards > 1))
     again = {
         Lane.READ: own * (params is Tier.NVME),
         Lane.UPLOAD: own * crosses,
         Lane.NETWORK: gathered * (partition.param_shards > 1),
     }
     work, first = Work.FETCH, again
-    if unit.trained_numel == 0:
+    if not is_trained:
         work = Work.FETCH_FROZEN
     elif partition.replicates_params:
         # The new values of the states' shard, gathered, and kept where parameters rest.
@@ -261,9 +282,9 @@ def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator
             Lane.UPLOAD: own * (crosses and not on_device),
             Lane.NETWORK: gathered,
         }
-        yield Work.KEEP, Lane.DOWNLOAD, whole * (crosses and buffer > 0)
+        yield Work.KEEP, Lane.DOWNLOAD, whole * (crosses and leaves)
         yield Work.KEEP, Lane.WRITE, whole * (params is Tier.NVME)
-    elif buffer == 0 and crosses and not on_device:
+    elif not leaves and crosses and not on_device:
         first = {Lane.UPLOAD: whole}
     elif machine.is_host and partition.world_size == 1:
         work = Work.FETCH_DELIVERED
@@ -307,7 +328,7 @@ def _update(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[
     every = job.config.commit_every
     if isinstance(every, int) and job.config.effective_durability is not Durability.SCRATCH:
         yield Work.COMMIT, Lane.WRITE, unit.optimizer_bytes * (optimizer is not Tier.NVME) / every
-    if _is_updated_on_device(unit, at, machine):
+    if _is_updated_on_device(at, machine):
         yield Work.UPDATE_ON_DEVICE, Lane.READ, grad_reads
         yield Work.UPDATE_ON_DEVICE, Lane.UPLOAD, grad_bytes * (grads is not Tier.DEVICE)
         yield Work.UPDATE_ON_DEVICE, Lane.COMPUTE, touched
@@ -378,7 +399,8 @@ def of_unit(job: Job, index: int, at: Tiers, machine: Machine) -> Totals:
     buffer = buffer_bytes(job, unit, at, machine)
     params, grads, optimizer = (at[kind] for kind in PLACED_KINDS)
     resting = unit.grads_bytes * (grads is Tier.DEVICE) + unit.optimizer_bytes * (optimizer is Tier.DEVICE)
-    resting += unit.params_bytes * (buffer == 0 and optimizer is not Tier.DEVICE)
+    # Beside optimizer states on the device the trained values are a part of them.
+    resting += (unit.params_bytes - unit.trained_bytes * (optimizer is Tier.DEVICE)) * (buffer == 0)
     sizes = np.array([buffer, resting, Tier.NVME in (grads, optimizer)], dtype=float)
     return Totals(unit_seconds(job, index, at, machine), sizes)
 
@@ -394,7 +416,7 @@ class StepTimes(NamedTuple):
 
 def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> StepTimes:
     """Times of a step of `job` with units' totals under each of the placements."""
-    passes = job.batch.num_passes
+    passes, references = job.batch.num_passes, job.batch.num_references
     in_backward = job.config.overlap == UpdateOverlap.BACKWARD
     is_beside = _overlaps(job, totals.sizes[:, 2] > 0, machine)
     work = _as_run(job, totals, machine, budget, is_beside)
@@ -419,6 +441,7 @@ def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> St
     phases = [
         (1, (*forward, (Cause.PARAMS, new), (Cause.UPDATE, beside * (not in_backward)))),
         (passes - 1, (*forward, (Cause.PARAMS, work[Work.FETCH_AGAIN]))),
+        (references, (work[Work.FORWARD], (Cause.PARAMS, work[Work.FETCH_AGAIN]))),
         (min(passes - 1, 1), backward),
         (max(passes - 2, 0), adds),
         (1, (*last, (Cause.UPDATE, beside * in_backward))),
@@ -436,7 +459,7 @@ def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> St
             exposed_s[cause] += count * (longer_s - lasts_s)
             lasts_s = longer_s
         step_s += count * lasts_s
-    lanes = _lanes(np.tensordot(_counts(passes), work, 1), machine)
+    lanes = _lanes(np.tensordot(_counts(job.batch), work, 1), machine)
     least_s = np.maximum(step_s, lanes.max(1))
     exposed_s[Cause.COMMIT] += least_s - step_s
     return StepTimes(least_s, lanes, exposed_s)
@@ -449,10 +472,15 @@ def _overlaps(job: Job, uses_drives: npt.NDArray[np.bool_], machine: Machine) ->
     return uses_drives | (not machine.is_host)
 
 
-def _counts(passes: int) -> Numbers:
+def _counts(batch: Batch) -> Numbers:
     """How often a step does each work."""
-    of_pass = {Work.FORWARD, Work.BACKWARD, Work.SAVE, Work.RESTORE, Work.GRADS}
-    others = {Work.ADD: passes - 1, Work.FETCH_AGAIN: 2 * passes - 1}
+    passes, references = batch.num_passes, batch.num_references
+    of_pass = {Work.BACKWARD, Work.SAVE, Work.RESTORE, Work.GRADS}
+    others = {
+        Work.FORWARD: passes + references,
+        Work.ADD: passes - 1,
+        Work.FETCH_AGAIN: 2 * passes - 1 + references,
+    }
     return np.array([passes if work in of_pass else others.get(work, 1) for work in Work], dtype=float)
 
 
@@ -494,7 +522,7 @@ def _share_cores(job: Job, work: Numbers, machine: Machine, is_beside: npt.NDArr
     update[:, HOST] *= np.where(is_beside, machine.host_bytes / machine.host_bytes_beside, 1.0)
     update[:, HOST] += lost_s[Work.UPDATE]
     forward_s, backward_s = work[Work.FORWARD, :, COMPUTE], work[Work.BACKWARD, :, COMPUTE]
-    others_s = np.tensordot(_counts(passes), lost_s, 1) - lost_s[Work.UPDATE]
+    others_s = np.tensordot(_counts(job.batch), lost_s, 1) - lost_s[Work.UPDATE]
     every = 1 + others_s / np.maximum(passes * (forward_s + backward_s), 1e-30)
     # Compute waits for those of its threads whose cores the update has, and has half of its time at least.
     beside_s = backward_s if job.config.overlap == UpdateOverlap.BACKWARD else forward_s
