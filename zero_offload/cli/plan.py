@@ -14,7 +14,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure, plan_text
-from zero_offload.cli.planning import Request, by_wear, find_gpu_here, offers, plan_request
+from zero_offload.cli.planning import Request, by_wear, find_gpu_here, offers, plan_request, ways_of
 from zero_offload.hardware.machines import GPUS, parse_drives
 from zero_offload.plan.forecast import forecast
 from zero_offload.plan.wear import TBW_USUAL
@@ -133,7 +133,9 @@ def run(args: argparse.Namespace) -> int:
     if planned.memory.fits:
         found = forecast(planned.job, planned.placement, planned.machine)
         more = list(offers(request, planned, found.prediction))
-    report = plan_text.Report(request, planned, found, more, args.tbw, args.step_time, recommended)
+    report = plan_text.Report(
+        request, planned, found, ways_of(request, planned), more, args.tbw, args.step_time, recommended
+    )
     print(json.dumps(plan_text.as_json(report), indent=2) if args.json else plan_text.as_text(report))
     return 0 if planned.memory.fits else CapacityError.exit_code
 

@@ -34,6 +34,8 @@ class Report:
     planned: Planned
     found: Forecast | None
     """None where the plan does not fit."""
+    ways: Sequence[str]
+    """Ways to make it fit, where it does not."""
     offers: Sequence[Offer]
     tbw: float
     given_step_s: float | None
@@ -79,7 +81,7 @@ def as_text(report: Report) -> str:
         *([f"auto: {chosen}"] if automatic else []),
         "bytes of one rank:",
         memory.table(),
-        *report.planned.ways,
+        *report.ways,
         *_forecast_lines(report),
         *_wear_lines(report.wear, report.tbw, report.step_s),
         *_interval_lines(report),
@@ -234,7 +236,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "fits": memory.fits,
         "reasons": memory.reasons,
-        "suggestions": list(report.planned.ways),
+        "suggestions": list(report.ways),
         "bytes": tiers,
         "nvme_written_bytes_per_step": memory.nvme_written_bytes_per_step,
         "model": report.request.model,

@@ -201,6 +201,10 @@ class Request:
             return replace(found, source=f"{found.source}; drives as given, reads and writes taking turns")
         return replace(found, source=f"{found.source}; {source}") if source else found
 
+    def place(self, job: Job, machine: Machine) -> Placement:
+        budget = tier_budget(self.config, self.hardware())
+        return assign_tiers(job.units, self.config, budget, self.partition, Outlook(job, machine))
+
     def hardware(self) -> HardwareProfile:
         """This machine's share of one rank; sizes the user gives stand in for it, larger or smaller."""
         config, here = self.config, self.cluster.ranks_per_node
@@ -250,25 +254,27 @@ class Planned:
     placement: Placement
     machine: Machine
     memory: MemoryPlan
-    ways: tuple[str, ...]
-    """Ways to make it fit, where it does not."""
 
 
 def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     """`machine` where it is another than the request's."""
     config, partition, machine = request.config, request.partition, machine or request.machine()
     job = Job.of(request.work, config, partition, request.batch)
-    hardware = request.hardware()
-    placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, Outlook(job, machine))
+    placement = request.place(job, machine)
     job = job.as_run(placement.tiers, machine)
     memory = estimate_memory(job.units, placement, config, partition)
     wear = memory.wear.of_backwards(job.batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
     memory = replace(memory, wear=replace(wear, activation_bytes=activations))
-    ways = []
-    if not memory.fits:
-        ways = ways_to_fit(job.units, config, hardware, partition, list(_variants(request)), WAYS_MAX)
-    return Planned(job, placement, machine, memory, tuple(ways))
+    return Planned(job, placement, machine, memory)
+
+
+def ways_of(request: Request, planned: Planned) -> list[str]:
+    """Ways to make it fit, where it does not."""
+    if planned.memory.fits:
+        return []
+    variants = list(_variants(request))
+    return ways_to_fit(planned.job.units, request.config, request.hardware(), request.partition, variants, WAYS_MAX)
 
 
 def _variants(request: Request) -> Iterator[Variant]:

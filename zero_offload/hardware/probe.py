@@ -57,6 +57,11 @@ def free_memory_bytes() -> int:
     return min(limit.free_bytes for limit in memory_limits())
 
 
+def resident_bytes() -> int:
+    """Host memory that this process has now, files that it maps included."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def memory_limits(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT) -> tuple[MemoryLimit, ...]:
     """Every bound that applies, the host's first; none is larger than the host's memory."""
     host = psutil.virtual_memory()

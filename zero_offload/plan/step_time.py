@@ -266,7 +266,7 @@ def _fetches_of(job: Job, nbytes: int, at: Tiers, machine: Machine, *, is_traine
     gathered = whole * (shards - 1) / shards
     # This rank's part of the values, from where it rests.
     own: float = nbytes * (leaves and not (on_device and partition.param_shards > 1))
-    again = {
+    again: dict[Lane, float] = {
         Lane.READ: own * (params is Tier.NVME),
         Lane.UPLOAD: own * crosses,
         Lane.NETWORK: gathered * (partition.param_shards > 1),
@@ -288,10 +288,10 @@ def _fetches_of(job: Job, nbytes: int, at: Tiers, machine: Machine, *, is_traine
         first = {Lane.UPLOAD: whole}
     elif machine.is_host and partition.world_size == 1:
         work = Work.FETCH_DELIVERED
-    for lane, nbytes in first.items():
-        yield work, lane, nbytes
-    for lane, nbytes in again.items():
-        yield Work.FETCH_AGAIN, lane, nbytes
+    for lane, moved in first.items():
+        yield work, lane, moved
+    for lane, moved in again.items():
+        yield Work.FETCH_AGAIN, lane, moved
 
 
 def _made_bytes(job: Job, unit: UnitBytes) -> int:

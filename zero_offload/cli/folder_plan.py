@@ -1,0 +1,815 @@
+"""The plan of a fine-tuning run: bytes per tier and on disks, seconds, the end, what drives are written, whether it
+fits, and what would.
+
+Owns what a run of `finetune` takes beside the states that `zero_offload.plan` counts: activations, by a rehearsal; the
+program; outputs. Never builds the model. The calls: `plan_job` for a `FolderJob`; its `FolderPlan` has the printed
+forms, and the settings with which the run is as planned.
+
+[Note: what is planned is what runs]
+`zo.offload` places units by what all ranks know of the machine, whatever was measured, and by a step of usual length.
+So does a plan here. Budgets are what "auto" may fill, without activations, the program and outputs: they are part of
+the settings that the run gets.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import GIB, MIB, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
+from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.cli.finetune.folder import Lora, ModelFolder, meta_model
+from zero_offload.cli.finetune.rehearsal import Rehearsal, rehearse
+from zero_offload.cli.human import format_duration, format_number, format_written
+from zero_offload.cli.planning import (
+    GPU_SHARE,
+    RAM_SHARE,
+    Planned,
+    Request,
+    by_wear,
+    drive_wear,
+    find_gpu_here,
+    plan_request,
+)
+from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Drives, Machine, find_gpu, gpu_memory_bytes
+from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
+from zero_offload.plan.dtypes import resolve
+from zero_offload.plan.forecast import Bottleneck, find_bottleneck
+from zero_offload.plan.layout import make_layout
+from zero_offload.plan.memory import PLACED_KINDS, Placement, UnitNumel, measure_units, value_bytes
+from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.plan.partition import Partition
+from zero_offload.plan.placement import Outlook, assign_tiers, tier_budget
+from zero_offload.plan.shapes import UnitWork, work_of
+from zero_offload.plan.step_time import Batch, Job, Prediction, kept_bytes, predict
+from zero_offload.plan.wear import TBW_USUAL, Wear
+
+PROGRAM_BYTES = 900 * MIB
+"""Host memory of a process with torch, transformers and TRL, before it has a model."""
+BESIDE_BYTES = 256 * MIB
+"""What is left free beside all that is counted: threads' stacks, batches, what operations take within themselves."""
+_ROUNDS = 4
+_LORA = Lora(16, 32.0)
+_SEQ_LEAST = 128
+_MORE = "MORE"
+"""Stands for a size that follows from a plan."""
+
+
+@dataclass(frozen=True)
+class FolderJob:
+    """A run of `finetune`, on this machine or on another."""
+
+    folder: ModelFolder
+    offload: OffloadConfig
+    lora: Lora | None = None
+    batch: int = 4
+    """Samples (with packing: sequences; with DPO: pairs) per micro-batch and rank."""
+    accumulate: int = 4
+    seq: int = 1024
+    steps: int = 0
+    """Of the whole run; 0 where it is not known."""
+    ranks: int = 1
+    nodes: int = 1
+    method: str = "sft"
+    packing: bool = True
+    recompute: bool = True
+    merge: bool = False
+    evaluates: bool = False
+    longest: int = 0
+    """Tokens of the longest sample, where samples do not share sequences; 0 is `seq`."""
+    mean_tokens: float = 0.0
+    """Tokens of a sample on average, likewise."""
+    words: tuple[str, ...] = ()
+    """What the command has beside MODEL, where it is to be printed."""
+    gpu: str | None = None
+    """A GPU by name, for each rank, where it is another machine."""
+    ram: str | None = None
+    """Memory of each machine, likewise."""
+    drives: Drives | None = None
+    """Drives of each machine; None where they are directories here."""
+    tbw: float = TBW_USUAL
+
+    @property
+    def is_packed(self) -> bool:
+        """True if all samples of a micro-batch are one row."""
+        return self.method == "sft" and self.packing
+
+    @property
+    def samples(self) -> int:
+        """Of a micro-batch: a pair is two."""
+        return self.batch * (2 if self.method == "dpo" else 1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of each, of the largest micro-batch."""
+        longest = min(self.longest or self.seq, self.seq)
+        return (1, self.samples * self.seq) if self.is_packed else (self.samples, longest)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sample on average."""
+        return self.seq if self.is_packed else min(self.mean_tokens or self.shape[1], self.shape[1])
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on average."""
+        return max(round(self.samples * self.mean_length), 1)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.gpu is not None or self.ram is not None or self.drives is not None
+
+    def micro_batch(self) -> Batch:
+        # Samples in one row are told apart by a mask: attention computes all of it.
+        sequence = self.shape[1] if self.is_packed else max(round(self.mean_length), 1)
+        return Batch(self.tokens, self.accumulate, sequence, self.recompute, has_reference=self.method == "dpo")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file system, and what a run needs of it."""
+
+    name: str
+    needed: dict[str, int]
+    """Bytes by what they are for."""
+    free_bytes: int
+    """Files of an earlier run in the same place included."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.needed.values())
+
+
+@dataclass(frozen=True)
+class Way:
+    """Other flags, with which the run fits."""
+
+    flags: tuple[str, ...]
+    plan: FolderPlan
+
+
+@dataclass(frozen=True)
+class _FolderRequest(Request):
+    """A request whose units are those of a module, placed as `zo.offload` places them."""
+
+    plain_work: tuple[UnitWork, ...]
+    """As `zo.offload` knows it."""
+
+    @property
+    def device_name(self) -> str:
+        return self.gpu or (self.gpu_here.name if self.gpu_here is not None else "cpu")
+
+    def machine(self) -> Machine:
+        if self.has_gpu:
+            return super().machine()
+        # To a CPU `device_memory` is a bound on units in flight.
+        return Request.machine(replace(self, config=replace(self.config, device_memory=None)))
+
+    def hardware(self) -> HardwareProfile:
+        found = super().hardware()
+        memory = found.device_memory_bytes if self.has_gpu else found.cpu_memory_bytes
+        return replace(found, device_name=self.device_name, device_memory_bytes=memory)
+
+    def place(self, job: Job, machine: Machine) -> Placement:
+        config, partition, hardware = self.config, self.partition, self.hardware()
+        units = measure_units([each.numel for each in self.work], config, partition)
+        outlook = Outlook.of(units, config, partition, hardware.device_name, hardware.num_cores, self.plain_work)
+        return assign_tiers(units, config, tier_budget(config, hardware), partition, outlook)
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What a job takes."""
+
+    job: FolderJob
+    offload: OffloadConfig
+    """The settings that the run is planned with: budgets leave room for what is not states."""
+    planned: Planned
+    prediction: Prediction
+    bottleneck: Bottleneck
+    wear: Wear
+    """Of one drive."""
+    num_drives: int
+    activations: dict[Tier, int]
+    """The most at once, of one rank."""
+    places: tuple[Place, ...]
+    program_bytes: int
+    """Memory of the host that the process takes without a model."""
+    host_bytes: int
+    """Memory of the host that a rank may take, the program included."""
+    device_bytes: int
+    """Memory of a GPU; 0 where the CPU computes."""
+    once_bytes: int
+    """Written to drives once, by all ranks: the weights at the start and the outputs."""
+    chosen_every: int | None
+    """Steps between generations, where they are chosen to spare the drives."""
+    ways: tuple[Way, ...] = ()
+    """Where it does not fit."""
+
+    # Sizes
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Bytes of one rank by memory: "host", and "device" where a GPU computes."""
+        host = self.program_bytes + BESIDE_BYTES + self.states_bytes + self.activations[Tier.CPU]
+        device = self.activations[Tier.DEVICE]
+        if not self.device_bytes:
+            return {"host": host + device}
+        return {"device": self.planned.memory.used_bytes(Tier.DEVICE) + device, "host": host}
+
+    @property
+    def states_bytes(self) -> int:
+        """Memory of the host for what tiers hold: what `cpu_memory` bounds."""
+        memory = self.planned.memory
+        return memory.used_bytes(Tier.CPU) + (0 if self.device_bytes else memory.used_bytes(Tier.DEVICE))
+
+    @property
+    def generation_bytes(self) -> int:
+        """On NVMe, of what is there for generations: second slots, and copies of states that rest in memory."""
+        planned = self.planned
+        resting = sum(
+            unit.optimizer_bytes
+            for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True)
+            if at[StateKind.OPTIMIZER] is Tier.NVME
+        )
+        return planned.memory.rest_bytes[Tier.NVME, StateKind.OPTIMIZER] - resting
+
+    @property
+    def available(self) -> dict[str, int]:
+        return {"host": self.host_bytes} | ({"device": self.device_bytes} if self.device_bytes else {})
+
+    @property
+    def shortages(self) -> tuple[str, ...]:
+        """One line for each place that has too little; none where it fits."""
+        names = {"host": "memory", "device": "memory of the GPU"}
+        found = [
+            _shortage(names[name], self.used[name], self.available[name])
+            for name in self.used
+            if self.used[name] > self.available[name]
+        ]
+        given = self.job.offload.budget_bytes(Tier.CPU)
+        if given is not None and self.states_bytes > given:
+            found.append(_shortage(f"--cpu-memory {format_bytes(given)}", self.states_bytes, given))
+        limit, least = self.offload.budget_bytes(Tier.DEVICE), self.planned.memory.least_bytes
+        if limit is not None and least > limit:
+            found.append(_shortage("--device-memory for the units in use at once", least, limit))
+        found += [
+            _shortage(each.name, each.total, each.free_bytes) for each in self.places if each.total > each.free_bytes
+        ]
+        return tuple(found)
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        return any(self.used[name] > self.available[name] for name in self.used)
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages
+
+    # Time and wear
+
+    @property
+    def step_s(self) -> float:
+        return self.prediction.step_s
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds of the whole run; None where its steps are not known."""
+        return self.job.steps * self.step_s if self.job.steps else None
+
+    @property
+    def written_per_step(self) -> float:
+        """Bytes to all drives of a machine."""
+        return self.wear.bytes_per_step * self.num_drives
+
+    @property
+    def written_bytes(self) -> float | None:
+        """To all drives, in the whole run."""
+        return self.job.steps * self.written_per_step + self.once_bytes if self.job.steps else None
+
+    @property
+    def life_days(self) -> float | None:
+        """Days until a drive is written what it is rated for, day and night; None where nothing is."""
+        return self.wear.days_to(self.job.tbw, self.step_s) if self.wear.bytes_per_step else None
+
+    # Printed forms
+
+    def text(self) -> str:
+        """What `finetune` prints before its first step."""
+        return "\n".join(_lines(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return _as_dict(self)
+
+    def command(self) -> str:
+        """The command line of the run, quoted for a shell."""
+        job = self.job
+        launcher = ["zero-offload"]
+        if job.ranks > 1:
+            launcher = ["torchrun", "--nproc-per-node", str(job.ranks // job.nodes), "-m", "zero_offload"]
+        return shlex.join([*launcher, "finetune", str(job.folder.adapter or job.folder.path), *job.words])
+
+
+def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True) -> FolderPlan:
+    """Plan a run that writes its outputs to `out`; None where that is not known yet. No weights are read.
+
+    With `tries` a plan that does not fit has `ways`. Raises what `zo.plan` raises for a model that cannot be offloaded.
+    """
+    known = _Known(job.folder)
+    plan = _Planner(job, out, known).plan()
+    return plan if plan.fits or not tries else replace(plan, ways=tuple(_ways(job, out, known)))
+
+
+class _Planner:
+    def __init__(self, job: FolderJob, out: Path | None, known: _Known) -> None:
+        self._job, self._out = job, out
+        config = job.offload
+        self._plain = known.work(job.lora, config, Partition.of(config, job.ranks).optimizer_shards)
+        self._rehearsal = known.rehearsal(job)
+        self._work = _with_saved(self._plain, self._rehearsal, value_bytes(config), recompute=job.recompute)
+        self._here = Cluster(job.ranks, job.nodes).ranks_per_node
+        self._gpu_here = None if job.gpu is not None else find_gpu_here()
+
+    def plan(self) -> FolderPlan:
+        job, config = self._job, self._budgets(self._job.offload)
+        request = self._request(config)
+        chosen = None
+        if config.commit_every == "auto":
+            chosen = by_wear(request, job.tbw, None)
+            config = config if chosen is None else replace(config, commit_every=chosen)
+        planned, limits = plan_request(self._request(config)), config
+        for _ in range(_ROUNDS):  # sums of micro-batches, which placement does not know of
+            smaller = self._without_excess(config, planned, limits)
+            if smaller is None:
+                break
+            config = smaller
+            planned = plan_request(self._request(config))
+        request = self._request(config)
+        prediction = predict(planned.job, planned.placement, planned.machine)
+        wear = drive_wear(request, planned.memory).at(prediction.step_s)
+        return FolderPlan(
+            job,
+            config,
+            planned,
+            prediction,
+            find_bottleneck(planned.job, planned.placement, planned.machine, prediction.step_s),
+            wear,
+            self._num_drives,
+            self._activations,
+            self._places(planned),
+            self._program_bytes,
+            self._host_bytes,
+            self._device_bytes,
+            self._once_bytes(planned),
+            chosen,
+        )
+
+    def _request(self, config: OffloadConfig) -> _FolderRequest:
+        job = self._job
+        name = job.folder.path.name or str(job.folder.path)
+        gpu = None if job.gpu is None else find_gpu(job.gpu)[0]
+        cluster = Cluster(job.ranks, job.nodes)
+        return _FolderRequest(
+            name, self._work, 0, config, cluster, job.micro_batch(), gpu, self._gpu_here, job.drives, self._plain
+        )
+
+    def _without_excess(self, config: OffloadConfig, planned: Planned, limits: OffloadConfig) -> OffloadConfig | None:
+        """With budgets from which is taken what states take beyond `limits`; None where that does not help."""
+        if not _is_automatic(config):
+            return None
+        memory, budgets = planned.memory, dict[str, Any]()
+        used = {tier: memory.used_bytes(tier) for tier in (Tier.DEVICE, Tier.CPU)}
+        if not self._device_bytes:
+            used = {Tier.CPU: sum(used.values())}
+        for tier, name in ((Tier.DEVICE, "device_memory"), (Tier.CPU, "cpu_memory")):
+            over = used.get(tier, 0) - (limits.budget_bytes(tier) or used.get(tier, 0))
+            if over > 0:
+                budgets[name] = (config.budget_bytes(tier) or 0) - over
+        if not budgets or min(budgets.values()) <= 0:
+            return None
+        return replace(config, **budgets)
+
+    # Budgets
+
+    @functools.cached_property
+    def _program_bytes(self) -> int:
+        return max(resident_bytes(), PROGRAM_BYTES)
+
+    @functools.cached_property
+    def _host_bytes(self) -> int:
+        """What a rank may take of the host's memory, the program included."""
+        if self._job.ram is not None:
+            return int(parse_bytes(self._job.ram) * RAM_SHARE) // self._here
+        return free_memory_bytes() // self._here + resident_bytes()
+
+    @functools.cached_property
+    def _device_bytes(self) -> int:
+        if self._job.gpu is not None:
+            return int(gpu_memory_bytes(self._job.gpu) * GPU_SHARE)
+        return 0 if self._gpu_here is None else int(self._gpu_here.free_bytes * GPU_SHARE)
+
+    @functools.cached_property
+    def _activations(self) -> dict[Tier, int]:
+        config, batch, peak = self._job.offload, self._job.micro_batch(), self._rehearsal.peak_bytes
+        largest = replace(batch, tokens=math.prod(self._job.shape))
+        away = {tier: kept_bytes(self._work, config, largest, tier) for tier in (Tier.CPU, Tier.NVME)}
+        if not self._device_bytes:
+            away[Tier.CPU] = 0  # the same memory
+        return {**away, Tier.DEVICE: max(peak - sum(away.values()), 0)}
+
+    def _budgets(self, config: OffloadConfig) -> OffloadConfig:
+        beside = self._program_bytes + BESIDE_BYTES + self._activations[Tier.CPU]
+        if not self._device_bytes:
+            beside += self._activations[Tier.DEVICE]
+        limits = {"cpu_memory": (Tier.CPU, self._host_bytes - beside)}
+        if self._device_bytes:
+            limits["device_memory"] = (Tier.DEVICE, self._device_bytes - self._activations[Tier.DEVICE])
+        if config.nvme_dirs:
+            limits["nvme_capacity"] = (Tier.NVME, self._swap_bytes // self._here)
+        given = {name: config.budget_bytes(tier) for name, (tier, _) in limits.items()}
+        budgets: dict[str, Any] = {name: max(min(given[name] or most, most), 1) for name, (_, most) in limits.items()}
+        return replace(config, **budgets)
+
+    # Disks
+
+    @property
+    def _num_drives(self) -> int:
+        drives = self._job.drives
+        return drives.count if drives is not None else max(len(self._job.offload.nvme_dirs), 1)
+
+    @functools.cached_property
+    def _outputs(self) -> dict[str, int]:
+        """Bytes of what the run writes beside its swap files."""
+        job, nbytes = self._job, value_bytes(self._job.offload)
+        trained = sum(each.numel.trained for each in self._work)
+        whole = sum(each.numel.trained + each.numel.frozen for each in self._work)
+        is_adapter = job.lora is not None or job.folder.adapter is not None
+        found = {"adapter" if is_adapter else "model": (trained if is_adapter else whole) * nbytes}
+        if job.evaluates:
+            found["best evaluation"] = next(iter(found.values()))
+        if job.merge:
+            found["merged model"] = whole * nbytes
+            found["merging"] = whole * nbytes
+        if job.method == "dpo" and not is_adapter:
+            found["reference"] = whole * nbytes
+        return found
+
+    @functools.cached_property
+    def _swap_bytes(self) -> int:
+        """What swap files may take of the directories' disks, which outputs may share."""
+        paths, outputs = self._job.offload.nvme_dirs, sum(self._outputs.values())
+        if self._job.drives is not None:
+            return self._job.drives.count * DRIVE_BYTES - outputs
+        shares = {_device(path) for path in paths}
+        is_shared = self._out is None or _device(self._out) in shares
+        return nvme_free_bytes(paths) + reusable_bytes(paths) - outputs * is_shared
+
+    def _places(self, planned: Planned) -> tuple[Place, ...]:
+        job, swap = self._job, planned.memory.used_bytes(Tier.NVME) * self._here
+        if job.drives is not None:
+            needed = {"swap files": swap, **self._outputs}
+            return (Place("drives", needed, job.drives.count * DRIVE_BYTES),)
+        places: dict[int, Place] = {}
+
+        def add(path: Path, what: dict[str, int], reusable: int = 0) -> None:
+            key = _device(path)
+            known = places.get(key) or Place(f"disk of {path}", {}, nvme_free_bytes([path]))
+            sums = {name: known.needed.get(name, 0) + what.get(name, 0) for name in (*known.needed, *what)}
+            places[key] = replace(known, needed=sums, free_bytes=known.free_bytes + reusable)
+
+        dirs = job.offload.nvme_dirs
+        for index, path in enumerate(dirs):
+            add(path, {"swap files": swap // len(dirs)}, reusable_bytes(dirs) if index == 0 else 0)
+        add(self._out or (dirs[0] if dirs else Path()), self._outputs)
+        return tuple(places.values())
+
+    def _once_bytes(self, planned: Planned) -> int:
+        found = sum(nbytes for name, nbytes in self._outputs.items())
+        for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
+            if at[StateKind.OPTIMIZER] is Tier.NVME:
+                found += unit.optimizer_bytes * self._here
+            if at[StateKind.PARAMS] is Tier.NVME:
+                found += unit.frozen_bytes * self._here
+        return found
+
+
+def _is_automatic(config: OffloadConfig) -> bool:
+    """True if a kind of state goes where the plan says."""
+    return any(isinstance(config.placement_of(kind), str) for kind in PLACED_KINDS)
+
+
+def _device(path: Path) -> int:
+    return existing_parent(path).stat().st_dev
+
+
+# What is made once for a model
+
+
+class _Known:
+    """What is made once for a folder, and used by plans with other settings."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+        self._work: dict[object, tuple[UnitWork, ...]] = {}
+        self._rehearsals: dict[object, Rehearsal] = {}
+
+    def work(self, lora: Lora | None, config: OffloadConfig, shards: int) -> tuple[UnitWork, ...]:
+        """Of each unit, as `zo.offload` finds it."""
+        key = (lora, str(config.numerics), shards)
+        if key not in self._work:
+            model = meta_model(self._folder, lora)
+            spec = ModelSpec.from_module(model)
+            layout = make_layout(spec, resolve(model, config), shards)
+            numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(layout.units)]
+            work = work_of(model, spec)
+            self._work[key] = tuple(replace(each, numel=numel) for each, numel in zip(work, numels, strict=True))
+        return self._work[key]
+
+    def rehearsal(self, job: FolderJob) -> Rehearsal:
+        dtype = getattr(torch, job.offload.compute_dtype_name)
+        key = (job.lora, dtype, *job.shape, job.recompute)
+        if key not in self._rehearsals:
+            self._rehearsals[key] = rehearse(self._folder, job.lora, dtype, *job.shape, recompute=job.recompute)
+        return self._rehearsals[key]
+
+
+def _with_saved(
+    work: Sequence[UnitWork], rehearsal: Rehearsal, nbytes: int, *, recompute: bool
+) -> tuple[UnitWork, ...]:
+    """With what the rehearsal has saved for backward; what no unit has is the last one's."""
+    tokens = rehearsal.rows * rehearsal.seq * nbytes
+    found = []
+    for index, unit in enumerate(work):
+        saved = rehearsal.saved_bytes[unit.numel.name] + rehearsal.saved_bytes[""] * (index == len(work) - 1)
+        values = -(-saved // tokens)
+        is_kept = unit.keeps_inputs(recompute)
+        found.append(replace(unit, boundary_values=values) if is_kept else replace(unit, inside_values=values))
+    return tuple(found)
+
+
+# What would fit
+
+
+def _ways(job: FolderJob, out: Path | None, known: _Known) -> Iterator[Way]:
+    """Other settings under which the run fits, each as near to what was asked as it can be."""
+    for flags, changed in _variants(job):
+        if (found := _first_that_fits(changed, out, known)) is not None:
+            smaller, plan = found
+            states = f"{-(-plan.states_bytes // GIB)}GiB"
+            yield Way((*(states if word == _MORE else word for word in flags), *smaller), plan)
+
+
+def _variants(job: FolderJob) -> Iterator[tuple[tuple[str, ...], FolderJob]]:
+    """Flags, and the job with them; the first has none."""
+    config, is_adapter = job.offload, job.lora is not None or job.folder.adapter is not None
+    yield (), job
+    given = [kind for kind in PLACED_KINDS if not isinstance(config.placement_of(kind), str)]
+    automatic: dict[str, Any] = {kind.value: "auto" for kind in given} if config.nvme_dirs else {}
+    budget = {"cpu_memory": None} if config.cpu_memory is not None else {}
+    settings: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    if automatic:
+        settings.append((tuple(word for kind in given for word in (f"--{kind.value}-tier", "auto")), automatic))
+    if budget:
+        settings.append((("--cpu-memory", _MORE), budget))
+    compact = replace(config.numerics, states="compact")
+    if config.numerics != compact:
+        settings.append((("--states", "compact"), {"precision": compact}))
+    if automatic and config.numerics != compact:
+        settings.append(((*settings[0][0], "--states", "compact"), automatic | {"precision": compact}))
+    for flags, changes in settings:
+        yield flags, replace(job, offload=replace(config, **changes))
+    if not is_adapter:
+        yield ("--lora", str(_LORA.rank)), replace(job, lora=_LORA)
+        if automatic:
+            yield (
+                (*settings[0][0], "--lora", str(_LORA.rank)),
+                replace(job, lora=_LORA, offload=replace(config, **automatic)),
+            )
+
+
+def _first_that_fits(job: FolderJob, out: Path | None, known: _Known) -> tuple[tuple[str, ...], FolderPlan] | None:
+    """The job itself, or with a smaller batch in more micro-batches, or with shorter sequences."""
+    flags: dict[str, str] = {}
+    while True:
+        # If a tier is chosen for each unit, the least memory is taken with all on drives: that is found at once.
+        plan = _Planner(_with_all_on_drives(job), out, known).plan()
+        if plan.fits:
+            plan = _Planner(job, out, known).plan()
+        if plan.fits:
+            return tuple(word for pair in flags.items() for word in pair), plan
+        if not plan.is_short_of_memory:
+            return None
+        if job.batch > 1:
+            job = replace(job, batch=job.batch // 2, accumulate=job.accumulate * 2)
+            flags |= {"--batch": str(job.batch), "--accumulate": str(job.accumulate)}
+        elif job.seq > _SEQ_LEAST:
+            job = replace(job, seq=max(job.seq // 2, _SEQ_LEAST))
+            flags |= {"--seq": str(job.seq)}
+        else:
+            return None
+
+
+def _with_all_on_drives(job: FolderJob) -> FolderJob:
+    config = job.offload
+    if not config.nvme_dirs:
+        return job
+    changes: dict[str, Any] = {
+        kind.value: Tier.NVME.value for kind in PLACED_KINDS if isinstance(config.placement_of(kind), str)
+    }
+    return replace(job, offload=replace(config, **changes))
+
+
+# Printed forms
+
+
+def _shortage(where: str, needed: int, available: int) -> str:
+    missing = format_bytes(needed - available)
+    return f"{where}: needs {format_bytes(needed)}, {format_bytes(available)} available, {missing} missing"
+
+
+def _lines(plan: FolderPlan) -> Iterator[str]:
+    yield from _what_lines(plan)
+    yield from _size_lines(plan)
+    yield from _disk_lines(plan)
+    if plan.fits:
+        yield from _time_lines(plan)
+        yield from _wear_lines(plan)
+        yield "it fits"
+        return
+    yield "it does not fit"
+    yield from plan.shortages
+    if any(place.total > place.free_bytes for place in plan.places) and plan.job.drives is None:
+        yield "a larger disk: --nvme DIR for swap files, --out OUT for outputs"
+    yield from _way_lines(plan)
+
+
+def _what_lines(plan: FolderPlan) -> Iterator[str]:
+    job, units = plan.job, plan.planned.job.work
+    trained = sum(each.numel.trained for each in units)
+    whole = trained + sum(each.numel.frozen for each in units)
+    what = f"{job.folder.path.name}: {whole:,} parameters in {len(units)} units"
+    if trained < whole:
+        rank = f"LoRA of rank {job.lora.rank}" if job.lora is not None else "an adapter"
+        what += f", {trained:,} of them trained ({rank})"
+    if job.ranks > 1:
+        what += f", on {job.ranks} ranks"
+    yield what
+    yield f"a step: {_step_text(job)}"
+
+
+def _step_text(job: FolderJob) -> str:
+    pairs = "pairs of samples" if job.method == "dpo" else "sequences" if job.is_packed else "samples"
+    length = f"of {job.seq:,} tokens" if job.is_packed else f"of {format_number(job.mean_length)} tokens on average"
+    text = f"{job.batch} {pairs} {length}"
+    if job.accumulate > 1:
+        text += f", {job.accumulate} times"
+    if job.ranks > 1:
+        text += f", on {job.ranks} ranks"
+    return f"{text}: {job.tokens * job.accumulate * job.ranks:,} tokens"
+
+
+_KINDS = {StateKind.PARAMS: "parameters", StateKind.GRADS: "gradients", StateKind.OPTIMIZER: "optimizer"}
+
+
+def _rows(plan: FolderPlan) -> dict[str, dict[Tier, int]]:
+    """Bytes of one rank by what they are, and by tier."""
+    memory = plan.planned.memory
+    rows = {name: {tier: memory.rest_bytes[tier, kind] for tier in Tier} for kind, name in _KINDS.items()}
+    generations = plan.generation_bytes
+    rows["optimizer"][Tier.NVME] -= generations
+    rows["generations"] = {Tier.NVME: generations}
+    rows["in flight"] = dict(memory.staging_bytes)
+    rows["activations"] = plan.activations
+    rows["program"] = {Tier.CPU: plan.program_bytes + BESIDE_BYTES}
+    return rows
+
+
+def _size_lines(plan: FolderPlan) -> Iterator[str]:
+    has_gpu, has_nvme = plan.device_bytes > 0, bool(plan.offload.nvme_dirs)
+    columns: list[tuple[str, tuple[Tier, ...]]] = [("memory", (Tier.DEVICE, Tier.CPU))]
+    if has_gpu:
+        columns = [("gpu", (Tier.DEVICE,)), ("memory", (Tier.CPU,))]
+    columns += [("nvme", (Tier.NVME,))] if has_nvme else []
+    yield _row("of one rank:" if plan.job.ranks > 1 else "", [name for name, _ in columns])
+    for name, sizes in _rows(plan).items():
+        cells = [sum(sizes.get(tier, 0) for tier in tiers) for _, tiers in columns]
+        if any(cells):
+            yield _row(name, [format_bytes(each) if each else "" for each in cells])
+    used, available = plan.used, plan.available
+    nvme = [plan.planned.memory.used_bytes(Tier.NVME)] if has_nvme else []
+    yield _row("total", [format_bytes(each) for each in (*used.values(), *nvme)])
+    yield _row("available", [format_bytes(available[name]) for name in used])
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return (f"  {label:<12}" + "".join(f"{cell:>11}" for cell in cells)).rstrip()
+
+
+def _disk_lines(plan: FolderPlan) -> Iterator[str]:
+    for place in plan.places:
+        parts = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in place.needed.items() if nbytes)
+        if parts:
+            yield f"{place.name}: {parts}; {format_bytes(place.free_bytes)} free"
+
+
+def _time_lines(plan: FolderPlan) -> Iterator[str]:
+    speed = format_number(plan.prediction.tokens_per_s)
+    yield f"a step takes {format_duration(plan.step_s)}, {speed} tokens/s, bound by {plan.bottleneck.title}"
+    if plan.run_s is not None:
+        ends = "" if plan.job.is_elsewhere else f", until {_clock(plan.run_s)}"
+        yield f"{plan.job.steps:,} steps take {format_duration(plan.run_s)}{ends}"
+    yield f"rates: {plan.planned.machine.source}"
+
+
+def _clock(seconds: float) -> str:
+    """When so many seconds are over, by the clock here."""
+    days = seconds / 86400
+    form = "%H:%M" if days < 0.5 else "%a %d %b, %H:%M" if days < 180 else "%d %b %Y"
+    return time.strftime(form, time.localtime(time.time() + seconds))
+
+
+def _wear_lines(plan: FolderPlan) -> Iterator[str]:
+    if not plan.written_per_step:
+        return
+    most = "up to " if plan.wear.is_bound else ""
+    text = f"written to drives: {most}{format_written(plan.written_per_step)} per step"
+    if plan.written_bytes is not None:
+        share = plan.written_bytes / plan.num_drives / (plan.job.tbw * 1e12)
+        rated = f"{_percent(share)} of a drive of {plan.job.tbw:g} TBW"
+        text += f", {most}{format_written(plan.written_bytes)} in the run ({rated})"
+    if plan.life_days is not None:
+        text += f"; day and night a drive lasts {format_duration(plan.life_days * 86400)}"
+    yield text
+    if plan.chosen_every is not None and plan.chosen_every > 1:
+        yield f"a generation every {plan.chosen_every} steps, which spares the drives; a crash costs as many at most"
+
+
+def _percent(share: float) -> str:
+    return f"{format_number(100 * share)}%" if share >= 1e-4 else "less than 0.01%"
+
+
+def _way_lines(plan: FolderPlan) -> Iterator[str]:
+    if not plan.ways:
+        yield "nothing that was tried fits: LoRA, compact states, smaller batches, shorter sequences"
+        return
+    yield "what would fit:"
+    flags = [" ".join(way.flags) for way in plan.ways]
+    for words, way in zip(flags, plan.ways, strict=True):
+        parts = [f"{format_duration(way.plan.step_s)} a step"]
+        if way.plan.run_s is not None:
+            parts.append(f"{format_duration(way.plan.run_s)} in all")
+        if way.plan.written_bytes is not None:
+            parts.append(f"{format_written(way.plan.written_bytes)} written")
+        elif way.plan.written_per_step:
+            parts.append(f"{format_written(way.plan.written_per_step)} written per step")
+        yield f"  {words:<{max(map(len, flags))}}  {', '.join(parts)}"
+
+
+def _as_dict(plan: FolderPlan) -> dict[str, Any]:
+    job, wear = plan.job, plan.wear
+    units = plan.planned.job.work
+    return {
+        "fits": plan.fits,
+        "reasons": list(plan.shortages),
+        "model": str(job.folder.path),
+        "parameters": sum(each.numel.trained + each.numel.frozen for each in units),
+        "trained_parameters": sum(each.numel.trained for each in units),
+        "bytes": {
+            name: {tier.value: nbytes for tier, nbytes in sizes.items() if nbytes}
+            for name, sizes in _rows(plan).items()
+        },
+        "used_bytes": plan.used,
+        "available_bytes": plan.available,
+        "disks": [{"name": each.name, "needed": each.needed, "free_bytes": each.free_bytes} for each in plan.places],
+        "tokens_per_step": job.tokens * job.accumulate * job.ranks,
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.prediction.tokens_per_s,
+        "bottleneck": plan.bottleneck.title,
+        "rates": plan.planned.machine.source,
+        "steps": job.steps or None,
+        "run_s": plan.run_s,
+        "written_bytes_per_step": plan.written_per_step,
+        "written_bytes": plan.written_bytes,
+        "written_is_upper_bound": wear.is_bound,
+        "drive_life_days": plan.life_days,
+        "commit_every": plan.offload.commit_every,
+        "command": plan.command(),
+        "ways": [
+            {
+                "flags": list(way.flags),
+                "step_s": way.plan.step_s,
+                "run_s": way.plan.run_s,
+                "written_bytes": way.plan.written_bytes,
+            }
+            for way in plan.ways
+        ],
+    }
