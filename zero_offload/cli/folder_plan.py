@@ -6,9 +6,9 @@ program; outputs. Never builds the model. The calls: `plan_job` for a `FolderJob
 forms, and the settings with which the run is as planned.
 
 [Note: what is planned is what runs]
-`zo.offload` places units by what all ranks know of the machine, whatever was measured, and by a step of usual length.
-So does a plan here. Budgets are what "auto" may fill, without activations, the program and outputs: they are part of
-the settings that the run gets.
+`zo.offload` knows neither the batch nor what else takes memory, nor what was measured. So a plan places what is "auto"
+within budgets that leave room for activations, the program and outputs. Where that put each kind of state is written
+as fractions into the settings of the run, and the run's own dealing of units by these fractions is what is counted.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import Bottleneck, find_bottleneck
 from zero_offload.plan.layout import make_layout
-from zero_offload.plan.memory import PLACED_KINDS, Placement, UnitNumel, measure_units, value_bytes
+from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import Outlook, assign_tiers, tier_budget
+from zero_offload.plan.placement import weight
 from zero_offload.plan.shapes import UnitWork, work_of
-from zero_offload.plan.step_time import Batch, Job, Prediction, kept_bytes, predict
+from zero_offload.plan.step_time import Batch, Prediction, kept_bytes, predict
 from zero_offload.plan.wear import TBW_USUAL, Wear
 
 PROGRAM_BYTES = 900 * MIB
@@ -159,10 +159,7 @@ class Way:
 
 @dataclass(frozen=True)
 class _FolderRequest(Request):
-    """A request whose units are those of a module, placed as `zo.offload` places them."""
-
-    plain_work: tuple[UnitWork, ...]
-    """As `zo.offload` knows it."""
+    """A request for a machine on which `device_memory` bounds units in flight, if the CPU computes."""
 
     @property
     def device_name(self) -> str:
@@ -178,12 +175,6 @@ class _FolderRequest(Request):
         found = super().hardware()
         memory = found.device_memory_bytes if self.has_gpu else found.cpu_memory_bytes
         return replace(found, device_name=self.device_name, device_memory_bytes=memory)
-
-    def place(self, job: Job, machine: Machine) -> Placement:
-        config, partition, hardware = self.config, self.partition, self.hardware()
-        units = measure_units([each.numel for each in self.work], config, partition)
-        outlook = Outlook.of(units, config, partition, hardware.device_name, hardware.num_cores, self.plain_work)
-        return assign_tiers(units, config, tier_budget(config, hardware), partition, outlook)
 
 
 @dataclass(frozen=True)
@@ -333,26 +324,27 @@ class _Planner:
     def __init__(self, job: FolderJob, out: Path | None, known: _Known) -> None:
         self._job, self._out = job, out
         config = job.offload
-        self._plain = known.work(job.lora, config, Partition.of(config, job.ranks).optimizer_shards)
+        work = known.work(job.lora, config, Partition.of(config, job.ranks).optimizer_shards)
         self._rehearsal = known.rehearsal(job)
-        self._work = _with_saved(self._plain, self._rehearsal, value_bytes(config), recompute=job.recompute)
+        self._work = _with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
         self._here = Cluster(job.ranks, job.nodes).ranks_per_node
         self._gpu_here = None if job.gpu is not None else find_gpu_here()
 
     def plan(self) -> FolderPlan:
-        job, config = self._job, self._budgets(self._job.offload)
-        request = self._request(config)
-        chosen = None
-        if config.commit_every == "auto":
-            chosen = by_wear(request, job.tbw, None)
-            config = config if chosen is None else replace(config, commit_every=chosen)
-        planned, limits = plan_request(self._request(config)), config
-        for _ in range(_ROUNDS):  # sums of micro-batches, which placement does not know of
-            smaller = self._without_excess(config, planned, limits)
-            if smaller is None:
+        job, limits = self._job, self._budgets(self._job.offload)
+        budgets = config = limits
+        for _ in range(_ROUNDS):
+            config = self._with_fractions(budgets)
+            smaller = self._without_excess(budgets, limits, plan_request(self._request(config)))
+            if smaller is None or not _is_automatic(job.offload):
                 break
-            config = smaller
-            planned = plan_request(self._request(config))
+            budgets = smaller
+        config = replace(
+            config, **{name: getattr(limits, name) for name in ("device_memory", "cpu_memory", "nvme_capacity")}
+        )
+        chosen = by_wear(self._request(config), job.tbw, None) if config.commit_every == "auto" else None
+        config = config if chosen is None else replace(config, commit_every=chosen)
+        planned = plan_request(self._request(config))
         request = self._request(config)
         prediction = predict(planned.job, planned.placement, planned.machine)
         wear = drive_wear(request, planned.memory).at(prediction.step_s)
@@ -378,25 +370,39 @@ class _Planner:
         name = job.folder.path.name or str(job.folder.path)
         gpu = None if job.gpu is None else find_gpu(job.gpu)[0]
         cluster = Cluster(job.ranks, job.nodes)
-        return _FolderRequest(
-            name, self._work, 0, config, cluster, job.micro_batch(), gpu, self._gpu_here, job.drives, self._plain
-        )
+        return _FolderRequest(name, self._work, 0, config, cluster, job.micro_batch(), gpu, self._gpu_here, job.drives)
 
-    def _without_excess(self, config: OffloadConfig, planned: Planned, limits: OffloadConfig) -> OffloadConfig | None:
-        """With budgets from which is taken what states take beyond `limits`; None where that does not help."""
-        if not _is_automatic(config):
-            return None
-        memory, budgets = planned.memory, dict[str, Any]()
+    def _with_fractions(self, config: OffloadConfig) -> OffloadConfig:
+        """With the tiers, in place of "auto", on which a kind of state is best."""
+        automatic = [kind for kind in PLACED_KINDS if isinstance(config.placement_of(kind), str)]
+        if not automatic:
+            return config
+        tiers = plan_request(self._request(config)).placement.tiers
+        # Weights are those by which the run deals.
+        units = measure_units([each.numel for each in self._work], config, Partition.of(config, self._job.ranks))
+        changes: dict[str, Any] = {}
+        for kind in automatic:
+            sums = dict.fromkeys(Tier, 0)
+            for unit, at in zip(units, tiers, strict=True):
+                sums[at[kind]] += weight(unit, kind)
+            shares = {tier.value: round(nbytes / (sum(sums.values()) or 1), 4) for tier, nbytes in sums.items()}
+            largest = max(shares, key=lambda name: shares[name])
+            shares[largest] = 1.0 - sum(share for name, share in shares.items() if name != largest)
+            parts = {name: share for name, share in shares.items() if share}
+            changes[kind.value] = largest if len(parts) == 1 else parts
+        return replace(config, **changes)
+
+    def _without_excess(self, budgets: OffloadConfig, limits: OffloadConfig, planned: Planned) -> OffloadConfig | None:
+        """Budgets less what states take beyond `limits`; None where they take no more, or nothing would be left."""
+        memory, smaller = planned.memory, dict[str, Any]()
         used = {tier: memory.used_bytes(tier) for tier in (Tier.DEVICE, Tier.CPU)}
         if not self._device_bytes:
             used = {Tier.CPU: sum(used.values())}
         for tier, name in ((Tier.DEVICE, "device_memory"), (Tier.CPU, "cpu_memory")):
             over = used.get(tier, 0) - (limits.budget_bytes(tier) or used.get(tier, 0))
             if over > 0:
-                budgets[name] = (config.budget_bytes(tier) or 0) - over
-        if not budgets or min(budgets.values()) <= 0:
-            return None
-        return replace(config, **budgets)
+                smaller[name] = (budgets.budget_bytes(tier) or 0) - over
+        return replace(budgets, **smaller) if smaller and min(smaller.values()) > 0 else None
 
     # Budgets
 

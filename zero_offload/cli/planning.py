@@ -201,10 +201,6 @@ class Request:
             return replace(found, source=f"{found.source}; drives as given, reads and writes taking turns")
         return replace(found, source=f"{found.source}; {source}") if source else found
 
-    def place(self, job: Job, machine: Machine) -> Placement:
-        budget = tier_budget(self.config, self.hardware())
-        return assign_tiers(job.units, self.config, budget, self.partition, Outlook(job, machine))
-
     def hardware(self) -> HardwareProfile:
         """This machine's share of one rank; sizes the user gives stand in for it, larger or smaller."""
         config, here = self.config, self.cluster.ranks_per_node
@@ -260,7 +256,8 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     """`machine` where it is another than the request's."""
     config, partition, machine = request.config, request.partition, machine or request.machine()
     job = Job.of(request.work, config, partition, request.batch)
-    placement = request.place(job, machine)
+    budget = tier_budget(config, request.hardware())
+    placement = assign_tiers(job.units, config, budget, partition, Outlook(job, machine))
     job = job.as_run(placement.tiers, machine)
     memory = estimate_memory(job.units, placement, config, partition)
     wear = memory.wear.of_backwards(job.batch.num_passes)
