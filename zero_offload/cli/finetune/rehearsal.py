@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero_offload.base.host import host_empty
 from zero_offload.cli.finetune.folder import CAUSAL, Lora, ModelFolder, meta_model
 from zero_offload.plan.model_spec import ModelSpec
 
@@ -72,9 +73,9 @@ def _drop(param: Tensor) -> None:
 
 
 def _loss(model: Any, folder: ModelFolder, rows: int, seq: int) -> Tensor:
-    ids = torch.zeros((rows, seq), dtype=torch.int64)
+    ids = host_empty((rows, seq), torch.int64)
     # Samples that share a sequence, or are shorter than it, are told apart by a mask of this shape.
-    mask = torch.ones((rows, 1, seq, seq), dtype=torch.bool)
+    mask = host_empty((rows, 1, seq, seq), torch.bool)
     if folder.task != CAUSAL:
         labels = ids if folder.task == "masked" else ids[:, 0]
         found: Tensor = model(input_ids=ids, labels=labels).loss
