@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
 import torch
+import transformers
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -23,8 +27,9 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 import zero_offload as zo
+from tests.helpers.launched import run_program
 from tests.helpers.ranks import RankPools
-from tests.helpers.tools import Tokens, config, distance, launched, llama, on_ranks, values_of
+from tests.helpers.tools import Tokens, config, distance, launched, llama, on_ranks, reset_accelerate, values_of
 from zero_offload.integrations.accelerate import OffloadAccelerator
 from zero_offload.storage.shards.store import ShardStore
 
@@ -218,32 +223,40 @@ def test_what_prepare_cannot_do_is_said() -> None:
         accelerator.prepare_model(model)
 
 
-SCRIPT = """
-import sys
-import accelerate, torch
-import zero_offload as zo
-from torch.utils.data import DataLoader
+def prepare_without_ranks(rank: int, world_size: int) -> str:
+    """accelerate does not look for ranks on a CPU unless it is told to use one."""
+    with launched(rank, world_size), mock.patch.dict(os.environ, ACCELERATE_USE_CPU="false"):
+        model = zo.offload(llama(), config("cpu", ""))
+        with pytest.raises(zo.ConfigError) as raised:
+            accelerate.Accelerator().prepare(model)
+        reset_accelerate()
+        accelerate.Accelerator(cpu=True).prepare(model)  # a refusal leaves the model as it was
+        zo.close(model)
+        return str(raised.value)
 
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-zo.offload(model, zo.OffloadConfig(precision="fp32"))
-optimizer = zo.AdamW(model.parameters(), lr=0.1)
-accelerator = accelerate.Accelerator(cpu=True)
-data = DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
-model, optimizer, data = accelerator.prepare(model, optimizer, data)
-for x in data:
-    loss = model(x).square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(loss.item())
-"""
+
+def test_an_accelerator_that_knows_of_no_other_ranks_is_refused(pools: RankPools) -> None:
+    """Each rank would train on the same data."""
+    for message in on_ranks(pools, 2, prepare_without_ranks):
+        assert "number of processes is 1, and 2 ranks train the model" in message and "cpu=True" in message
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "accelerate_loop.py"
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
+
+
+def test_the_example_on_two_ranks(tmp_path: Path) -> None:
+    losses = losses_in(run_program(EXAMPLE, tmp_path, folder=tmp_path, num_ranks=2))
+    assert len(losses) > 2 and losses[-1] < losses[0]
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
 
 
 def test_accelerate_launch(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "script.py"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(EXAMPLE), str(tmp_path)]
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    losses = list(map(float, done.stdout.split()))
-    assert len(losses) == 8 and losses[-1] < losses[0]
+    losses = losses_in(done.stdout)
+    assert len(losses) > 2 and losses[-1] < losses[0]

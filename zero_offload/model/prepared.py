@@ -2,7 +2,7 @@
 
 `Accelerator.prepare` and `prepare_model` move a model to a device and wrap it in DistributedDataParallel. They leave a
 model alone where this attribute is true. Then they apply no mixed precision and no compilation either. So the mark asks
-the same accelerator for those two alone, with `evaluation_mode=True`. accelerate then sets the attribute to True.
+the same accelerator for those two alone, with `evaluation_mode=True`. The attribute is True from then on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from zero_offload.base.errors import ConfigError
@@ -28,30 +29,28 @@ class PreparedMark:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._applies = False
 
     def __bool__(self) -> bool:
         caller = sys._getframe(1)
-        if caller.f_code.co_name != "prepare_model":
-            return True
-        if self._applies:
-            return False  # `prepare_model`, called by `_apply`, is to go on
-        self._applies = True
-        try:
-            self._apply(caller.f_locals["self"], caller.f_locals["model"])
-        finally:
-            self._applies = False
+        if caller.f_code.co_name == "prepare_model":
+            self._prepare(caller.f_locals["self"], caller.f_locals["model"])
         return True
 
-    def _apply(self, accelerator: Any, model: nn.Module) -> None:
+    def _prepare(self, accelerator: Any, model: nn.Module) -> None:
         """Apply the accelerator's mixed precision and compilation to `model`, in place. Raises ConfigError for what an
         offloaded model cannot do."""
         if problems := self._problems(accelerator):
             raise ConfigError("accelerate cannot prepare an offloaded model: " + "; ".join(problems))
-        prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        if prepared is not model:
-            # A compiled module around the model, which the caller would lose. It has compiled nothing yet.
-            model.compile(**accelerator.state.dynamo_plugin.to_kwargs())
+        after: Any = self
+        setattr(model, _NAME, False)  # the call below goes on where the one that asks returns
+        try:
+            prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            if prepared is not model:
+                # A compiled module around the model, which the caller would lose. It has compiled nothing yet.
+                model.compile(**accelerator.state.dynamo_plugin.to_kwargs())
+            after = True
+        finally:
+            setattr(model, _NAME, after)
 
     def _problems(self, accelerator: Any) -> list[str]:
         found = []
@@ -60,6 +59,13 @@ class PreparedMark:
             found.append(
                 f"it is configured for {kind}, and zo.offload itself divides the model over the ranks (stage=); use "
                 "the plain configuration of several processes (accelerate launch --multi_gpu, or --cpu)"
+            )
+        num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if accelerator.num_processes != num_ranks:
+            found.append(
+                f"its number of processes is {accelerator.num_processes}, and {num_ranks} ranks train the model: data "
+                "would not be divided between them; on CPUs say Accelerator(cpu=True), "
+                "TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true"
             )
         if accelerator.mixed_precision == "fp8":
             found.append('mixed_precision="fp8" replaces modules; use "bf16" or "no"')

@@ -622,7 +622,8 @@ class Gradients:
         if self._no_sync:
             raise ZeroOffloadError(
                 f"the gradient of {self.name_of(param)} is not reduced inside of zo.no_sync, where "
-                "each rank has a part of its own. Read it on all ranks after the backward that follows the block"
+                "each rank has a part of its own. Read it on all ranks after the backward that follows the block; in "
+                "accelerate's accumulate clip and look under 'if accelerator.sync_gradients:'"
             )
         self._collectives.agreement.same("a look at .grad, which reduces gradients: all ranks look, or none")
         self.reduce_waiting()
