@@ -168,6 +168,42 @@ def test_a_rank_that_saves_alone_raises_at_once(pools: RankPools, tmp_path: Path
     assert all("zo.export_pretrained" in each and "save_strategy='no'" in each for each in told)
 
 
+class Saves(transformers.TrainerCallback):
+    """Every rank runs it."""
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        folder = f"{args.output_dir}/step-{state.global_step}"
+        zo.save_checkpoint(model, optimizer, f"{folder}/states")
+        zo.export_pretrained(model, f"{folder}/weights")
+
+
+def save_in_a_callback(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    with launched(rank, world_size):
+        settings: dict[str, Any] = {"report_to": [], "use_cpu": True, "ddp_backend": "gloo", "disable_tqdm": True}
+        args = transformers.TrainingArguments(str(folder), max_steps=2, save_strategy="no", **settings)
+        trainer = transformers.Trainer(
+            zo.offload(llama(), config("cpu", "")),
+            args,
+            train_dataset=Tokens(),
+            optimizer_cls_and_kwargs=(zo.AdamW, {"lr": 1e-2}),
+            callbacks=[Saves()],
+        )
+        trainer.train()
+        values = values_of(trainer.model)
+        zo.load_checkpoint(trainer.model, trainer.optimizer, folder / "step-1" / "states")
+        assert distance(values_of(trainer.model), values) > 0
+        zo.close(trainer.model)
+        return values
+
+
+def test_a_callback_saves_on_several_ranks(pools: RankPools, tmp_path: Path) -> None:
+    values = on_ranks(pools, 2, save_in_a_callback, tmp_path)[0]
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "step-2" / "weights")
+    assert distance(values_of(model), values) == 0
+
+
 def test_its_own_optimizer_is_refused(tmp_path: Path) -> None:
     model = zo.offload(llama(), config("cpu", ""))
     args = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
