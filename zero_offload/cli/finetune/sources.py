@@ -1,0 +1,198 @@
+"""Where rows of data come from: files, folders of files, datasets of the hub; each row with its place, for errors.
+
+JSON and CSV are read by the standard library: text stays what the file says, where Arrow and pandas would make dates,
+numbers or missing values of some. Parquet and datasets of the hub are read by `datasets`. Rows come one at a time, so
+that a file may be larger than memory; a JSON file that is one array is read whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_offload.base.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
+_FOR_EVALUATION = {"test", "eval", "evaluation", "valid", "validation", "val", "dev"}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one dataset of the hub, whose rows are in its split "train"."""
+
+    name: str
+    path: Path | None
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Every row, and where it is. Raises ConfigError for what cannot be read."""
+        if self.path is None:
+            yield from self._numbered(_of_hub(self.name))
+        elif self.path.suffix in (".jsonl", ".json"):
+            yield from _of_json(self.path)
+        elif self.path.suffix == ".csv":
+            yield from _of_csv(self.path)
+        elif self.path.suffix == ".txt":
+            yield str(self.path), {"text": _text_of(self.path)}
+        else:
+            yield from self._numbered(_of_parquet(self.path))
+
+    def digest(self) -> str:
+        """Changes when a byte of the data does."""
+        if self.path is None:
+            return str(_of_hub(self.name)._fingerprint)
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()
+
+    def _numbered(self, rows: Any) -> Iterator[tuple[str, Row]]:
+        number = 0
+        try:
+            for number, row in enumerate(rows, 1):
+                yield f"{self.name}, row {number}", row
+        except ConfigError:
+            raise
+        except Exception as error:  # of several libraries
+            raise ConfigError(f"{self.name} cannot be read behind row {number}: {error}") from error
+
+
+def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
+    """The files that `words` name, in order, and those of folders that are left out: their names say evaluation."""
+    found, left = [], []
+    for word in words:
+        path = Path(word).expanduser()
+        if path.is_dir():
+            inside, out = _of_folder(path)
+            found += inside
+            left += out
+        elif path.exists():
+            if path.suffix not in SUFFIXES:
+                raise ConfigError(f"{path} has none of the endings {', '.join(SUFFIXES)}; convert it to one of them")
+            found.append(Source(str(path), path))
+        elif path.suffix in SUFFIXES or not _HUB_NAME.fullmatch(word):
+            raise ConfigError(f"{path} does not exist; give a file ({', '.join(SUFFIXES)}) or a folder of such files")
+        else:
+            found.append(Source(word, None))
+    return found, left
+
+
+def _of_folder(folder: Path) -> tuple[list[Source], list[str]]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES and path.is_file()]
+    paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not paths:
+        raise ConfigError(f"the folder {folder} has no file with one of the endings {', '.join(SUFFIXES)}")
+    words = {path: set(re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())) for path in paths}
+    left = [path for path in paths if words[path] & _FOR_EVALUATION and "train" not in words[path]]
+    if len(left) == len(paths):
+        left = []
+    return [Source(str(path), path) for path in paths if path not in left], [str(path) for path in left]
+
+
+# Formats
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}; convert it") from error
+
+
+def _of_json(path: Path) -> Iterator[tuple[str, Row]]:
+    """One object per line, one array of objects, or one object that holds such an array."""
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    if not first:
+        raise ConfigError(f"{path} is empty")
+    if path.suffix == ".json" and not _is_object(first):
+        yield from _of_array(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{path}, line {number}", _object_of(line, f"{path}, line {number}")
+
+
+def _is_object(line: bytes) -> bool:
+    """True if a line is an object of its own, as in JSON lines."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _object_of(line: bytes, place: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f'{place}: {_kind(row)}, not an object such as {{"messages": [...]}}')
+    return row
+
+
+def _of_array(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        whole = json.loads(_text_of(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if isinstance(whole, dict):
+        arrays = [value for value in whole.values() if isinstance(value, list) and value]
+        whole = arrays[0] if len(arrays) == 1 else [whole]
+    for number, row in enumerate(whole, 1):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, row {number}: {_kind(row)}, not an object")
+        yield f"{path}, row {number}", row
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
+
+
+def _of_csv(path: Path) -> Iterator[tuple[str, Row]]:
+    """All of it is text: 007 stays 007, and NA is no missing value."""
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            for fields in filter(None, reader):
+                place = f"{path}, line {reader.line_num}"
+                if len(fields) != len(header):
+                    raise ConfigError(f"{place}: {len(fields)} fields, and the header has {len(header)}")
+                yield place, dict(zip(header, fields, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as CSV in UTF-8, with commas: {error}") from error
+
+
+def _of_parquet(path: Path) -> Any:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset("parquet", data_files=[str(path)], split="train", streaming=True)
+    except Exception as error:  # of several libraries
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _of_hub(name: str) -> Any:
+    from datasets import load_dataset
+
+    dataset, _, config = name.partition(":")
+    try:
+        return load_dataset(dataset, config or None, split="train")
+    except ValueError as error:  # a config or split that it lacks
+        raise ConfigError(f"{name}: {error}") from error
+    except Exception as error:  # of several libraries
+        first = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{name} is no file or folder here, and the hub has no such dataset or cannot be reached ({first}); "
+            "give a file, or download the dataset where there is a network"
+        ) from error
