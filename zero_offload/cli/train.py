@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.types import Existing
 from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
@@ -40,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="run.toml", help="settings of the run")
     _add_train_flags(parser.add_argument_group("the run"))
-    _add_offload_flags(parser.add_argument_group("where states rest"))
+    add_offload_flags(parser.add_argument_group("where states rest"), TrainConfig().offload, "RUNDIR")
     parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
     parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
     parser.set_defaults(run=run)
@@ -48,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
-    given, offload_given = _given(args, "train_"), _given(args, "offload_")
+    given, offload_given = given_flags(args, "train_"), given_flags(args, "offload_")
     _check_file(args.file, [*given.get("data", ()), *offload_given.get("nvme", ())])
     if isinstance(precision := offload_table.get("precision"), dict) and "precision" in offload_given:
         # The flag is a part of what the table says.
@@ -103,15 +104,16 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
-    defaults = flag_values(TrainConfig().offload)
+def add_offload_flags(group: argparse._ArgumentGroup, offload: OffloadConfig, out: str) -> None:
+    """Flags of tiers and storage; `offload` has the defaults, and `out` is what the command calls its directory."""
+    defaults = flag_values(offload)
 
     def add(flag: str, name: str, help: str, **options: Any) -> None:
         if defaults[name] is not None and "default" not in help:
             help = f"{help} (default {defaults[name]})"
         group.add_argument(flag, dest=f"offload_{name}", help=help, **{"metavar": name.upper()} | options)
 
-    add("--nvme", "nvme", "directories of the NVMe tier (default: RUNDIR/nvme)", nargs="+", metavar="DIR")
+    add("--nvme", "nvme", f"directories of the NVMe tier (default: {out}/nvme)", nargs="+", metavar="DIR")
     add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")
     add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
     add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
@@ -143,7 +145,7 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+def given_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     """The flags of one table that the user typed."""
     return {
         name.removeprefix(prefix): value

@@ -7,7 +7,7 @@ looks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -27,7 +27,7 @@ _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
 generations are still kept, or still not kept."""
 
 
-def find_existing(run: RunDir, identity: Mapping[str, Any]) -> Existing:
+def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence[str] = ()) -> Existing:
     """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
     Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
@@ -43,7 +43,7 @@ def find_existing(run: RunDir, identity: Mapping[str, Any]) -> Existing:
             )
         return Existing.REFUSE
     for name in sorted({*identity, *earlier}):
-        if _fixed_part(name, identity) != _fixed_part(name, earlier):
+        if name not in may_change and _fixed_part(name, identity) != _fixed_part(name, earlier):
             raise ConfigError(
                 f"{run.path} holds a run with {name}={show(earlier.get(name))}, this one has "
                 f"{name}={show(identity.get(name))}; give the same settings to resume it, "

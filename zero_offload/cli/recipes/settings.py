@@ -101,21 +101,21 @@ class TrainConfig:
         return values | offload_settings(self.offload)
 
 
-def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tables [train] and [offload] of a TOML file; either may be absent."""
+def read_tables(path: Path, name: str = "train") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables of this name and [offload] of a TOML file; either may be absent."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    problems = unknown_names(document, ["train", "offload"])
+    problems = unknown_names(document, [name, "offload"])
     problems += [
-        f"{name} is not a table; write [{name}]" for name, table in document.items() if not isinstance(table, dict)
+        f"{key} is not a table; write [{key}]" for key, table in document.items() if not isinstance(table, dict)
     ]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
-    return document.get("train", {}), document.get("offload", {})
+    return document.get(name, {}), document.get("offload", {})
 
 
 def default_out(data: tuple[Path, ...]) -> Path:
@@ -144,15 +144,15 @@ def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
         near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
         yield f"unknown preset model={config.model!r}; did you mean {near!r}? Choose one of {', '.join(PRESETS)}"
     for name in ("steps", "seq", "batch", "accumulate", "eval_every", "eval_batches", "sample_bytes"):
-        if not _is_count(value := getattr(config, name), least=1):
+        if not is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
     for name in ("warmup", "seed", "trace"):
-        if not _is_count(value := getattr(config, name), least=0):
+        if not is_count(value := getattr(config, name), least=0):
             yield f"{name}={value!r} is not a whole number from 0 up"
     for name in ("lr", "clip"):
-        if not (_is_real(value := getattr(config, name)) and value > 0):
+        if not (is_real(value := getattr(config, name)) and value > 0):
             yield f"{name}={value!r} is not a positive number"
-    if not (_is_real(config.weight_decay) and config.weight_decay >= 0):
+    if not (is_real(config.weight_decay) and config.weight_decay >= 0):
         yield f"weight_decay={config.weight_decay!r} is not a number from 0 up"
     if config.recompute not in ("", *(choice.value for choice in Recompute)):
         yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
@@ -167,9 +167,9 @@ def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
         yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
 
 
-def _is_count(value: object, least: int) -> bool:
+def is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

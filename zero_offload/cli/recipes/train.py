@@ -49,6 +49,7 @@ class Ending(StrEnum):
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
+    PLANNED = "planned"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,404 @@
+"""`zero-offload finetune` against TRL over the plain model; killed, stopped, evaluated, and what it leaves."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.helpers.tools as tools  # before transformers  # isort: skip
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import zero_offload as zo
+from tests.helpers import folders
+from tests.helpers.ranks import wait_until
+from tests.helpers.tool_runs import in_processes
+from tests.helpers.trainer import fork_server
+from zero_offload.cli.finetune.data import Prepared, prepare
+from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
+from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig
+from zero_offload.cli.main import main
+from zero_offload.cli.recipes.settings import read_tables
+
+pytestmark = pytest.mark.tools
+
+SIZES = ("--batch", "2", "--accumulate", "2", "--seq", "96", "--lr", "1e-3", "--warmup", "0", "--precision", "fp32")
+UNCLIPPED = ("--clip", "1e9")
+"""torch and the library add up the squares of a norm in another order; so large a bound changes no gradient."""
+RANK, STEPS = 4, 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model, and data to train and to evaluate on."""
+
+    model: Path
+    chat: Path
+    held_out: Path
+    preferences: Path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    path = tmp_path_factory.mktemp("finetune")
+    return Place(
+        folders.write_folder(path / "model"),
+        folders.write_instructions(path / "chat.jsonl", 60),
+        folders.write_instructions(path / "held_out.jsonl", 8),
+        folders.write_preferences(path / "preferences.jsonl", 24),
+    )
+
+
+def words(place: Place, out: Path, *flags: object, steps: int = STEPS, data: Path | None = None) -> list[str]:
+    given = [place.model, "--data", data or place.chat, "--out", out, "--steps", steps, *SIZES, "--commit-every", 1]
+    return ["finetune", *map(str, (*given, *flags))]
+
+
+def run(place: Place, out: Path, *flags: object, code: int = 0, **changes: Any) -> list[dict[str, Any]]:
+    """The rows of a run in this process, without what was measured of the machine."""
+    tools.reset_accelerate()
+    assert main(words(place, out, *flags, **changes)) == code
+    return rows_of(out)
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss", "perplexity", "rewards/margins")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+def column(rows: list[dict[str, Any]], name: str = "loss") -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+# The plain model's numbers
+
+
+def adapted(place: Place, seed: int = 0) -> nn.Module:
+    """The plain model with the adapters that the command begins with."""
+    folder = open_folder(place.model)
+    ours = build_model(folder, zo.OffloadConfig(precision="fp32"), Lora(RANK, 2.0 * RANK), seed)
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain: nn.Module = get_peft_model(AutoModelForCausalLM.from_pretrained(place.model), config)
+    with torch.no_grad():
+        for name, value in tools.values_of(ours).items():
+            plain.get_parameter(name).copy_(value)
+    zo.close(ours)
+    return plain
+
+
+def plain_losses(place: Place, method: str, lora: bool, **settings: Any) -> tuple[list[float], nn.Module]:
+    """What TRL's trainer logs of the plain model, with the same kernel of AdamW."""
+    tools.reset_accelerate()
+    data = place.preferences if method == "dpo" else place.chat
+    prepared = prepare([str(data)], open_folder(place.model), method=method, seq=96)
+    model = adapted(place) if lora else AutoModelForCausalLM.from_pretrained(place.model)
+    config, trainer = (DPOConfig, DPOTrainer) if method == "dpo" else (SFTConfig, SFTTrainer)
+    args = config(
+        output_dir=str(place.model.parent / "plain"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+        **prepared.trainer_settings,
+    )
+    given: dict[str, Any] = {}
+    if method == "dpo":
+        # The adapters begin as the identity, so without them the model is the reference.
+        given["ref_model"] = AutoModelForCausalLM.from_pretrained(place.model)
+    made = trainer(
+        model=model,
+        args=args,
+        train_dataset=prepared.train,
+        processing_class=open_folder(place.model).tokenizer,
+        **given,
+    )
+    made.optimizer_cls_and_kwargs = zo.AdamW, {"lr": 1e-3}
+    made.train()
+    return [each["loss"] for each in made.state.log_history if "loss" in each], made.model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_losses_are_those_of_trl_without_offload(place: Place, tmp_path: Path, method: str, lora: bool) -> None:
+    losses, model = plain_losses(place, method, lora)
+    data = place.preferences if method == "dpo" else place.chat
+    flags = ["--method", method, *UNCLIPPED, *(["--lora", RANK] if lora else [])]
+    tiers = {
+        "cpu": ["--params-tier", "cpu", "--grads-tier", "cpu", "--optimizer-tier", "cpu"],
+        "nvme": ["--params-tier", "nvme", "--grads-tier", "nvme", "--optimizer-tier", "nvme"],
+    }
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    for where, chosen in tiers.items():
+        ours = run(place, tmp_path / where, *flags, *chosen, data=data)
+        assert column(ours) == losses
+        assert losses[-1] != losses[0]
+    assert filecmp.cmp(tmp_path / "cpu" / name, tmp_path / "nvme" / name, shallow=False)
+    trained = (AutoPeftModelForCausalLM if lora else AutoModelForCausalLM).from_pretrained(tmp_path / "nvme")
+    theirs = {name: value.detach() for name, value in model.named_parameters()}
+    assert tools.distance({name: value.detach() for name, value in trained.named_parameters()}, theirs) == 0
+
+
+def _on_ranks(place: Place, out: Path, steps: int) -> list[dict[str, Any]]:
+    return run(place, out, "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1, steps=steps)
+
+
+def test_on_two_ranks_and_then_on_one(place: Place, tmp_path: Path) -> None:
+    whole = run(place, tmp_path / "one", "--batch", "4", steps=4)
+    two = in_processes(2, _on_ranks, place, tmp_path / "two", 4)[0]
+    assert column(two) == pytest.approx(column(whole), rel=1e-5)
+    assert [row["step"] for row in two if "val_loss" in row] == [2, 4]
+    assert (tmp_path / "two" / "model.safetensors").is_file()
+    assert not (tmp_path / "two" / "best").exists()
+    then = run(place, tmp_path / "two", "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1, steps=7)
+    assert then[:4] == two
+    assert [row["step"] for row in then] == list(range(1, 8))
+
+
+# Kills and stops
+
+
+def _command(argv: list[str]) -> None:
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    torch.set_num_threads(1)
+    sys.exit(main(argv))
+
+
+def test_goes_on_after_kills(place: Place, tmp_path: Path) -> None:
+    flags = ["--lora", RANK, "--merge", "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1]
+    whole = run(place, tmp_path / "whole", *flags)
+    out = tmp_path / "out"
+    for at in (1, 3):
+        process = fork_server().Process(target=_command, args=(words(place, out, *flags),))
+        process.start()
+        wait_until(lambda at=at: (out / "metrics.jsonl").exists() and len(rows_of(out)) >= at)
+        process.kill()
+        process.join()
+        assert not (out / "adapter_config.json").exists()
+    assert run(place, out, *flags) == whole
+    assert names_of(out) == names_of(tmp_path / "whole")
+    for name in ("adapter_model.safetensors", "merged/model.safetensors"):
+        assert filecmp.cmp(out / name, tmp_path / "whole" / name, shallow=False)
+
+
+def names_of(out: Path) -> list[str]:
+    """Without swap files, and without rows of a start that was killed before its first commit."""
+    found = (str(each.relative_to(out)) for each in out.rglob("*") if each.is_file())
+    return sorted(each for each in found if not each.startswith(("nvme", "metrics.earlier")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_goes_on_after_many_kills_at_random_moments(place: Place, tmp_path: Path, kind: str) -> None:
+    flags = ["--eval-data", place.held_out, "--eval-every", 2, "--samples", 1]
+    flags += ["--lora", RANK, "--merge"] if kind == "lora" else []
+    whole = run(place, tmp_path / "whole", *flags, steps=12)
+    generator, out, num_kills = random.Random(kind), tmp_path / "out", 0
+    command = [sys.executable, "-m", "zero_offload", *words(place, out, *flags, steps=12)]
+    while num_kills < 20:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        began = time.monotonic()
+        wait_until(lambda p=process: p.poll() is not None or (out / "LOCK").exists())
+        time.sleep(generator.uniform(0, max(1.0, 4.0 + began - time.monotonic())))
+        if process.poll() is None:
+            process.kill()
+            num_kills += 1
+        process.wait()
+        assert process.returncode in (0, -signal.SIGKILL)
+        if process.returncode == 0:
+            assert rows_of(out) == whole
+            subprocess.run(["rm", "-r", str(out)], check=True)
+    assert run(place, out, *flags, steps=12) == whole
+    assert names_of(out) == names_of(tmp_path / "whole")
+    for name in ("adapter_model.safetensors", "merged/model.safetensors", "model.safetensors"):
+        if (out / name).exists() or (tmp_path / "whole" / name).exists():
+            assert filecmp.cmp(out / name, tmp_path / "whole" / name, shallow=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_commits_and_the_same_command_goes_on(place: Place, tmp_path: Path, number: int) -> None:
+    whole = run(place, tmp_path / "whole")
+    out = tmp_path / "out"
+
+    def strike() -> None:
+        wait_until(lambda: (out / "metrics.jsonl").exists() and len(rows_of(out)) >= 2)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    stopped = run(place, out, "--commit-every", "1h", code=130)
+    thread.join()
+    assert 2 <= len(stopped) < STEPS
+    assert not (out / "model.safetensors").exists()
+    assert run(place, out) == whole
+
+
+# Evaluation, and what a run leaves
+
+
+def loss_of(model: nn.Module, prepared: Prepared) -> float:
+    """Mean loss over the tokens of a batch, and over batches, as Trainer evaluates."""
+    rows, losses = prepared.evaluation, []
+    assert rows is not None
+    with torch.no_grad():
+        for begin in range(0, len(rows), 2):
+            batch = [rows[index] for index in range(begin, min(begin + 2, len(rows)))]
+            sums, num_tokens = 0.0, 0
+            for row in batch:
+                ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+                num = int((labels[:, 1:] != -100).sum())
+                sums += model(input_ids=ids, labels=labels, use_cache=False).loss.item() * num
+                num_tokens += num
+            losses += [sums / num_tokens] * len(batch)
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_best_weights_are_what_out_has(place: Place, tmp_path: Path, kind: str) -> None:
+    lora = ["--lora", RANK, "--merge"] if kind == "lora" else []
+    flags = ["--eval-data", place.held_out, "--eval-every", 1, "--patience", 1, "--lr", "0.05", *lora]
+    out = tmp_path / "out"
+    rows = run(place, out, *flags, steps=12)
+    losses = column(rows, "val_loss")
+    best = losses.index(min(losses))
+    assert len(losses) == best + 2 < 12  # patience ended it
+    assert column(rows, "perplexity")[best] == pytest.approx(torch.tensor(losses[best]).exp().item())
+    prepared = prepare([str(place.chat)], open_folder(place.model), seq=96, eval_data=[str(place.held_out)])
+    auto: Any = AutoPeftModelForCausalLM if lora else AutoModelForCausalLM
+    assert loss_of(auto.from_pretrained(out), prepared) == pytest.approx(losses[best], rel=1e-5)
+    if lora:
+        merged = AutoModelForCausalLM.from_pretrained(out / "merged")
+        assert loss_of(merged, prepared) == pytest.approx(losses[best], rel=1e-4)
+        assert loss_of(AutoModelForCausalLM.from_pretrained(out), prepared) == pytest.approx(losses[best], rel=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.chat_template == folders.CHATML
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nbase_model: ")
+    assert f"| weights of step | {best + 1} |" in card
+    assert f"| evaluation loss | {losses[best]:.4f} |" in card
+    assert (out / "generation_config.json").is_file()
+    assert not (out / "best").exists()
+    # A run that is over has nothing left to do.
+    before = times_of(out)
+    assert run(place, out, *flags, steps=12) == rows
+    assert times_of(out) == before
+
+
+def times_of(out: Path) -> dict[str, int]:
+    return {name: (out / name).stat().st_mtime_ns for name in names_of(out) if not name.startswith("tokens")}
+
+
+def test_more_steps_go_on_and_replace_the_model(place: Place, tmp_path: Path) -> None:
+    first = run(place, tmp_path / "out", steps=2)
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    then = run(place, tmp_path / "out", steps=4)
+    assert then[:2] == first
+    assert len(then) == 4
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
+    assert "| weights of step | 4 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_merged_weights_can_be_asked_for_later(place: Place, tmp_path: Path) -> None:
+    rows = run(place, tmp_path / "out", "--lora", RANK, steps=2)
+    assert run(place, tmp_path / "out", "--lora", RANK, "--merge", steps=2) == rows
+    assert (tmp_path / "out" / "merged" / "model.safetensors").is_file()
+
+
+def test_each_moment_of_the_end_leaves_a_whole_model_or_none(place: Place, tmp_path: Path) -> None:
+    """What a kill would leave, seen at each change of a name in OUT."""
+    out = tmp_path / "out"
+    run(place, out, steps=2)
+    first = (out / "model.safetensors").read_bytes()
+    seen: list[tuple[bool, bytes]] = []
+    state = {"is_on": False}
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        if state["is_on"] and event in ("os.rename", "os.remove", "os.mkdir"):
+            state["is_on"] = False
+            has_config, file = (out / "config.json").exists(), out / "model.safetensors"
+            seen.append((has_config, file.read_bytes() if file.exists() else b""))
+            state["is_on"] = True
+
+    sys.addaudithook(hook)
+    state["is_on"] = True
+    run(place, out, steps=3)
+    state["is_on"] = False
+    last = (out / "model.safetensors").read_bytes()
+    assert last != first
+    assert {weights for has_config, weights in seen if has_config} <= {first, last}
+    assert any(not has_config for has_config, _ in seen)
+
+
+# Settings
+
+
+def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    rows = run(place, out, "--lora", RANK, steps=2)
+    for flags, changes, words in (
+        (["--lora", 8], {}, "holds a run with lora=4, this one has lora=8"),
+        ([], {}, "holds a run with lora=4, this one has lora=0"),
+        (["--lora", RANK], {"data": place.held_out}, "holds a run with data="),
+        (["--lora", RANK, "--seq", 64], {}, "holds a run with seq=96, this one has seq=64"),
+        (["--lora", RANK], {"steps": 1}, "is at step 2 already, beyond --steps 1"),
+    ):
+        run(place, out, *flags, code=2, **{"steps": 2, **changes})
+        assert words in capsys.readouterr().err
+    assert rows_of(out) == rows
+    assert run(place, out, "--lora", RANK, "--lr", "1e-4", steps=3)[:2] == rows
+    run(place, out, "--seq", 64, "--discard", steps=2)
+    assert (out / "model.safetensors").is_file()
+    assert not (out / "adapter_config.json").exists()
+
+
+def test_settings_come_back_from_the_file_of_the_run(place: Place, tmp_path: Path) -> None:
+    config = FinetuneConfig.from_tables(
+        {
+            "model": str(place.model),
+            "data": [str(place.chat), 'na"me\\ ü\n'],
+            "out": str(tmp_path),
+            "lora": 8,
+            "lr": 1e-5,
+        },
+        {"params": {"cpu": 0.25, "nvme": 0.75}, "cpu_memory": "8GiB", "precision": {"states": "compact"}},
+    )
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    again = FinetuneConfig.from_tables(*read_tables(tmp_path / "run.toml", TABLE))
+    assert again == config
+    out = tmp_path / "out"
+    rows = run(place, out, steps=2)
+    tools.reset_accelerate()
+    assert main(["finetune", "--config", str(out / "run.toml"), "--steps", "3"]) == 0
+    assert rows_of(out)[:2] == rows
+    assert len(rows_of(out)) == 3
+
+
+def test_all_problems_of_settings_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "--lora", "-1", "--split", "2", "--params-tier", "x"]) == 2
+    errors = capsys.readouterr().err
+    for words in ("no model is given", "no data is given", "lora=-1", "split=2.0", "params='x' is unknown"):
+        assert words in errors

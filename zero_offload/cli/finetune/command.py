@@ -1,0 +1,109 @@
+"""`zero-offload finetune`: flags and a TOML file become a `FinetuneConfig`; the run does the rest.
+
+Owns the flags and what is printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from zero_offload.base.types import Existing
+from zero_offload.cli.finetune.folder import need_packages
+from zero_offload.cli.finetune.settings import RECOMPUTE, TABLE, TASKS, FinetuneConfig, default_offload
+from zero_offload.cli.plan import with_states
+from zero_offload.cli.recipes.settings import read_tables
+from zero_offload.cli.recipes.train import Ending
+from zero_offload.cli.train import INTERRUPTED_EXIT_CODE, add_offload_flags, given_flags
+
+_DESCRIPTION = """\
+Fine-tune a Hugging Face folder on conversations, prompts with completions, text or preferences, whole or by LoRA.
+The plan is printed first. The same command again continues an interrupted run at its last commit; OUT gets the model,
+its tokenizer and a model card. Flags override run.toml, whose tables are [finetune] (settings named as the flags here,
+with _ for -) and [offload] (the fields of OffloadConfig); OUT/run.toml has all settings of the run."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "finetune",
+        help="fine-tune a Hugging Face folder, whole or by LoRA",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("finetune_model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or an adapter's")
+    parser.add_argument("--config", type=Path, metavar="run.toml", help="settings of the run")
+    _add_flags(parser.add_argument_group("the run"))
+    add_offload_flags(parser.add_argument_group("where states rest"), default_offload(), "OUT")
+    parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    table, offload = read_tables(args.config, TABLE) if args.config else ({}, {})
+    given, offload_given = given_flags(args, "finetune_"), given_flags(args, "offload_")
+    if isinstance(precision := offload.get("precision"), dict) and "precision" in offload_given:
+        # The flag is a part of what the table says.
+        offload_given["precision"] = {**precision, "compute": offload_given["precision"]}
+    config = FinetuneConfig.from_tables(table | given, with_states(offload | offload_given))
+    need_packages()
+    from zero_offload.cli.finetune.run import finetune  # brings transformers and trl
+
+    existing = Existing.DISCARD if args.discard else Existing.RESUME
+    result = finetune(config, existing, sys.stderr if args.json else sys.stdout, dry_run=args.dry_run)
+    if int(os.environ.get("RANK", "0")) == 0:
+        if args.json:
+            print(json.dumps(vars(result) | {"out": str(result.out)}))
+        elif result.ending is Ending.FINISHED:
+            print("\n".join(_where(result.out)))
+    return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
+
+
+def _where(out: Path) -> list[str]:
+    return [f"talk to it: zero-offload chat {out}", f"measure it: zero-offload evaluate {out} --data FILES"]
+
+
+def _add_flags(group: argparse._ArgumentGroup) -> None:
+    def add(flag: str, help: str, **options: Any) -> None:
+        name = flag.removeprefix("--").replace("-", "_")
+        default = getattr(FinetuneConfig, name)
+        if default and "default" not in help:
+            help = f"{help} (default {default})"
+        group.add_argument(flag, dest=f"finetune_{name}", help=help, **{"metavar": name.upper()} | options)
+
+    add("--data", "files (JSONL, JSON, Parquet, CSV), folders or names of data sets", nargs="+", metavar="FILE")
+    add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
+    add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
+    add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
+    add("--out", "run directory, which gets the model (default: runs/NAME_OF_MODEL-NAME_OF_DATA)", metavar="OUT")
+    add("--steps", "optimizer steps (default: as many as --epochs has)", type=int)
+    add("--epochs", "passes over the data", type=float)
+    add("--batch", "sequences per micro-batch and rank", type=int)
+    add("--accumulate", "micro-batches per step", type=int)
+    add("--seq", "the most tokens of a sequence", type=int)
+    add(
+        "--lr",
+        "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
+        type=float,
+    )
+    add("--warmup", "steps until the peak; below 1 a share of all steps", type=float)
+    add("--weight-decay", "decay of the matrices (default 0)", type=float)
+    add("--clip", "largest gradient norm", type=float)
+    add("--seed", "of new weights and of the data's order (default 0)", type=int)
+    add("--lora", "train adapters of this rank (default: all parameters)", type=int, metavar="RANK")
+    add("--lora-alpha", "adapters are scaled by ALPHA / RANK (default: twice the rank)", type=float, metavar="ALPHA")
+    add("--lora-targets", "ends of layers' names (default: all linear layers)", nargs="+", metavar="NAME")
+    add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
+    add("--eval-every", "steps between evaluations (default: ten in a run)", type=int, metavar="STEPS")
+    add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
+    add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")
+    for flag, name, value, help in (
+        ("--merge", "merge", True, "write OUT/merged too: the base with the adapter merged into it"),
+        ("--no-packing", "packing", False, "one sample per sequence, padded"),
+    ):
+        group.add_argument(flag, dest=f"finetune_{name}", action="store_const", const=value, help=help)

@@ -1,0 +1,280 @@
+"""One run of `finetune`: a folder's model, trained by TRL's and transformers' own loops over an offloaded model.
+
+Owns the order of a run's start and end. Losses, schedules and batches are those of the trainers; where generations are,
+and how they go on, is `OffloadMixin`'s.
+
+A run, in order: read the data -> check the run directory -> plan -> build the model (takes the NVMe directory's lock)
+-> train -> weights -> close, which makes the last step a generation -> OUT gets the model. What a kill interrupts of
+the end is repeated by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import datasets
+import transformers
+from torch import nn
+
+import zero_offload as zo
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.base.types import Existing
+from zero_offload.checkpoint.run_dir import RUN_FILE, RunDir, read_json
+from zero_offload.cli.finetune.data import prepare
+from zero_offload.cli.finetune.folder import build_model, open_folder
+from zero_offload.cli.finetune.outputs import MERGED, is_published, model_card, read_only
+from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
+from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
+from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, requested_stop
+from zero_offload.cli.recipes.run_dir import find_existing
+from zero_offload.cli.recipes.train import Ending
+from zero_offload.model.api import need_runtime
+from zero_offload.storage.files.directory import RunDirectory
+
+SETTINGS_FILE, TOKENS = "run.toml", "tokens"
+_MAY_CHANGE = ("epochs", "patience", "samples", "merge", "recompute")
+"""What a run may go on with, beside what every run may."""
+_HOW_FAR = ("steps", "epochs", "patience")
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What a run reached."""
+
+    ending: Ending
+    step: int
+    best: Mapping[str, float] | None
+    """The best evaluation: its step, loss and perplexity."""
+    out: Path
+
+
+def finetune(
+    config: FinetuneConfig, existing: Existing = Existing.RESUME, stream: TextIO | None = None, *, dry_run: bool = False
+) -> FinetuneResult:
+    """Train to the last step, or to the first Ctrl-C; a second call with an equal config continues.
+
+    `existing=Existing.DISCARD` deletes what an earlier run left in the same place. With `dry_run` nothing is written.
+    Raises CapacityError where the plan does not fit.
+    """
+    with _quiet_libraries(), joined_ranks() as ranks:
+        stream = (stream or sys.stdout) if ranks.is_first else None
+        progress, run_dir = Progress(stream, 0), RunDir(config.out)
+        with run_dir.held() if ranks.is_first and not dry_run else nullcontext() as place:
+            ranks.wait()  # the first one has made the directory
+            job = _read(config, ranks, None if dry_run else config.out / TOKENS)
+            progress.note(job.prepared.note)
+            existing = _look(job, run_dir, existing)
+            ranks.wait()  # every rank has looked before the first one writes
+            outputs = _outputs(run_dir) if existing is Existing.RESUME else {}
+            if _is_finished(job, outputs):
+                progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
+                return FinetuneResult(Ending.FINISHED, outputs["last_step"], outputs["best"], config.out)
+            offload = _plan(job, progress)
+            if dry_run:
+                return FinetuneResult(Ending.PLANNED, 0, None, config.out)
+            if existing is Existing.DISCARD and ranks.is_first:
+                job.weights.withdraw()
+                job.weights.clear()
+            offload = replace(offload, existing=existing.value)
+            return _train(job, offload, outputs, place, progress, Progress(stream, job.num_steps))
+
+
+def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
+    """The folder and the data; `tokens` is where the data's tokens are kept for the next start."""
+    folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
+    if config.merge and not (config.lora or folder.adapter):
+        raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
+    prepared = prepare(
+        config.data,
+        folder,
+        method=config.method,
+        seq=config.seq,
+        eval_data=config.eval_data,
+        split=config.split,
+        seed=config.seed,
+        packing=config.packing,
+        cache=tokens,
+    )
+    if prepared.labels:
+        folder = open_folder(config.model, folder.task, prepared.labels)
+    return Job(config.resolved(prepared.method), folder, prepared, ranks)
+
+
+def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
+    """How this start meets what lies in OUT."""
+    if existing is not Existing.DISCARD:
+        existing = find_existing(run_dir, _identity(job), _MAY_CHANGE)
+        if existing is not Existing.RESUME and is_published(run_dir.path):
+            raise ConfigError(
+                f"{run_dir.path} holds a model, and no run that could go on; give another --out, or --discard to "
+                "replace it"
+            )
+    if job.config.offload.generation is not None and existing is not Existing.RESUME:
+        why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
+        raise ConfigError(f"--generation {job.config.offload.generation} goes on from an earlier run, but {why}")
+    return existing
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    """What decides the run, and how far it goes."""
+    told = {"steps": job.num_steps, "eval_every": job.eval_every, "ranks": job.ranks.size}
+    return job.config.arguments() | told | {"text": job.prepared.key}
+
+
+def _plan(job: Job, progress: Progress) -> OffloadConfig:
+    """Print what the run takes; the settings that it is planned with. Raises CapacityError where it does not fit."""
+    return job.config.offload
+
+
+def _train(
+    job: Job,
+    offload: OffloadConfig,
+    outputs: Mapping[str, Any],
+    place: RunDirectory | None,
+    progress: Progress,
+    steps: Progress,
+) -> FinetuneResult:
+    config = job.config
+    # The smaller one first: what is left is the other's.
+    has_reference = config.method == "dpo" and not config.lora
+    reference = build_model(job.folder, read_only(offload), None, trains=False) if has_reference else None
+    model = build_model(job.folder, offload, config.adapters(), config.seed)
+    with _closing(model, reference):
+        if need_runtime(model, "finetune").resume_pending:
+            _say_where(job, model, progress)
+        with zo.RunLog(
+            place or config.out,
+            model,
+            settings=_identity(job),
+            micro_batches=config.accumulate,
+            about={"outputs": outputs},
+            warn=progress.note,
+        ) as log:
+            if job.ranks.is_first:
+                RunDir(config.out).write(SETTINGS_FILE, config.to_toml())
+            trainer = make_trainer(job, model, reference, log, steps)
+            # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
+            with requested_stop() as stop:
+                stops = StopsWhenAsked(stop, job.ranks)
+                trainer.add_callback(stops)
+                trainer.train()
+                steps.close()
+                step = trainer.state.global_step
+                if stops.stopped:
+                    zo.close(model)
+                    progress.note(f"stopped after step {step}; it is committed, and the same command continues")
+                    return FinetuneResult(Ending.INTERRUPTED, step, best_of(trainer.evaluations), config.out)
+                chosen = _keep(job, trainer, outputs)
+                evaluations = trainer.evaluations
+                zo.close(model)  # the last step is a generation: whatever happens now, the same command completes it
+                if reference is not None:
+                    zo.close(reference)
+    return _publish(job, chosen, step, evaluations, progress)
+
+
+@contextmanager
+def _closing(*models: nn.Module | None) -> Iterator[None]:
+    """What ends a run with a message leaves its last whole step as a generation."""
+    try:
+        yield
+    except ZeroOffloadError:
+        for each in models:
+            with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
+                if each is not None:
+                    zo.close(each)
+        raise
+
+
+def _say_where(job: Job, model: nn.Module, progress: Progress) -> None:
+    """Which step the run goes on from. Raises ConfigError where that is beyond its last."""
+    owner, steps = need_runtime(model, "finetune"), job.config.steps
+    if steps and owner.step_count > steps:
+        raise ConfigError(
+            f"the run is at step {owner.step_count} already, beyond --steps {steps}; give more, or another --out"
+        )
+    found = owner.keeper.found if owner.keeper is not None else None
+    progress.note(f"resuming from {found} in {', '.join(map(str, owner.config.nvme_dirs))}")
+
+
+# The end
+
+
+def _keep(job: Job, trainer: Any, outputs: Mapping[str, Any]) -> int:
+    """See that the weights which OUT gets are in OUT/best; the step that they are of."""
+    best = best_of(trainer.evaluations)
+    step: int = trainer.state.global_step if best is None else best["step"]
+    is_there = job.weights.folder(step).is_dir() or outputs.get("step") == step
+    job.ranks.wait()  # all have looked
+    if best is None and not is_there:
+        job.weights.keep(trainer.model, step)
+    elif not is_there:
+        raise IntegrityError(
+            f"the best evaluation was that of step {step}, and {job.weights.folder(step)}, which has its weights, is "
+            "missing; put it back, or go on from an earlier --generation"
+        )
+    return step
+
+
+def _publish(
+    job: Job,
+    chosen: int,
+    last_step: int,
+    evaluations: list[dict[str, Any]],
+    progress: Progress,
+) -> FinetuneResult:
+    """Give OUT the model; what is there of an earlier end that was broken off is completed."""
+    config, weights, best = job.config, job.weights, best_of(evaluations)
+    told = {"step": chosen, "last_step": last_step, "best": best, "merged": config.merge}
+    if job.ranks.is_first:
+        facts: dict[str, Any] = {"optimizer steps": last_step, "weights of step": chosen}
+        if best is not None:
+            facts |= {"evaluation loss": f"{best['loss']:.4f}", "perplexity": f"{best['perplexity']:.2f}"}
+        card = model_card(config, job.folder, evaluations, facts)
+        weights.publish(chosen, card, job.folder)
+    job.ranks.wait()
+    if config.merge and not (config.out / MERGED).is_dir():
+        job.ranks.wait()
+        weights.merge(config.offload, job.ranks.is_first)
+    job.ranks.wait()
+    if job.ranks.is_first:
+        run_dir = RunDir(config.out)
+        described = read_json(config.out / RUN_FILE)
+        asked = {name: getattr(config, name) for name in _HOW_FAR}
+        run_dir.write(RUN_FILE, json.dumps(described | {"outputs": told | {"asked": asked}}, indent=1))
+        weights.clear()
+    progress.note(f"the model of step {chosen} is in {config.out}")
+    return FinetuneResult(Ending.FINISHED, last_step, best, config.out)
+
+
+def _outputs(run_dir: RunDir) -> dict[str, Any]:
+    """What the end of an earlier start has written into OUT; empty where it did not come to its end."""
+    found = read_json(run_dir.path / RUN_FILE).get("outputs")
+    return found if isinstance(found, dict) and is_published(run_dir.path) else {}
+
+
+def _is_finished(job: Job, outputs: Mapping[str, Any]) -> bool:
+    asked = {name: getattr(job.config, name) for name in _HOW_FAR}
+    has_all = not job.config.merge or (job.config.out / MERGED).is_dir()
+    return outputs.get("asked") == asked and has_all
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """What libraries say of themselves is left out; what they warn of is not."""
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    with warnings.catch_warnings():
+        for kind in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+            warnings.simplefilter("ignore", kind)
+        yield

@@ -1,0 +1,250 @@
+"""What a fine-tuning run is asked to do: `FinetuneConfig`, checked whole and then never changed.
+
+Owns the names, defaults and rules of the settings of `finetune`; those of tiers and storage are `OffloadConfig`'s.
+Never reads the model, the data or the run directory.
+
+Calls, in order: `FinetuneConfig.from_tables(*read_tables(path, TABLE))`, which raises one ConfigError listing every
+problem of both tables; `resolved` once the data has told the method; then read the fields, `arguments()`, `to_toml()`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.problems import list_problems, unknown_names
+from zero_offload.base.types import Existing, UpdateOverlap
+from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, Lora
+from zero_offload.cli.recipes.settings import RUNS, is_count, is_real
+
+TABLE = "finetune"
+TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
+"""By method, what the model does."""
+_RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classify": (2e-5, 5e-4)}
+"""By method, the learning rate of all parameters and of adapters."""
+_HOW_IT_STARTS = ("existing", "generation")
+RECOMPUTE = ("block", "none")
+_PATHS = ("model", "out")
+_NAMES = ("data", "eval_data", "lora_targets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """One run of `finetune`."""
+
+    model: Path = Path()
+    """A Hugging Face folder, or an adapter's."""
+    data: tuple[str, ...] = ()
+    """Files, folders or names of data sets."""
+    eval_data: tuple[str, ...] = ()
+    split: float = 0.0
+    """The share of the data that is kept for evaluation; 0 is none."""
+    method: str = "auto"
+    """"sft", "dpo", "mlm" or "classify"; "auto" is what the columns of the data tell."""
+    out: Path = RUNS / "model"
+    """The trained model, metrics, report, and the NVMe tier where none is named."""
+    steps: int = 0
+    """Optimizer steps; 0: as many as `epochs` have."""
+    epochs: float = 1.0
+    batch: int = 4
+    """Samples (with packing: sequences) per micro-batch and rank."""
+    accumulate: int = 4
+    """Micro-batches per optimizer step."""
+    seq: int = 1024
+    """The most tokens of a sample, and of a packed sequence."""
+    lr: float = 0.0
+    """Peak learning rate, reached after `warmup`, then a cosine down to 0. 0: as usual for the method."""
+    warmup: float = 0.03
+    """Steps until the peak; below 1 a share of all steps."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    lora: int = 0
+    """Rank of the adapters; 0 trains all parameters."""
+    lora_alpha: float = 0.0
+    """Adapters are scaled by alpha / rank; 0 is twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of linear layers; () is all but the output's."""
+    merge: bool = False
+    """True if OUT/merged gets the base with its adapters merged into it."""
+    packing: bool = True
+    """True if short samples share a sequence, each attending to itself alone."""
+    recompute: str = "block"
+    """Activations in backward: "block" (computed again from the block's inputs) or "none" (kept)."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: ten in a run."""
+    patience: int = 0
+    """Evaluations without a better loss after which the run ends; 0 is never."""
+    samples: int = 2
+    """Texts that the model writes at each evaluation."""
+    offload: OffloadConfig = field(default_factory=lambda: default_offload())
+
+    def __post_init__(self) -> None:
+        if problems := list(_find_problems(self)):
+            raise ConfigError(list_problems("the settings have", problems))
+
+    @classmethod
+    def from_tables(cls, finetune: Mapping[str, Any], offload: Mapping[str, Any]) -> FinetuneConfig:
+        """Build from plain values as TOML or flags hold them; all problems of both tables at once."""
+        names = [item.name for item in fields(cls) if item.name != "offload"]
+        problems = unknown_names(finetune, names)
+        if "existing" in offload:
+            problems.append("existing is decided by finetune: a run goes on by itself, and --discard deletes it")
+        settings = {name: value for name, value in finetune.items() if name in names}
+        for name in (*_PATHS, *_NAMES):
+            try:
+                if name in settings:
+                    settings[name] = _path(settings[name]) if name in _PATHS else _texts(settings[name])
+            except TypeError:
+                problems.append(
+                    f"{name}={settings.pop(name)!r} is {'no path' if name in _PATHS else 'no list of text'}"
+                )
+        settings.setdefault("out", _default_out(settings))
+        messages: list[str] = []
+        try:
+            settings["offload"] = _offload_config(offload, settings["out"])
+        except ConfigError as error:
+            messages.append(str(error))
+        problems += _find_problems(SimpleNamespace(**{f.name: settings.get(f.name, f.default) for f in fields(cls)}))
+        if problems:
+            messages.insert(0, list_problems("the settings have", problems))
+        if messages:
+            raise ConfigError("\n".join(messages))
+        return cls(**settings)
+
+    def resolved(self, method: str) -> FinetuneConfig:
+        """With the method that the data has told, and its learning rate."""
+        return replace(self, method=method, lr=self.lr or _RATES[method][self.lora > 0])
+
+    @property
+    def has_evaluation(self) -> bool:
+        """True if there is data to evaluate on."""
+        return bool(self.eval_data) or self.split > 0
+
+    def adapters(self) -> Lora | None:
+        if not self.lora:
+            return None
+        return Lora(rank=self.lora, alpha=self.lora_alpha or 2.0 * self.lora, targets=self.lora_targets)
+
+    def arguments(self) -> dict[str, Any]:
+        """Plain values that decide the run, flat; two runs are the same run where these are equal."""
+        return self._plain() | {f"offload.{name}": value for name, value in self._places().items()}
+
+    def to_toml(self) -> str:
+        """Both tables, of which `from_tables` makes an equal config."""
+        tables = {TABLE: self._plain(), "offload": self._places()}
+        return "\n".join(
+            f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items() if value is not None)
+            for name, table in tables.items()
+        )
+
+    def _plain(self) -> dict[str, Any]:
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "offload"}
+        values |= {name: str(values[name].absolute()) for name in _PATHS}
+        return values | {name: [_whole_name(each) for each in values[name]] for name in _NAMES}
+
+    def _places(self) -> dict[str, Any]:
+        places = self.offload.to_dict() | {"nvme": [str(path.absolute()) for path in self.offload.nvme_dirs]}
+        # How a run starts is not part of what it is.
+        return {name: value for name, value in places.items() if name not in _HOW_IT_STARTS}
+
+
+def _default_out(settings: Mapping[str, Any]) -> Path:
+    """Where a run goes unless told: runs of other models or on other data do not meet."""
+    model, data = settings.get("model", Path("model")), settings.get("data", ())
+    of = Path(data[0]).absolute().stem if data else "data"
+    return RUNS / f"{model.absolute().name}-{of}"
+
+
+def default_offload() -> OffloadConfig:
+    return _offload_config({}, RUNS / "model")
+
+
+def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
+    defaults: dict[str, Any] = dict.fromkeys(("params", "grads", "optimizer"), "auto")
+    defaults |= {"nvme": str(out / "nvme"), "commit_every": "auto"}
+    if "generation" in offload:
+        defaults["existing"] = Existing.RESUME.value
+    return OffloadConfig.from_dict(defaults | dict(offload))
+
+
+def _path(value: Any) -> Path:
+    if "\0" in str(value):
+        raise TypeError("a NUL byte")
+    return Path(value).expanduser()
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(each, str) and "\0" not in each for each in values):
+        raise TypeError("not text")
+    return values
+
+
+def _whole_name(name: str) -> str:
+    """A path that holds from any directory; what is no path here stays as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if os.path.lexists(path) else name
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return (
+            "{ " + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items() if each is not None) + " }"
+        )
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)  # of text, numbers and booleans the same in TOML
+
+
+def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
+    if config.model == Path():
+        yield "no model is given; name its folder: zero-offload finetune MODEL --data FILES"
+    if not config.data:
+        yield "no data is given; name files, a folder or a data set: --data chat.jsonl"
+    if config.method not in ("auto", *TASKS):
+        yield f"method={config.method!r} is unknown; use auto, {', '.join(TASKS)}"
+    for name in ("batch", "accumulate", "seq"):
+        if not is_count(value := getattr(config, name), least=1):
+            yield f"{name}={value!r} is not a positive whole number"
+    for name in ("steps", "seed", "lora", "eval_every", "patience", "samples"):
+        if not is_count(value := getattr(config, name), least=0):
+            yield f"{name}={value!r} is not a whole number from 0 up"
+    for name in ("epochs", "clip"):
+        if not (is_real(value := getattr(config, name)) and value > 0):
+            yield f"{name}={value!r} is not a positive number"
+    for name in ("lr", "warmup", "weight_decay", "lora_alpha"):
+        if not (is_real(value := getattr(config, name)) and value >= 0):
+            yield f"{name}={value!r} is not a number from 0 up"
+    for name in ("merge", "packing"):
+        if not isinstance(value := getattr(config, name), bool):
+            yield f"{name}={value!r} is neither true nor false"
+    if not (is_real(config.split) and 0 <= config.split < 1):
+        yield f"split={config.split!r} is not a share from 0 up to 1"
+    elif config.split and config.eval_data:
+        yield "eval_data and split both say what to evaluate on; give one of them"
+    if config.patience and not (config.eval_data or config.split):
+        yield f"patience={config.patience!r} counts evaluations; give --eval-data, or --split 0.05"
+    if not config.lora and (config.lora_alpha or config.lora_targets):
+        yield "lora_alpha and lora_targets are of adapters; give --lora RANK, such as --lora 16"
+    if config.recompute not in RECOMPUTE:
+        yield f"recompute={config.recompute!r} is unknown; use block or none"
+    # Of a place that may not be looked at, `os.path` says no, and pathlib raises.
+    if os.path.exists(config.out) and not os.path.isdir(config.out):
+        yield f"out={str(config.out)!r} is a file; name a directory"
+    if config.model != Path() and config.out.resolve() == config.model.resolve():
+        yield f"out={str(config.out)!r} is the model's folder too; its weights would be replaced: give another --out"
+    if not isinstance(config.offload, OffloadConfig):
+        return
+    if config.offload.overlap == UpdateOverlap.BACKWARD:
+        clip = f"clip={config.clip!r}"
+        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
+    if config.out.resolve() in [path.resolve() for path in config.offload.nvme_dirs]:
+        yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"

@@ -1,0 +1,345 @@
+"""The trainers of `finetune`: TRL's and transformers' loops, with what a run logs, evaluates, keeps and stops by.
+
+Owns what happens between a step and its commit, in this order: the figures, the evaluation with its texts and the best
+weights, the row of metrics. So what a generation has seen is never missing from the metrics. What an evaluation found
+is in Trainer's history, which is part of the generation: which one was best, and when patience ends, follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+import zero_offload as zo
+from zero_offload.base.errors import NonFiniteError
+from zero_offload.checkpoint.extras import capture_rng, restore_rng
+from zero_offload.checkpoint.format import History
+from zero_offload.cli.finetune.data import Prepared
+from zero_offload.cli.finetune.folder import ModelFolder
+from zero_offload.cli.finetune.outputs import Weights
+from zero_offload.cli.finetune.settings import FinetuneConfig
+from zero_offload.cli.recipes.loop import Progress, Ranks, StopRequest
+from zero_offload.integrations.transformers import OffloadMixin
+from zero_offload.model.api import need_runtime
+from zero_offload.storage.files.directory import RunDirectory
+
+_NON_FINITE_STEPS_MAX = 3
+_PROMPT_TOKENS, _NEW_TOKENS = 128, 64
+_RENAMED = {"learning_rate": "lr"}
+_LEFT_OUT = ("num_tokens", "num_input_tokens_seen", "train_runtime", "train_tokens_per_second")
+_Base: Any = object
+"""To mypy: the Trainer class that comes behind."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same in the whole run."""
+
+    config: FinetuneConfig
+    folder: ModelFolder
+    prepared: Prepared
+    ranks: Ranks
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.config.out)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run on so many ranks."""
+        if self.config.steps:
+            return self.config.steps
+        num_batches = math.ceil(len(self.prepared.train) / (self.config.batch * self.ranks.size))
+        per_epoch = max(1, math.ceil(num_batches / self.config.accumulate))
+        return max(1, math.ceil(self.config.epochs * per_epoch))
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between evaluations."""
+        return self.config.eval_every or max(1, self.num_steps // 10)
+
+
+def best_of(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The first of those with the lowest loss; None of none."""
+    return min(evaluations, key=lambda each: each["loss"] if math.isfinite(each["loss"]) else math.inf, default=None)
+
+
+class FinetuneMixin(OffloadMixin):
+    """Before a Trainer class; `job`, `log` and `progress` are the run's."""
+
+    def __init__(self, *args: Any, job: Job, log: zo.RunLog, progress: Progress, **kwargs: Any) -> None:
+        self._job, self._log, self._progress = job, log, progress
+        self._row: dict[str, float] = {}
+        """The figures of the last step, until they are written."""
+        self._tokens_before = 0
+        self._num_non_finite = 0
+        super().__init__(*args, **kwargs)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(_EvaluatesAtTheEnd())
+
+    # The order of a start and of a step
+
+    def _prepare_for_training(self, *args: Any) -> Any:
+        prepared = super()._prepare_for_training(*args)
+        # The rate asked for now, of which a generation may have another one.
+        scheduler, config = self.lr_scheduler, self._job.config
+        scheduler.base_lrs = [config.lr] * len(scheduler.base_lrs)
+        for group, factor in zip(self.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["lr"] = config.lr * factor(scheduler.last_epoch)
+        self._tokens_before = self.state.num_input_tokens_seen
+        return prepared
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.has_no_patience:  # a generation of the run's end goes on
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if "loss" in logs:
+            self.state.log_history.pop()  # metrics.jsonl has it; a generation need not
+            self._log.measure()
+            tokens = self.state.num_input_tokens_seen - self._tokens_before
+            self._tokens_before += tokens
+            named = {_RENAMED.get(name, name): value for name, value in logs.items() if name not in _LEFT_OUT}
+            self._row = {**named, "tokens": tokens}
+
+    def _commit(self) -> None:
+        row, self._row = self._row, {}
+        if row:
+            self._progress.step(self._log.step(self.state.global_step, **row))
+        super()._commit()
+        if row:
+            self._check_finite(row)
+
+    def _check_finite(self, row: Mapping[str, float]) -> None:
+        is_finite = math.isfinite(row["loss"]) and math.isfinite(row.get("grad_norm", 0.0))
+        scaler = getattr(self.accelerator, "scaler", None)
+        if is_finite:
+            self._num_non_finite = 0
+        elif scaler is None or scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale
+            self._num_non_finite += 1
+        if self._num_non_finite == _NON_FINITE_STEPS_MAX:
+            step = self.state.global_step
+            raise NonFiniteError(
+                f"loss or gradients were not finite in steps {step + 1 - _NON_FINITE_STEPS_MAX} to {step}; none of "
+                f"them changed the parameters. Go on with a smaller --lr (now {self._job.config.lr:g}), which may "
+                "change from start to start, or begin anew with --precision fp32 and another --out"
+            )
+
+    # Evaluation
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All of the run, with step, loss and perplexity."""
+        rows = [each for each in self.state.log_history if "eval_loss" in each]
+        return [
+            {"step": each["step"], "loss": each["eval_loss"], "perplexity": _perplexity(each["eval_loss"])}
+            for each in rows
+        ]
+
+    @property
+    def has_no_patience(self) -> bool:
+        """True if so many evaluations as `patience` says were not better than the best."""
+        found, patience = self.evaluations, self._job.config.patience
+        best = best_of(found)
+        return bool(patience and best is not None and len(found) - 1 - found.index(dict(best)) >= patience)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's. Training draws the same numbers with and without it."""
+        generators = capture_rng()
+        torch.manual_seed(self._job.config.seed)  # each one masks the same words
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        newest = self.evaluations[-1]
+        self._row |= {"val_loss": newest["loss"], "perplexity": newest["perplexity"]}
+        self._row |= {f"val_{name}": metrics[f"eval_{name}"] for name in ("accuracy",) if f"eval_{name}" in metrics}
+        self._write_texts()
+        if best_of(self.evaluations) == newest:
+            self._job.weights.keep(self.model, newest["step"], self._still_needed())
+        self.control.should_training_stop |= self.has_no_patience
+        restore_rng(generators)
+        return metrics
+
+    def _still_needed(self) -> list[int]:
+        """The step of the weights that a resume from the newest generation would look for."""
+        owner = need_runtime(self.model, "finetune")
+        if owner.keeper is None or not self._job.ranks.is_first:
+            return []
+        with RunDirectory.look(owner.config.nvme_dirs[0]) as home:
+            newest = History.read(home).newest
+        before = [each for each in self.evaluations if newest is not None and each["step"] <= newest.step]
+        best = best_of(before)
+        return [] if best is None else [best["step"]]
+
+    def _write_texts(self) -> None:
+        """What the model writes now, to the first prompts of the evaluation's data."""
+        job, tokenizer = self._job, self._job.folder.tokenizer
+        if job.config.method not in ("sft", "dpo"):
+            return
+        for prompt in prompts(job)[: job.config.samples]:
+            ids = torch.tensor([prompt], dtype=torch.long, device=self.args.device)
+            # Every rank writes the same, with as many forwards: all of them have to run each.
+            written = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=_NEW_TOKENS,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            asked, said = (
+                tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, written[0, len(prompt) :])
+            )
+            self._progress.note(f"  {_short(asked)!r} -> {_short(said)!r}")
+
+
+def prompts(job: Job) -> list[list[int]]:
+    """Of the evaluation's rows, what comes before the words that are learned; of text, its beginning."""
+    found = []
+    rows = job.prepared.evaluation
+    for row in rows.select(range(min(len(rows), job.config.samples))) if rows is not None else ():
+        if "input_ids" not in row:
+            words = row["prompt"]
+            ids = (
+                job.folder.tokenizer(words)["input_ids"]
+                if isinstance(words, str)
+                else job.folder.tokenizer.apply_chat_template(words, add_generation_prompt=True, return_dict=True)[
+                    "input_ids"
+                ]
+            )
+        else:
+            learned = [label != -100 for label in row["labels"]]
+            begin = learned.index(True) if True in learned else 0
+            ids = row["input_ids"][: begin if begin > 1 else _PROMPT_TOKENS // 4]
+        found.append(ids[-_PROMPT_TOKENS:])
+    return found
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+class _EvaluatesAtTheEnd(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+
+
+class StopsWhenAsked(TrainerCallback):
+    """Ends the training behind a step if one rank was asked to stop."""
+
+    def __init__(self, stop: StopRequest, ranks: Ranks) -> None:
+        self._stop, self._ranks = stop, ranks
+        self.stopped = False
+        """True if the training ended by it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._ranks.any(self._stop.requested):
+            self.stopped = control.should_training_stop = True
+
+
+class FinetuneTrainer(FinetuneMixin, Trainer):
+    """Of encoders: masked words, or classes."""
+
+
+class FinetuneSFT(FinetuneMixin, SFTTrainer):
+    pass
+
+
+class FinetuneDPO(FinetuneMixin, DPOTrainer):  # type: ignore[misc, unused-ignore]
+    pass
+
+
+class FinetuneAdapterDPO(FinetuneMixin, DPOTrainer):  # type: ignore[misc, unused-ignore]
+    """The reference is the model without its adapters: TRL would copy them while they are away."""
+
+    @property
+    def ref_model(self) -> Any:
+        return None
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        pass
+
+
+def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: zo.RunLog, progress: Progress) -> Any:
+    """The trainer of the run's method."""
+    config, data, tokenizer = job.config, job.prepared, job.folder.tokenizer
+    args: dict[str, Any] = {
+        "output_dir": str(config.out),
+        "per_device_train_batch_size": config.batch,
+        "per_device_eval_batch_size": config.batch,
+        "gradient_accumulation_steps": config.accumulate,
+        "learning_rate": config.lr,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": config.warmup,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.clip,
+        "seed": config.seed,
+        "max_steps": config.steps or -1,
+        "num_train_epochs": config.epochs,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "eval_strategy": "no" if data.evaluation is None else "steps",
+        "eval_steps": job.eval_every,
+        "bf16": False,  # no autocast: the model computes in its own precision
+        "fp16": config.offload.numerics.compute == "fp16",
+        "use_cpu": not torch.accelerator.is_available(),
+        "gradient_checkpointing": config.recompute == "block",
+        "include_num_input_tokens_seen": "all" if data.trainer_settings.get("padding_free") else "non_padding",
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+    }
+    if job.ranks.size > 1 and args["use_cpu"]:
+        args["ddp_backend"] = "gloo"
+    given: dict[str, Any] = {
+        "model": model,
+        "processing_class": tokenizer,
+        "train_dataset": data.train,
+        "eval_dataset": data.evaluation,
+        "job": job,
+        "log": log,
+        "progress": progress,
+    }
+    if config.method == "sft":
+        return FinetuneSFT(args=SFTConfig(**args, **data.trainer_settings), **given)
+    if config.method == "dpo":
+        kind = FinetuneDPO if reference is not None else FinetuneAdapterDPO
+        return kind(args=DPOConfig(**args, **data.trainer_settings), ref_model=reference or nn.Module(), **given)
+    if config.method == "mlm":
+        collator: Any = DataCollatorForLanguageModeling(tokenizer)
+        return FinetuneTrainer(args=TrainingArguments(**args), data_collator=collator, **given)
+    return FinetuneTrainer(
+        args=TrainingArguments(**args),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=_accuracy,
+        **given,
+    )
+
+
+def _accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
