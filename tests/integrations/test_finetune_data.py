@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 import trl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import OPTConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.resident import peak_bytes, reset_peak
 from tests.helpers.templates import HABITS, OPEN_THOUGHT, THINKING, Habit, Segments
 from zero_offload.cli.finetune.data import PACKED, PackedRows, Prepared, kind_of, prepare
 from zero_offload.cli.finetune.folder import ModelFolder, open_folder
@@ -365,6 +367,40 @@ def test_data_for_evaluation(tmp_path: Path, folder: ModelFolder) -> None:
         prepare([str(other)], folder, seq=256, split=0.1)
 
 
+def test_kinds_beside_each_other(tmp_path: Path, folder: ModelFolder) -> None:
+    chat = str(folders.write_instructions(tmp_path / "chat.jsonl", 4))
+    text = str(folders.write_rows(tmp_path / "text.jsonl", [{"text": "some text"}]))
+    both = prepare([chat, text], folder, seq=256)
+    assert (both.kind, both.counts.read) == ("conversations and text", 5)
+    assert "the end of each turn included and the whole text" in both.note
+    beside = prepare([text], folder, seq=256, eval_data=[chat])
+    assert beside.evaluation is not None and len(beside.evaluation) == 4
+    pairs = str(folders.write_preferences(tmp_path / "pairs.jsonl", 2))
+    with pytest.raises(zo.ConfigError, match="holds preferences, .* does not take beside the other data; .* dpo"):
+        prepare([chat, pairs], folder, seq=256)
+
+
+def test_a_model_that_does_not_keep_samples_apart(tmp_path: Path, folder: ModelFolder) -> None:
+    path = folders.write_instructions(tmp_path / "chat.jsonl", 4)
+    other = replace(folder, config=OPTConfig(max_position_embeddings=256))
+    prepared = prepare([str(path)], other, seq=256)
+    assert len(prepared.train) == 4 and prepared.collator is None
+    assert "a row is one sample: opt models" in prepared.note
+    assert "a row is" not in prepare([str(path)], other, seq=256, packing=False).note
+
+
+def test_what_a_template_leaves_out_is_said(tmp_path: Path, folder: ModelFolder) -> None:
+    path = folders.write_instructions(tmp_path / "chat.jsonl", 4)
+    silent = folders.CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    for template, said in [
+        (HABITS["no special tokens"].template, "<|im_end|> behind the last: no turn in it ends with a token"),
+        (folders.CHATML_MARKED, "where it has {% generation %}, the end of each turn included"),
+        (silent, "the end of a turn is outside, so the model does not learn to stop"),
+    ]:
+        prepared = prepare([str(path)], replace(folder, tokenizer=folders.tokenizer(template)), seq=256)
+        assert said in prepared.note
+
+
 # The file of tokens
 
 
@@ -395,10 +431,12 @@ def test_tokens_are_made_once_and_anew_where_something_changes(tmp_path: Path, f
 def test_a_file_that_a_kill_has_cut_short_is_made_anew(tmp_path: Path, folder: ModelFolder) -> None:
     path, cache = folders.write_instructions(tmp_path / "chat.jsonl", 6), tmp_path / "cache"
     first = rows_of(prepare([str(path)], folder, seq=256, cache=cache))
-    (arrow,) = cache.glob("*.arrow")
-    arrow.with_suffix(".json").unlink()
-    arrow.write_bytes(arrow.read_bytes()[:100])
-    assert rows_of(prepare([str(path)], folder, seq=256, cache=cache)) == first
+    for is_said in (True, False):
+        (arrow,) = cache.glob("*.arrow")
+        arrow.write_bytes(arrow.read_bytes()[:100])
+        if not is_said:
+            arrow.with_suffix(".json").unlink()
+        assert rows_of(prepare([str(path)], folder, seq=256, cache=cache)) == first
 
 
 def _on_a_rank(rank: int, world_size: int, model: str, data: str, cache: str) -> tuple[str, int, int]:
@@ -411,6 +449,29 @@ def test_ranks_make_one_file(tmp_path: Path, model: Path, pools: Any) -> None:
     path = folders.write_instructions(tmp_path / "chat.jsonl", 300)
     found = tools.on_ranks(pools, 2, _on_a_rank, str(model), str(path), str(tmp_path / "cache"))
     assert found[0] == found[1]
+
+
+def _grown(rank: int, world_size: int, model: str, data: Sequence[str], cache: str) -> list[int]:
+    """Peak memory of this process with each of the files."""
+    peaks = []
+    for each in data:
+        reset_peak()
+        prepare([each], open_folder(model), seq=256, cache=Path(cache))
+        peaks.append(peak_bytes())
+    return peaks
+
+
+def test_data_need_not_fit_memory(tmp_path: Path, model: Path, pools: Any) -> None:
+    row = {"question": "q", "answer": "a", "unread": "x" * 20_000}
+    small, large = (
+        folders.write_rows(tmp_path / f"{num}.jsonl", [row | {"question": str(at)} for at in range(num)])
+        for num in (100, 4000)
+    )
+    assert large.stat().st_size > 80e6
+    _, before, after = pools.of(2).succeed(
+        _grown, str(model), [str(small), str(small), str(large)], str(tmp_path / "cache")
+    )[0]
+    assert after - before < 20e6
 
 
 # Packed rows
@@ -649,6 +710,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, folder: ModelFolder, name: st
         ({"split": 1.5}, "split=1.5"),
         ({"data": []}, "there are no data"),
         ({"data": ["none.jsonl"]}, "none.jsonl does not exist"),
+        ({"data": ["/proc/1/mem.jsonl"]}, "mem.jsonl does not exist"),
         ({"data": ["someone/chats"]}, "someone/chats is no file or folder here, and the hub .* cannot be reached"),
         ({"seq": 8}, "no row of .* has a token to train on: all 4 are left out"),
     ],

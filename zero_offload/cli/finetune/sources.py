@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.cli.finetune.rows import Form, form_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
@@ -34,6 +35,12 @@ class Source:
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Every row, and where it is. Raises ConfigError for what cannot be read."""
+        try:
+            yield from self._rows()
+        except OSError as error:
+            raise ConfigError(f"{self.name} cannot be read: {error}") from error
+
+    def _rows(self) -> Iterator[tuple[str, Row]]:
         if self.path is None:
             yield from self._numbered(_of_hub(self.name))
         elif self.path.suffix in (".jsonl", ".json"):
@@ -93,6 +100,32 @@ def _of_folder(folder: Path) -> tuple[list[Source], list[str]]:
     if len(left) == len(paths):
         left = []
     return [Source(str(path), path) for path in paths if path not in left], [str(path) for path in left]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A source, and how its rows are read."""
+
+    source: Source
+    form: Form
+    columns: tuple[str, ...]
+
+
+def read_forms(words: Sequence[str]) -> tuple[list[Known], list[str]]:
+    sources, left = find_sources(words)
+    if not sources:
+        raise ConfigError("there are no data; give files, folders of files, or the name of a dataset")
+    known = []
+    for source in sources:
+        _, first = next(source.rows(), (None, None))
+        if first is None:
+            raise ConfigError(f"{source.name} has no row")
+        known.append(Known(source, form_of(tuple(first), source.name), tuple(first)))
+    return known, left
+
+
+def kinds_of(known: Sequence[Known]) -> str:
+    return " and ".join(dict.fromkeys(each.form.kind for each in known))
 
 
 # Formats

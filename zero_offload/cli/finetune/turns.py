@@ -25,6 +25,7 @@ from zero_offload.cli.finetune.rows import BadRow, Message
 
 _WORD = "b5c1f9"
 _QUESTION, _ANSWER = {"role": "user", "content": "u7"}, {"role": "assistant", "content": _WORD}
+_WITH_MARKS = {"return_assistant_tokens_mask": True}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -77,7 +78,8 @@ class ChatTemplate:
         self._only_behind_last = tail[self._num_shared(tail, followed.rpartition(_WORD)[2]) :]
         ending = self._tokenizer(tail, add_special_tokens=False)["input_ids"]
         special = {*self._tokenizer.get_added_vocab().values()}
-        self.added_end = "" if special & {*ending} else self._tokenizer.eos_token or ""
+        has_end = self.is_marked or special & {*ending}
+        self.added_end = "" if has_end else self._tokenizer.eos_token or ""
         """Put behind a sample: the template ends no turn with a token by which a model can stop."""
 
     def _num_shared(self, one: str, other: str) -> int:
@@ -93,6 +95,18 @@ class ChatTemplate:
                 break
             at = pair[0][1][1]
         return at
+
+    def remark(self) -> str:
+        """What a user should know of it."""
+        if self.added_end:
+            return f", {self.added_end} behind the last: no turn in it ends with a token by which a model can stop"
+        if not self.is_marked:
+            return ", the end of each turn included"
+        encoded = self._apply([_QUESTION, _ANSWER], None, tokenize=True, return_dict=True, **_WITH_MARKS)
+        ids = [token for token, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
+        if {*ids} & {*self._tokenizer.get_added_vocab().values()}:
+            return " where it has {% generation %}, the end of each turn included"
+        return " where it has {% generation %}: the end of a turn is outside, so the model does not learn to stop"
 
     def samples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, trained_from: int = 0
@@ -138,7 +152,7 @@ class ChatTemplate:
         return _Turn(text, len(prompt), len(text) - len(self._only_behind_last))
 
     def _marked(self, messages: Sequence[Message], tools: Sequence[Any] | None, trained_from: int) -> Sample:
-        encoded = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = self._apply(messages, tools, tokenize=True, return_dict=True, **_WITH_MARKS)
         ids, trained = list(encoded["input_ids"]), [mark == 1 for mark in encoded["assistant_masks"]]
         if trained_from:
             prompt = self._ids(self._render(messages[:trained_from], tools, is_prompt=True))

@@ -1,0 +1,271 @@
+"""The methods of training: which rows each takes, and its rows of tokens of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.cli.finetune.counts import Tally
+from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, check_chat_template
+from zero_offload.cli.finetune.rows import (
+    CONVERSATIONS,
+    LABELLED,
+    PAIRS,
+    PREFERENCES,
+    TEXT,
+    BadRow,
+    Form,
+    messages_of,
+    pair_of,
+    preference_of,
+    text_in,
+    tools_of,
+)
+from zero_offload.cli.finetune.sources import Known, Row
+from zero_offload.cli.finetune.turns import ChatTemplate, Sample, tokens_of
+
+SFT, DPO, MLM, CLASSES = METHODS = ("sft", "dpo", "mlm", "classify")
+_KINDS = {SFT: (CONVERSATIONS, PAIRS, TEXT, LABELLED), DPO: (PREFERENCES,), MLM: (TEXT, LABELLED), CLASSES: (LABELLED,)}
+_TASKS = {SFT: CAUSAL, DPO: CAUSAL, MLM: MASKED, CLASSES: CLASSIFY}
+
+
+def method_of(known: Sequence[Known], method: str, task: str) -> str:
+    """The method that goes with every source. Raises ConfigError where the one that was asked for does not."""
+    if method not in ("auto", *METHODS):
+        raise ConfigError(f"method={method!r} is none of auto, {', '.join(METHODS)}")
+    fitting = [name for name in METHODS if _TASKS[name] == task and method in ("auto", name)]
+    for each in known:
+        kind = each.form.kind
+        fitting = [name for name in fitting if kind in _KINDS[name]]
+        if not fitting:
+            ways = [name for name in METHODS if kind in _KINDS[name]]
+            raise ConfigError(
+                f"{each.source.name} holds {kind}, by {', '.join(each.form.columns)}, which "
+                f"{'a ' + task + ' model' if method == 'auto' else 'method ' + method} does not take"
+                f"{'' if len(known) == 1 else ' beside the other data'}; it goes with --method {' or '.join(ways)}"
+            )
+    return fitting[0]
+
+
+class Maker:
+    """Makes a method's rows of the data's. `known`: what is trained on; `kinds`: of these, and of what evaluates."""
+
+    trains = "the whole text"
+    labels: tuple[str, ...] = ()
+
+    def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
+        self.folder, self.tokenizer, self.seq = folder, folder.tokenizer, seq
+
+    def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
+        """A method's rows of one of the data's. Raises BadRow."""
+        raise NotImplementedError
+
+    def collator(self) -> Any:
+        """None: the Trainer's own."""
+        return None
+
+    def trainer_settings(self) -> dict[str, Any]:
+        """Arguments for the Trainer's config."""
+        return {}
+
+
+class _Sft(Maker):
+    def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
+        super().__init__(folder, seq, known, kinds)
+        if CONVERSATIONS in kinds:
+            check_chat_template(folder)
+        self._template = None
+        if kinds & {CONVERSATIONS, PAIRS} and self.tokenizer.chat_template is not None:
+            self._template = ChatTemplate(self.tokenizer)
+        self._eos = self.tokenizer.eos_token or ""
+        self._adds_eos = self.tokenizer("a")["input_ids"][-1] == self.tokenizer.eos_token_id
+        """True if the tokenizer ends each text with it by itself."""
+        words = []
+        if self._template is not None:
+            words.append(f"the assistant's words in the tokenizer's chat template{self._template.remark()}")
+        elif PAIRS in kinds:
+            words.append("the completions (there is no chat template)")
+        if kinds & {TEXT, LABELLED}:
+            words.append("the whole text")
+        self.trains = " and ".join(words)
+
+    def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
+        if form.kind in (TEXT, LABELLED):
+            return self._text(row, tally)
+        if self._template is not None:
+            messages, trained_from = messages_of(row, form)
+            samples = self._template.samples(messages, tools_of(row), trained_from)
+            tally.unfolded += len(samples) > 1
+        else:
+            samples = self._pair(*pair_of(row, form))
+        tally.empty += not samples
+        return [made for sample in samples for made in self._cut(sample, tally)]
+
+    def _pair(self, before: str, answer: str) -> list[Sample]:
+        if not answer.strip():
+            return []
+        text = self._ended(before + answer)
+        sample = tokens_of(self.tokenizer, text, [(len(before), len(text))], add_special_tokens=True)
+        sample.trained[-1] = True
+        return [sample]
+
+    def _text(self, row: Row, tally: Tally) -> list[Row]:
+        text = text_in(row.get("text"), "text")
+        if not text.strip():
+            tally.empty += 1
+            return []
+        ids = list(self.tokenizer(self._ended(text), verbose=False)["input_ids"])
+        pieces = [ids[begin : begin + self.seq] for begin in range(0, len(ids), self.seq)]
+        pieces = [piece for piece in pieces if len(piece) > 1]
+        tally.divided += len(pieces) > 1
+        return [made for piece in pieces for made in self._cut(Sample(piece, [True] * len(piece)), tally)]
+
+    def _ended(self, text: str) -> str:
+        return text if self._adds_eos or text.endswith(self._eos) else text + self._eos
+
+    def _cut(self, sample: Sample, tally: Tally) -> list[Row]:
+        ids, trained = sample.ids[: self.seq], sample.trained[: self.seq]
+        num_trained = sum(trained[1:])  # nothing predicts the first
+        if not num_trained:
+            tally.empty += 1
+            return []
+        tally.truncated += len(ids) < len(sample.ids)
+        tally.trained += num_trained
+        tally.lengths.append(len(ids))
+        labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
+        return [{"input_ids": ids, "labels": labels}]
+
+    def trainer_settings(self) -> dict[str, Any]:
+        return {"packing": False, "max_length": self.seq, "dataset_kwargs": {"skip_prepare_dataset": True}}
+
+
+class _Dpo(Maker):
+    trains = "the chosen answers against the rejected"
+
+    def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
+        super().__init__(folder, seq, known, kinds)
+        self._template = None if self.tokenizer.chat_template is None else ChatTemplate(self.tokenizer)
+        self._in_messages: bool | None = None
+
+    def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
+        prompt, *answers = preference_of(row)
+        if isinstance(prompt, str) and row.get("prompt") is not None and self._template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+            answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+        if self._in_messages is None:
+            self._in_messages = isinstance(prompt, list)
+        if self._in_messages != isinstance(prompt, list):
+            raise BadRow("some rows are lists of messages, and others strings; give all as one of both")
+        if self._in_messages:
+            check_chat_template(self.folder)
+        before, *wholes = self._lengths(prompt, answers)
+        if answers[0] == answers[1] or before >= self.seq:
+            tally.empty += 1
+            return []
+        cut = [min(whole, self.seq) for whole in wholes]
+        tally.truncated += cut != wholes
+        tally.trained += sum(cut) - 2 * before
+        tally.lengths.append(sum(cut))
+        return [{"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}]
+
+    def _lengths(self, prompt: Any, answers: Sequence[Any]) -> list[int]:
+        """Tokens of the prompt, and of it with each answer."""
+        if isinstance(prompt, list):
+            assert self._template is not None
+            wholes = [self._template.whole([*prompt, *answer]) for answer in answers]
+            return [len(self._template.prompt(prompt)), *map(len, wholes)]
+        end = self.tokenizer.eos_token or ""
+        texts = [prompt, *(prompt + answer + end for answer in answers)]
+        return [len(self.tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+
+    def trainer_settings(self) -> dict[str, Any]:
+        return {"max_length": self.seq}
+
+
+class _Mlm(Maker):
+    trains = "tokens that are masked at random"
+
+    def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
+        super().__init__(folder, seq, known, kinds)
+        if self.tokenizer.mask_token is None:
+            raise ConfigError(f"the tokenizer of {folder.path} has no mask token, which --method mlm puts over words")
+
+    def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
+        text = text_in(row.get("text"), "text")
+        if not text.strip():
+            tally.empty += 1
+            return []
+        encoded = self.tokenizer(
+            text,
+            truncation=True,
+            max_length=self.seq,
+            return_overflowing_tokens=True,
+            return_special_tokens_mask=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        pieces = encoded["input_ids"]
+        tally.divided += len(pieces) > 1
+        for ids, special in zip(pieces, encoded["special_tokens_mask"], strict=True):
+            tally.lengths.append(len(ids))
+            tally.trained += len(ids) - sum(special)
+        return [{"input_ids": ids} for ids in pieces]
+
+    def collator(self) -> Any:
+        from transformers import DataCollatorForLanguageModeling
+
+        return DataCollatorForLanguageModeling(self.tokenizer)
+
+
+class _Classify(Maker):
+    trains = "the labels"
+
+    def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
+        super().__init__(folder, seq, known, kinds)
+        is_classifier = any("ForSequenceClassification" in name for name in folder.config.architectures or ())
+        if is_classifier:
+            names = [folder.config.id2label[number] for number in range(folder.config.num_labels)]
+        else:
+            names = _names_of({_label(row) for each in known for _, row in each.source.rows()})
+        self.labels = tuple(names)
+        self._numbers = {name: number for number, name in enumerate(names)}
+        if is_classifier:
+            self._numbers = {str(number): number for number in range(len(names))} | self._numbers
+
+    def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
+        text, label = text_in(row.get("text"), "text"), _label(row)
+        if label not in self._numbers:
+            raise BadRow(f"the label {label!r} is none of {', '.join(self.labels)}")
+        if not text.strip():
+            tally.empty += 1
+            return []
+        ids = self.tokenizer(text, truncation=True, max_length=self.seq, verbose=False)["input_ids"]
+        tally.truncated += len(ids) == self.seq and len(self.tokenizer(text, verbose=False)["input_ids"]) > self.seq
+        tally.lengths.append(len(ids))
+        tally.trained += 1
+        return [{"input_ids": ids, "labels": self._numbers[label]}]
+
+    def collator(self) -> Any:
+        from transformers import DataCollatorWithPadding
+
+        return DataCollatorWithPadding(self.tokenizer)
+
+
+MAKERS: dict[str, type[Maker]] = {SFT: _Sft, DPO: _Dpo, MLM: _Mlm, CLASSES: _Classify}
+
+
+def _label(row: Row) -> str:
+    label = row.get("label")
+    if isinstance(label, float) or not isinstance(label, (str, int)) or label == "":
+        raise BadRow(f"'label' is {label!r}, not a name or a whole number")
+    return str(label)
+
+
+def _names_of(labels: set[str]) -> list[str]:
+    """Numbers count from 0; names are in order."""
+    if len(labels) < 2:
+        raise ConfigError(f"the data have {len(labels)} label ({', '.join(labels)}); a classifier needs two at least")
+    if all(label.isdecimal() for label in labels):
+        return [str(number) for number in range(max(map(int, labels)) + 1)]
+    return sorted(labels)
