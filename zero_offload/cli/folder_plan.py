@@ -100,7 +100,7 @@ class FolderJob:
 
     @property
     def is_packed(self) -> bool:
-        """True if all samples of a micro-batch are one row."""
+        """True if rows are full: samples share them."""
         return self.method == "sft" and self.packing
 
     @property
@@ -111,8 +111,7 @@ class FolderJob:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and tokens of each, of the largest micro-batch."""
-        longest = min(self.longest or self.seq, self.seq)
-        return (1, self.samples * self.seq) if self.is_packed else (self.samples, longest)
+        return self.samples, self.seq if self.is_packed else min(self.longest or self.seq, self.seq)
 
     @property
     def mean_length(self) -> float:
@@ -129,9 +128,9 @@ class FolderJob:
         return self.gpu is not None or self.ram is not None or self.drives is not None
 
     def micro_batch(self) -> Batch:
-        # Samples in one row are told apart by a mask: attention computes all of it.
-        sequence = self.shape[1] if self.is_packed else max(round(self.mean_length), 1)
-        return Batch(self.tokens, self.accumulate, sequence, self.recompute, has_reference=self.method == "dpo")
+        # Samples that share a row are told apart by a mask: attention computes all of it.
+        sequence, has_reference = max(round(self.mean_length), 1), self.method == "dpo"
+        return Batch(self.tokens, self.accumulate, sequence, self.recompute, has_reference=has_reference)
 
 
 @dataclass(frozen=True)

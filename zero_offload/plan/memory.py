@@ -377,6 +377,10 @@ def estimate_memory(
         elif keeps_generations:
             committed += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
+        if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations:
+            # Of frozen values one slot, written once.
+            whole = unit.frozen_bytes * partition.param_shards
+            rest[Tier.NVME, StateKind.PARAMS] += divide_up(whole, partition.optimizer_shards)
         if tiers[StateKind.PARAMS] is Tier.NVME:
             inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
             written += 0 if inside else unit.trained_bytes
