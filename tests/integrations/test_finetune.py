@@ -125,7 +125,7 @@ def plain_losses(place: Place, method: str, lora: bool, **settings: Any) -> tupl
         seed=0,
         **prepared.trainer_settings,
     )
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"data_collator": prepared.collator}
     if method == "dpo":
         # The adapters begin as the identity, so without them the model is the reference.
         given["ref_model"] = AutoModelForCausalLM.from_pretrained(place.model)

@@ -138,9 +138,9 @@ class RunLog:
         """Write the row of `step`: numbers by name, and what `zo.stats` says; returns it.
 
         `loss`, `val_loss`, `lr` and `grad_norm` are drawn, and None is left out. `tokens`: those of all ranks since the
-        last row, in place of `tokens_per_step`. A row may stand for several steps. Raises ConfigError where `step` is
-        not above the last row's or a figure is no number, StorageError when the row cannot be written, and LockError
-        when another run could come in.
+        last row, in place of `tokens_per_step`. A list of text, such as what the model writes, is kept. A row may stand
+        for several steps. Raises ConfigError where `step` is not above the last row's or a figure is no number,
+        StorageError when the row cannot be written, and LockError when another run could come in.
         """
         last, measured = self._last_step, self._figures or self._measured()
         if self._is_closed:
@@ -244,9 +244,9 @@ def _row_of(found: Stats) -> Row:
     }
 
 
-def _figure(name: str, value: Any) -> float | int:
-    """A number as JSON has it; NaN and infinities stay, and are null in the file."""
-    if isinstance(value, int):
+def _figure(name: str, value: Any) -> float | int | list[str]:
+    """A number as JSON has it; NaN and infinities stay, and are null in the file. A list of text stays."""
+    if isinstance(value, int) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return value
     try:
         if not isinstance(value, str):

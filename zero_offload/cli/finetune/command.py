@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import Existing
 from zero_offload.cli.finetune.folder import need_packages
 from zero_offload.cli.finetune.settings import RECOMPUTE, TABLE, TASKS, FinetuneConfig, default_offload
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(vars(result) | {"out": str(result.out)}))
         elif result.ending is Ending.FINISHED:
             print("\n".join(_where(result.out)))
+    if result.plan is not None and not result.plan["fits"]:
+        return CapacityError.exit_code
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
 
 

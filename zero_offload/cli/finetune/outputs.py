@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,10 +22,12 @@ from typing import Any
 from torch import nn
 
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.cli.finetune.folder import ADAPTER_CONFIG_NAME, CONFIG_NAME, ModelFolder, build_model, open_folder
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.integrations.pretrained import export_pretrained
 from zero_offload.model.api import close, need_runtime
+from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.system import naming_errors, replace_file
 
 BEST, MERGED, CARD = "best", "merged", "README.md"
@@ -83,16 +86,13 @@ class Weights:
         """Delete what is left in OUT/best."""
         shutil.rmtree(self.out / BEST, ignore_errors=True)
 
-    def merge(self, offload: OffloadConfig, is_first: bool) -> None:
+    def merge(self, offload: OffloadConfig, *, is_first: bool) -> None:
         """Write OUT/merged: the base with the adapter in OUT merged into it. Every rank calls."""
         folder, place = open_folder(self.out), self.out / BEST / MERGED
         if is_first:
             shutil.rmtree(place, ignore_errors=True)
-        model = build_model(folder, read_only(offload), None, trains=False)
-        try:
+        with reading(folder, offload, is_first=is_first) as model:
             export_pretrained(model, place, adapters="merged")
-        finally:
-            close(model)
         if is_first:
             with naming_errors("write", self.out / MERGED):
                 folder.tokenizer.save_pretrained(place)
@@ -100,19 +100,22 @@ class Weights:
                 os.replace(place, self.out / MERGED)
 
 
-def read_only(offload: OffloadConfig) -> OffloadConfig:
-    """For a model that is not trained, beside the run's: it keeps nothing."""
-    beside = [path.with_name(f"{path.name}-readonly") for path in offload.nvme_dirs]
-    return replace(
-        offload,
-        grads="cpu",
-        optimizer="cpu",
-        nvme=beside,
-        durability="scratch",
-        existing="refuse",
-        generation=None,
-        commit_every=1,
-    )
+@contextmanager
+def reading(folder: ModelFolder, offload: OffloadConfig, *, is_first: bool) -> Iterator[nn.Module]:
+    """The folder's model beside the run's: not trained, and on drives if there are any. Every rank calls."""
+    places = [path.with_name(f"{path.name}-read") for path in offload.nvme_dirs]
+    config = replace(
+        offload, params="nvme" if places else "cpu", grads="cpu", optimizer="cpu", nvme=places, nvme_capacity=None,
+        durability="scratch", existing="refuse", generation=None, commit_every=1,
+    )  # fmt: skip
+    model = build_model(folder, config, None, trains=False)
+    try:
+        yield model
+    finally:
+        close(model)
+        for place in places if is_first else ():
+            with suppress(OSError, ZeroOffloadError), RunDirectory.open(place) as directory:
+                directory.close_and_remove()
 
 
 def _complete(place: Path, folder: ModelFolder) -> None:
@@ -176,8 +179,13 @@ def _base_name(folder: ModelFolder) -> str:
 def _table(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     if not evaluations:
         return []
-    rows = [f"| {each['step']} | {each['loss']:.4f} | {each['perplexity']:.2f} |" for each in evaluations]
-    return ["| step | evaluation loss | perplexity |", "|---:|---:|---:|", *rows, ""]
+    has_more = "perplexity" in evaluations[0]
+    rows = [
+        f"| {each['step']} | {each['loss']:.4f} |" + (f" {each['perplexity']:.2f} |" if has_more else "")
+        for each in evaluations
+    ]
+    head = "| step | evaluation loss |" + " perplexity |" * has_more
+    return [head, "|---:|---:|" + "---:|" * has_more, *rows, ""]
 
 
 def _loading(config: FinetuneConfig, is_adapter: bool) -> list[str]:

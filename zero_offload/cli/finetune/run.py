@@ -25,14 +25,15 @@ from torch import nn
 
 import zero_offload as zo
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import build_model, open_folder
-from zero_offload.cli.finetune.outputs import MERGED, is_published, model_card, read_only
+from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder, build_model, open_folder
+from zero_offload.cli.finetune.outputs import MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
+from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import find_existing
 from zero_offload.cli.recipes.train import Ending
@@ -52,12 +53,18 @@ class FinetuneResult:
     ending: Ending
     step: int
     best: Mapping[str, float] | None
-    """The best evaluation: its step, loss and perplexity."""
+    """The best evaluation: its step, loss and, where that is per word, perplexity."""
     out: Path
+    plan: Mapping[str, Any] | None = None
+    """With `dry_run`."""
 
 
 def finetune(
-    config: FinetuneConfig, existing: Existing = Existing.RESUME, stream: TextIO | None = None, *, dry_run: bool = False
+    config: FinetuneConfig,
+    existing: Existing = Existing.RESUME,
+    stream: TextIO | None = None,
+    *,
+    dry_run: bool = False,
 ) -> FinetuneResult:
     """Train to the last step, or to the first Ctrl-C; a second call with an equal config continues.
 
@@ -77,9 +84,12 @@ def finetune(
             if _is_finished(job, outputs):
                 progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
                 return FinetuneResult(Ending.FINISHED, outputs["last_step"], outputs["best"], config.out)
-            offload = _plan(job, progress)
+            begins = existing is not Existing.RESUME
+            plan, offload = _plan(job, progress if begins or dry_run else None)
             if dry_run:
-                return FinetuneResult(Ending.PLANNED, 0, None, config.out)
+                return FinetuneResult(Ending.PLANNED, 0, None, config.out, plan)
+            if begins and not plan["fits"]:
+                raise CapacityError("nothing was begun, as the run does not fit: see what would, above")
             if existing is Existing.DISCARD and ranks.is_first:
                 job.weights.withdraw()
                 job.weights.clear()
@@ -90,7 +100,9 @@ def finetune(
 def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
     """The folder and the data; `tokens` is where the data's tokens are kept for the next start."""
     folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
-    if config.merge and not (config.lora or folder.adapter):
+    is_adapter = config.lora > 0 or folder.adapter is not None
+    config = config.with_length(_num_positions(folder))
+    if config.merge and not is_adapter:
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
     prepared = prepare(
         config.data,
@@ -105,7 +117,15 @@ def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
     )
     if prepared.labels:
         folder = open_folder(config.model, folder.task, prepared.labels)
-    return Job(config.resolved(prepared.method), folder, prepared, ranks)
+    return Job(config.with_method(prepared.method, is_adapter=is_adapter), folder, prepared, ranks)
+
+
+def _num_positions(folder: ModelFolder) -> int:
+    """The most tokens that the model takes."""
+    limits = [getattr(folder.config.get_text_config(), "max_position_embeddings", None)]
+    if folder.task != CAUSAL:
+        limits.append(folder.tokenizer.model_max_length)
+    return min((each for each in limits if each), default=sys.maxsize)
 
 
 def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
@@ -129,9 +149,37 @@ def _identity(job: Job) -> dict[str, Any]:
     return job.config.arguments() | told | {"text": job.prepared.key}
 
 
-def _plan(job: Job, progress: Progress) -> OffloadConfig:
-    """Print what the run takes; the settings that it is planned with. Raises CapacityError where it does not fit."""
-    return job.config.offload
+def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
+    """What the run takes, said to `progress`, and the settings that it is planned with: the first rank's."""
+    config, counts = job.config, job.prepared.counts
+    found: tuple[dict[str, Any], OffloadConfig] | None = None
+    if job.ranks.is_first:
+        plan = plan_job(
+            FolderJob(
+                job.folder,
+                config.offload,
+                config.adapters(),
+                batch=config.batch,
+                accumulate=config.accumulate,
+                seq=config.seq,
+                steps=job.num_steps,
+                ranks=job.ranks.size,
+                method=config.method,
+                packing=config.packing,
+                recompute=config.recompute == "block",
+                merge=config.merge,
+                evaluates=job.prepared.evaluation is not None,
+                longest=counts.longest,
+                mean_tokens=counts.tokens / counts.samples,
+            ),
+            config.out,
+            tries=progress is not None,
+        )
+        if progress is not None:
+            progress.note(plan.text())
+        found = plan.to_dict(), plan.offload if plan.fits else config.offload
+    planned: tuple[dict[str, Any], OffloadConfig] = job.ranks.of_first(found)
+    return planned
 
 
 def _train(
@@ -145,9 +193,8 @@ def _train(
     config = job.config
     # The smaller one first: what is left is the other's.
     has_reference = config.method == "dpo" and not config.lora
-    reference = build_model(job.folder, read_only(offload), None, trains=False) if has_reference else None
-    model = build_model(job.folder, offload, config.adapters(), config.seed)
-    with _closing(model, reference):
+    beside = reading(job.folder, offload, is_first=job.ranks.is_first) if has_reference else nullcontext()
+    with beside as reference, _closing(build_model(job.folder, offload, config.adapters(), config.seed)) as model:
         if need_runtime(model, "finetune").resume_pending:
             _say_where(job, model, progress)
         with zo.RunLog(
@@ -175,21 +222,17 @@ def _train(
                 chosen = _keep(job, trainer, outputs)
                 evaluations = trainer.evaluations
                 zo.close(model)  # the last step is a generation: whatever happens now, the same command completes it
-                if reference is not None:
-                    zo.close(reference)
     return _publish(job, chosen, step, evaluations, progress)
 
 
 @contextmanager
-def _closing(*models: nn.Module | None) -> Iterator[None]:
+def _closing(model: nn.Module) -> Iterator[nn.Module]:
     """What ends a run with a message leaves its last whole step as a generation."""
     try:
-        yield
+        yield model
     except ZeroOffloadError:
-        for each in models:
-            with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
-                if each is not None:
-                    zo.close(each)
+        with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
+            zo.close(model)
         raise
 
 
@@ -236,13 +279,14 @@ def _publish(
     if job.ranks.is_first:
         facts: dict[str, Any] = {"optimizer steps": last_step, "weights of step": chosen}
         if best is not None:
-            facts |= {"evaluation loss": f"{best['loss']:.4f}", "perplexity": f"{best['perplexity']:.2f}"}
+            facts["evaluation loss"] = f"{best['loss']:.4f}"
+            facts |= {"perplexity": f"{best['perplexity']:.2f}"} if "perplexity" in best else {}
         card = model_card(config, job.folder, evaluations, facts)
         weights.publish(chosen, card, job.folder)
     job.ranks.wait()
     if config.merge and not (config.out / MERGED).is_dir():
         job.ranks.wait()
-        weights.merge(config.offload, job.ranks.is_first)
+        weights.merge(config.offload, is_first=job.ranks.is_first)
     job.ranks.wait()
     if job.ranks.is_first:
         run_dir = RunDir(config.out)

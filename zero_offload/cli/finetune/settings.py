@@ -4,7 +4,8 @@ Owns the names, defaults and rules of the settings of `finetune`; those of tiers
 Never reads the model, the data or the run directory.
 
 Calls, in order: `FinetuneConfig.from_tables(*read_tables(path, TABLE))`, which raises one ConfigError listing every
-problem of both tables; `resolved` once the data has told the method; then read the fields, `arguments()`, `to_toml()`.
+problem of both tables; `with_length` and `with_method` once the model and the data have told them; then read the
+fields, `arguments()`, `to_toml()`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
 """By method, what the model does."""
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classify": (2e-5, 5e-4)}
 """By method, the learning rate of all parameters and of adapters."""
+_SEQ = 1024
 _HOW_IT_STARTS = ("existing", "generation")
 RECOMPUTE = ("block", "none")
 _PATHS = ("model", "out")
@@ -57,8 +59,8 @@ class FinetuneConfig:
     """Samples (with packing: sequences) per micro-batch and rank."""
     accumulate: int = 4
     """Micro-batches per optimizer step."""
-    seq: int = 1024
-    """The most tokens of a sample, and of a packed sequence."""
+    seq: int = 0
+    """The most tokens of a sample, and of a packed sequence; 0: 1024, or as many as the model has positions for."""
     lr: float = 0.0
     """Peak learning rate, reached after `warmup`, then a cosine down to 0. 0: as usual for the method."""
     warmup: float = 0.03
@@ -119,14 +121,13 @@ class FinetuneConfig:
             raise ConfigError("\n".join(messages))
         return cls(**settings)
 
-    def resolved(self, method: str) -> FinetuneConfig:
-        """With the method that the data has told, and its learning rate."""
-        return replace(self, method=method, lr=self.lr or _RATES[method][self.lora > 0])
+    def with_length(self, num_positions: int) -> FinetuneConfig:
+        """With a length that a model of so many positions takes."""
+        return replace(self, seq=self.seq or min(_SEQ, num_positions))
 
-    @property
-    def has_evaluation(self) -> bool:
-        """True if there is data to evaluate on."""
-        return bool(self.eval_data) or self.split > 0
+    def with_method(self, method: str, *, is_adapter: bool) -> FinetuneConfig:
+        """With the method that the data has told, and its learning rate."""
+        return replace(self, method=method, lr=self.lr or _RATES[method][is_adapter])
 
     def adapters(self) -> Lora | None:
         if not self.lora:
@@ -211,10 +212,10 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield "no data is given; name files, a folder or a data set: --data chat.jsonl"
     if config.method not in ("auto", *TASKS):
         yield f"method={config.method!r} is unknown; use auto, {', '.join(TASKS)}"
-    for name in ("batch", "accumulate", "seq"):
+    for name in ("batch", "accumulate"):
         if not is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
-    for name in ("steps", "seed", "lora", "eval_every", "patience", "samples"):
+    for name in ("steps", "seq", "seed", "lora", "eval_every", "patience", "samples"):
         if not is_count(value := getattr(config, name), least=0):
             yield f"{name}={value!r} is not a whole number from 0 up"
     for name in ("epochs", "clip"):

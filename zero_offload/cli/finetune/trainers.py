@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -32,7 +30,7 @@ from zero_offload.base.errors import NonFiniteError
 from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.checkpoint.format import History
 from zero_offload.cli.finetune.data import Prepared
-from zero_offload.cli.finetune.folder import ModelFolder
+from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder
 from zero_offload.cli.finetune.outputs import Weights
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.recipes.loop import Progress, Ranks, StopRequest
@@ -41,7 +39,7 @@ from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 
 _NON_FINITE_STEPS_MAX = 3
-_PROMPT_TOKENS, _NEW_TOKENS = 128, 64
+_PROMPT_TOKENS, _NEW_TOKENS, _SHOWN = 128, 64, 160
 _RENAMED = {"learning_rate": "lr"}
 _LEFT_OUT = ("num_tokens", "num_input_tokens_seen", "train_runtime", "train_tokens_per_second")
 _Base: Any = object
@@ -86,7 +84,7 @@ class FinetuneMixin(OffloadMixin):
 
     def __init__(self, *args: Any, job: Job, log: zo.RunLog, progress: Progress, **kwargs: Any) -> None:
         self._job, self._log, self._progress = job, log, progress
-        self._row: dict[str, float] = {}
+        self._row: dict[str, Any] = {}
         """The figures of the last step, until they are written."""
         self._tokens_before = 0
         self._num_non_finite = 0
@@ -130,7 +128,7 @@ class FinetuneMixin(OffloadMixin):
         if row:
             self._check_finite(row)
 
-    def _check_finite(self, row: Mapping[str, float]) -> None:
+    def _check_finite(self, row: Mapping[str, Any]) -> None:
         is_finite = math.isfinite(row["loss"]) and math.isfinite(row.get("grad_norm", 0.0))
         scaler = getattr(self.accelerator, "scaler", None)
         if is_finite:
@@ -149,12 +147,15 @@ class FinetuneMixin(OffloadMixin):
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """All of the run, with step, loss and perplexity."""
+        """All of the run: step, loss, and perplexity where the loss is per word."""
         rows = [each for each in self.state.log_history if "eval_loss" in each]
         return [
-            {"step": each["step"], "loss": each["eval_loss"], "perplexity": _perplexity(each["eval_loss"])}
-            for each in rows
+            {"step": each["step"], "loss": each["eval_loss"]} | self._perplexity(each["eval_loss"]) for each in rows
         ]
+
+    def _perplexity(self, loss: float) -> dict[str, float]:
+        """Of a loss per word."""
+        return {"perplexity": math.exp(min(loss, 700.0))} if self._job.config.method in ("sft", "mlm") else {}
 
     @property
     def has_no_patience(self) -> bool:
@@ -169,9 +170,11 @@ class FinetuneMixin(OffloadMixin):
         torch.manual_seed(self._job.config.seed)  # each one masks the same words
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         newest = self.evaluations[-1]
-        self._row |= {"val_loss": newest["loss"], "perplexity": newest["perplexity"]}
+        self._row |= {"val_loss" if name == "loss" else name: value for name, value in newest.items() if name != "step"}
         self._row |= {f"val_{name}": metrics[f"eval_{name}"] for name in ("accuracy",) if f"eval_{name}" in metrics}
-        self._write_texts()
+        if texts := self._texts():
+            self._row["samples"] = texts
+            self._progress.note("\n".join(f"  {each}" for each in texts))
         if best_of(self.evaluations) == newest:
             self._job.weights.keep(self.model, newest["step"], self._still_needed())
         self.control.should_training_stop |= self.has_no_patience
@@ -189,12 +192,10 @@ class FinetuneMixin(OffloadMixin):
         best = best_of(before)
         return [] if best is None else [best["step"]]
 
-    def _write_texts(self) -> None:
+    def _texts(self) -> list[str]:
         """What the model writes now, to the first prompts of the evaluation's data."""
-        job, tokenizer = self._job, self._job.folder.tokenizer
-        if job.config.method not in ("sft", "dpo"):
-            return
-        for prompt in prompts(job)[: job.config.samples]:
+        job, tokenizer, texts = self._job, self._job.folder.tokenizer, []
+        for prompt in _prompts(job):
             ids = torch.tensor([prompt], dtype=torch.long, device=self.args.device)
             # Every rank writes the same, with as many forwards: all of them have to run each.
             written = self.model.generate(
@@ -205,40 +206,36 @@ class FinetuneMixin(OffloadMixin):
                 use_cache=True,
                 pad_token_id=tokenizer.pad_token_id,
             )
-            asked, said = (
-                tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, written[0, len(prompt) :])
-            )
-            self._progress.note(f"  {_short(asked)!r} -> {_short(said)!r}")
+            both = tokenizer.batch_decode([prompt, written[0, len(prompt) :].tolist()], skip_special_tokens=True)
+            texts.append(" -> ".join(map(_in_a_line, both)))
+        return texts
 
 
-def prompts(job: Job) -> list[list[int]]:
-    """Of the evaluation's rows, what comes before the words that are learned; of text, its beginning."""
+def _prompts(job: Job) -> list[list[int]]:
+    """Of the evaluation's first rows, what comes before the words that are learned; of text, its beginning."""
+    rows, tokenizer = job.prepared.evaluation, job.folder.tokenizer
+    if rows is None or job.folder.task != CAUSAL:
+        return []
     found = []
-    rows = job.prepared.evaluation
-    for row in rows.select(range(min(len(rows), job.config.samples))) if rows is not None else ():
-        if "input_ids" not in row:
-            words = row["prompt"]
-            ids = (
-                job.folder.tokenizer(words)["input_ids"]
-                if isinstance(words, str)
-                else job.folder.tokenizer.apply_chat_template(words, add_generation_prompt=True, return_dict=True)[
-                    "input_ids"
-                ]
-            )
-        else:
+    for row in rows.select(range(min(len(rows), job.config.samples))):
+        if "input_ids" in row:
             learned = [label != -100 for label in row["labels"]]
             begin = learned.index(True) if True in learned else 0
             ids = row["input_ids"][: begin if begin > 1 else _PROMPT_TOKENS // 4]
+        elif isinstance(row["prompt"], str):
+            ids = tokenizer(row["prompt"])["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         found.append(ids[-_PROMPT_TOKENS:])
     return found
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 160 else f"{text[:157]}..."
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+def _in_a_line(text: str) -> str:
+    """What a young model writes must not steer a terminal."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
 
 
 class _EvaluatesAtTheEnd(TrainerCallback):
@@ -311,7 +308,7 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "fp16": config.offload.numerics.compute == "fp16",
         "use_cpu": not torch.accelerator.is_available(),
         "gradient_checkpointing": config.recompute == "block",
-        "include_num_input_tokens_seen": "all" if data.trainer_settings.get("padding_free") else "non_padding",
+        "include_num_input_tokens_seen": "all" if "seq_lengths" in data.train.column_names else "non_padding",
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
     if job.ranks.size > 1 and args["use_cpu"]:
@@ -326,19 +323,14 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "progress": progress,
     }
     if config.method == "sft":
-        return FinetuneSFT(args=SFTConfig(**args, **data.trainer_settings), **given)
+        return FinetuneSFT(args=SFTConfig(**args, **data.trainer_settings), data_collator=data.collator, **given)
     if config.method == "dpo":
         kind = FinetuneDPO if reference is not None else FinetuneAdapterDPO
         return kind(args=DPOConfig(**args, **data.trainer_settings), ref_model=reference or nn.Module(), **given)
-    if config.method == "mlm":
-        collator: Any = DataCollatorForLanguageModeling(tokenizer)
-        return FinetuneTrainer(args=TrainingArguments(**args), data_collator=collator, **given)
-    return FinetuneTrainer(
-        args=TrainingArguments(**args),
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=_accuracy,
-        **given,
-    )
+    given["data_collator"] = data.collator
+    if config.method == "classify":
+        given["compute_metrics"] = _accuracy
+    return FinetuneTrainer(args=TrainingArguments(**args), **given)
 
 
 def _accuracy(found: Any) -> dict[str, float]:

@@ -61,6 +61,15 @@ class Ranks:
         """True if one rank wants it; every rank calls this and gets the same answer."""
         return self._sum(float(bool(wanted))) > 0 if self.size > 1 else bool(wanted)
 
+    def of_first(self, value: Any) -> Any:
+        """What the first rank gives; every rank calls it."""
+        if self.size == 1:
+            return value
+        found = [value]
+        with self.watch.waiting("what the first rank says to all"):
+            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        return found[0]
+
     def wait(self) -> None:
         """Return once every rank has come here."""
         if self.size > 1:
