@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
 from zero_offload.base.startup import interrupts_raise
-from zero_offload.cli import bench, chat, clean, doctor, export, plan, report, train, verify
+from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, plan, report, train, verify
 from zero_offload.cli.finetune import command as finetune
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
@@ -61,6 +61,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zero_offload {zero_offload.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (finetune, train, chat, plan, doctor, bench, report, verify, export, clean):
+    for command in (finetune, train, chat, evaluate, plan, doctor, bench, report, verify, export, clean):
         command.add_parser(subparsers)
     return parser

@@ -69,6 +69,15 @@ def need_packages() -> None:
         )
 
 
+def quiet_transformers() -> None:
+    """Keep progress bars and advice of transformers away from what a command prints."""
+    from transformers.utils import logging
+
+    words: Any = logging
+    words.set_verbosity_error()
+    words.disable_progress_bar()
+
+
 # The folder
 
 

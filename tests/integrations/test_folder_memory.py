@@ -1,0 +1,89 @@
+"""A model of ten times the host budget starts within it: all of its parameters for a forward, by LoRA for a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.helpers.tools  # before transformers  # noqa: F401
+import zero_offload as zo
+from tests.helpers.folders import write_folder
+from tests.helpers.resident import peak_bytes, reset_peak
+from zero_offload.base.types import MIB
+from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
+
+SIZE = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 66}
+"""720M parameters: 1.4 GB in bf16. A block takes 21 MiB."""
+BUDGET = 134 * MIB
+"""Of which chunks of states that come and go take 64 MiB."""
+HEAP = 24 * MIB
+"""What no plan counts: activations of one row, and torch's own."""
+
+
+def make(folder: Path) -> None:
+    write_folder(folder / "warm")
+    write_folder(folder / "large", dtype="bfloat16", **SIZE)
+
+
+def measure(folder: Path, lora: Lora | None) -> dict[str, int]:
+    taken = {}
+    for name in ("warm", "large"):
+        before = reset_peak()
+        config = zo.OffloadConfig(
+            **dict.fromkeys(("params", "grads", "optimizer"), "auto"),
+            nvme=folder / f"{name} nvme",
+            cpu_memory=BUDGET if name == "large" else "1GiB",
+            durability="scratch",
+        )
+        model = build_model(open_folder(folder / name), config, lora)
+        taken["start"] = peak_bytes() - before
+        tokens = torch.arange(5, 37)[None]  # without padding
+        if lora is None:
+            with torch.no_grad():
+                model(input_ids=tokens)
+        else:
+            optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        taken["use"] = peak_bytes() - before
+        taken["model"] = sum(param.numel() * param.element_size() for param in model.parameters())
+        zo.close(model)
+    return taken
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large")
+    _run("make", path)
+    return path
+
+
+def _run(*arguments: object) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.integrations.test_folder_memory", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_it_starts_within_a_tenth(how: str, folder: Path) -> None:
+    taken = json.loads(_run(how, folder))
+    assert taken["model"] > 10 * BUDGET
+    assert max(taken["start"], taken["use"]) < BUDGET + HEAP, {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    how, path = sys.argv[1], Path(sys.argv[2])
+    if how == "make":
+        make(path)
+    else:
+        print(json.dumps(measure(path, Lora(4, 8.0) if how == "lora" else None)))

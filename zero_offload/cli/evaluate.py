@@ -1,0 +1,210 @@
+"""`zero-offload evaluate DIR --data FILES`: the loss of a folder's model on data, its weights streamed.
+
+Owns the flags and the mean over all data: each token with a loss counts once, whatever its batch and rank. Data become
+tokens as in `finetune`, and each batch's loss is the model's own, as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, open_folder, quiet_transformers
+from zero_offload.cli.reading import add_tier_flags, open_for_reading
+from zero_offload.cli.terminal import printable
+from zero_offload.model.api import close, need_runtime
+
+_DESCRIPTION = """\
+Compute the loss and the perplexity of a model on data: a Hugging Face folder, or the folder of an adapter. Of
+conversations only the assistant's words count, as in `finetune`. Weights stream from memory and drives. Works under
+torchrun too."""
+_TASKS = {"sft": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
+_SAMPLE_TOKENS = 128
+_NO_LABEL = -100
+
+Row = dict[str, Any]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="loss and perplexity of a model of any size on data",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE_OR_DIR", help="as for finetune")
+    parser.add_argument(
+        "--method", choices=_TASKS, default="sft", help="mlm and classify are for encoders (default sft)"
+    )
+    parser.add_argument("--seq", type=int, default=1024, metavar="N", help="most tokens of a sample (default 1024)")
+    parser.add_argument("--batch", type=int, default=4, metavar="N", help="samples of a rank at once (default 4)")
+    parser.add_argument("--eval-samples", type=int, default=0, metavar="N", help="print so many answers of the model")
+    parser.add_argument("--seed", type=int, default=0, help="of the words that mlm masks (default 0)")
+    add_tier_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    for flag, value, least in (("--batch", args.batch, 1), ("--eval-samples", args.eval_samples, 0)):
+        if value < least:
+            raise ConfigError(f"{flag} {value} is below {least}")
+    folder = open_folder(args.dir, _TASKS[args.method])
+    quiet_transformers()
+    from zero_offload.cli.finetune.data import prepare
+
+    prepared = prepare(args.data, folder, method=args.method, seq=args.seq, packing=False)
+    _check_labels(folder, prepared.labels)
+    model = open_for_reading(folder, args)
+    try:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first and not args.json:
+            print(prepared.note, flush=True)
+        torch.manual_seed(args.seed)
+        started = time.monotonic()
+        collate = prepared.collator or Padded(folder.tokenizer.pad_token_id)
+        score = mean_loss(model, prepared.train, collate, args.batch)
+        seconds = time.monotonic() - started
+        answers = list(_answers(model, folder, prepared.train, args.eval_samples))
+    finally:
+        close(model)
+    if is_first:
+        _print(args, score, prepared.counts.to_dict(), seconds, answers)
+    return 0
+
+
+def _check_labels(folder: ModelFolder, labels: Sequence[str]) -> None:
+    known = list(folder.config.id2label.values()) if folder.task == CLASSIFY else []
+    if folder.task == CLASSIFY and list(labels) != known:
+        raise ConfigError(
+            f"the data have the classes {', '.join(labels)}, and the model {', '.join(map(str, known))}; "
+            "give data of the model's classes"
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over all ranks."""
+
+    loss: float
+    count: int
+    """Tokens with a loss; of classes, samples."""
+    num_correct: int
+    """Of these, those whose likeliest token or class is the right one."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class Padded:
+    """A collator: rows become a batch as long as its longest."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._pad = pad_token_id
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """input_ids, attention_mask and labels: (rows, length of the longest row)."""
+        length = max(len(row["input_ids"]) for row in rows)
+
+        def filled(values: Sequence[Sequence[int]], padding: int) -> torch.Tensor:
+            padded = [[*each, *[padding] * (length - len(each))] for each in values]
+            return torch.tensor(padded, dtype=torch.long, device="cpu")
+
+        ids = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": filled(ids, self._pad),
+            "attention_mask": filled([[1] * len(each) for each in ids], 0),
+            "labels": filled([row["labels"] for row in rows], _NO_LABEL),
+        }
+
+
+def mean_loss(model: Any, rows: Any, collate: Any, batch: int) -> Score:
+    """The mean of the model's loss over all of `rows`, a datasets.Dataset. Every rank must call, with the same rows.
+
+    Each rank computes its part, `batch` rows at once, longest first. All run as many forwards: where rows run out, a
+    rank repeats one, which does not count.
+    """
+    device = need_runtime(model, "evaluate").device.torch_device
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
+    total = torch.zeros(3, dtype=torch.float64, device="cpu")
+    for begin in range(0, len(order), batch * num_ranks):
+        mine = order[begin : begin + batch * num_ranks][rank::num_ranks]
+        inputs = collate([rows[index] for index in mine or order[:1]])
+        with torch.no_grad():
+            found = model(**{name: value.to(device) for name, value in inputs.items()})
+        total += _sums(model, found, inputs["labels"].to(device)) if mine else 0
+    if num_ranks > 1:
+        total = total.to(device)
+        dist.all_reduce(total)
+    loss, count, correct = total.tolist()
+    return Score(loss / count if count else math.nan, int(count), int(correct))
+
+
+def _sums(model: Any, found: Any, labels: torch.Tensor) -> torch.Tensor:
+    """(3,) of losses, what has one, and what is right."""
+    guesses = found.logits.argmax(-1)
+    if guesses.dim() == 2 and _predicts_next(model):
+        guesses, labels = guesses[:, :-1], labels[:, 1:]
+    has_loss = labels != _NO_LABEL
+    count = int(has_loss.sum())
+    loss = found.loss.double().item() * count if count else 0.0
+    correct = int((guesses[has_loss] == labels[has_loss]).sum())
+    return torch.tensor([loss, count, correct], dtype=torch.float64, device="cpu")
+
+
+def _predicts_next(model: Any) -> bool:
+    return bool(model.can_generate())
+
+
+def _answers(model: Any, folder: ModelFolder, rows: Any, num: int) -> Iterator[tuple[str, str]]:
+    """Prompts and what the model answers, of the first rows. Every rank runs each forward."""
+    if folder.task != CAUSAL:
+        return
+    device = need_runtime(model, "evaluate").device.torch_device
+    for index in range(min(num, len(rows))):
+        row = rows[index]
+        learned = next(at for at, label in enumerate(row["labels"]) if label != _NO_LABEL)
+        ids = torch.tensor([row["input_ids"][: max(learned, 1)]], dtype=torch.long, device=device)
+        with torch.no_grad():
+            written = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=_SAMPLE_TOKENS,
+                do_sample=False,
+                pad_token_id=folder.tokenizer.pad_token_id,
+            )
+        said = (ids[0], written[0, ids.shape[1] :])
+        prompt, answer = (folder.tokenizer.decode(each, skip_special_tokens=True) for each in said)
+        yield prompt, answer
+
+
+def _print(
+    args: argparse.Namespace,
+    score: Score,
+    counts: dict[str, int],
+    seconds: float,
+    answers: Sequence[tuple[str, str]],
+) -> None:
+    words = {"loss": score.loss, "perplexity": score.perplexity, "accuracy": score.num_correct / max(score.count, 1)}
+    if args.json:
+        told = {"dir": str(args.dir), **words, "count": score.count, "seconds": round(seconds, 3), "data": counts}
+        said = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
+        print(json.dumps(told | ({"answers": said} if said else {})))
+        return
+    for prompt, answer in answers:
+        print(f"{printable(prompt).strip()}\n-> {printable(answer).strip()}\n")
+    what = "samples" if args.method == "classify" else "tokens"
+    figures = f"loss {score.loss:.4f}, perplexity {score.perplexity:.2f}, {100 * words['accuracy']:.1f}% right"
+    print(f"{figures}, over {score.count:,} {what} in {seconds:.1f} s")
