@@ -210,6 +210,20 @@ FAULTS = [
         "tests/parity/test_grad_handle.py::test_what_one_rank_does_alone_is_an_error_of_all",
     ),
     fault(
+        "a gradient that is over is put back, and nothing is said",
+        "model/params.py",
+        "            self._grads.check_held(param, grad.life)\n            return\n",
+        "            return\n",
+        "tests/unit/runtime/grads/test_handle.py::test_a_gradient_that_is_over_is_not_put_back",
+    ),
+    fault(
+        "zeros hide the gradient that another rank adds",
+        "runtime/grads/gradients.py",
+        "        self.zeroed.difference_update(section.params[index] for index in indices)\n",
+        "",
+        "tests/parity/test_grad_handle.py::test_gradients_that_one_rank_alone_adds",
+    ),
+    fault(
         "a hook changes what one micro-batch adds, in place of the sum",
         "runtime/units/guard.py",
         "            if not (is_first or is_same):\n",
@@ -407,9 +421,16 @@ FAULTS = [
     fault(
         "accelerate's mixed precision and compilation are ignored",
         "model/prepared.py",
-        'self._apply(caller.f_locals["self"], caller.f_locals["model"])',
+        'self._prepare(caller.f_locals["self"], caller.f_locals["model"])',
         "pass",
         "tests/fake_gpu/test_tools.py",
+    ),
+    fault(
+        "each rank trains on the same data under an accelerator that knows of one process",
+        "model/prepared.py",
+        "        if accelerator.num_processes != num_ranks:\n",
+        "        if False:\n",
+        "tests/integrations/test_accelerate.py::test_an_accelerator_that_knows_of_no_other_ranks_is_refused",
     ),
     # torch.distributed.checkpoint
     fault(
@@ -425,6 +446,27 @@ FAULTS = [
         "            self._life.half_loaded = _HALF\n",
         "",
         DCP + "test_a_load_that_ends_too_early_leaves_nothing_to_use",
+    ),
+    fault(
+        "threads of a writer read into the same memory, and values are torn",
+        "model/parts.py",
+        "        with self._reading:\n",
+        "        if True:\n",
+        DCP + "test_several_threads_may_write",
+    ),
+    fault(
+        "a load that broke off leaves numbers of steps without their moments",
+        "model/parts.py",
+        "        self._begin_writing()\n        self._states.edit(",
+        "        self._states.edit(",
+        DCP + "test_a_load_that_ends_after_a_number_of_steps_leaves_nothing_to_use",
+    ),
+    fault(
+        "values that come after their masters round them, and nothing is said",
+        "model/parts.py",
+        "            self._states.values_replaced(load.values_alone)\n",
+        "",
+        DCP + "test_values_that_replace_completed_masters_are_told",
     ),
     fault(
         "a rank takes the first elements of a whole tensor for its own",
