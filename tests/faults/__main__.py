@@ -125,6 +125,8 @@ def main(arguments: Sequence[str]) -> int:
         PAGE.write_text(page())
         return 0
     faults = [each for each in FAULTS if not chosen.words or any(word in each.behaviour for word in chosen.words)]
+    if not faults:
+        parser.error(f"no fault has any of these words: {' '.join(chosen.words)}")
     problems = [f"{each.behaviour}: {text}" for each in faults for text in missing_texts(each)]
     if problems:
         print("\n\n".join(problems))

@@ -240,7 +240,7 @@ FAULTS = [
     fault(
         "zero_grad leaves the gradients for the next step",
         "model/params.py",
-        "        self._grads.clear(params)",
+        "        self._grads.clear(params, by_program=True)",
         "        pass",
         "tests/parity/test_reference.py::test_dropped_steps_leave_no_trace",
     ),

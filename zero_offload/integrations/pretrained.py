@@ -35,9 +35,14 @@ from zero_offload.checkpoint.values import (
     read_master,
     read_master_chunk,
 )
-from zero_offload.integrations.peft import base_names, check_adapters, is_peft, write_adapters
-from zero_offload.integrations.peft_merge import merge as merge_layer
-from zero_offload.integrations.peft_merge import merged_tensors
+from zero_offload.integrations.peft import (
+    base_names,
+    check_adapters,
+    is_peft,
+    merge_layer,
+    merged_tensors,
+    write_adapters,
+)
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice

@@ -415,37 +415,47 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        owner, args, state = need_runtime(self.model, "a checkpoint"), self.args, self.state
+        """See [Note: what a checkpoint is]."""
+        together, state = need_runtime(self.model, "a checkpoint").together, self.state
         run_dir = Path(self._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        staging = run_dir / f"tmp-{name}"
+        target = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self.store_flos()
         state.stateful_callbacks[STATES] = asdict(self._position())
-        with owner.together("a checkpoint"):
-            if args.should_save:
-                for left in run_dir.glob(f"tmp-{PREFIX_CHECKPOINT_DIR}-*"):
-                    shutil.rmtree(left)
-                staging.mkdir(parents=True)
-            self._check_disk(1)
+        staging = run_dir / f"tmp-{target.name}"
+        with together("a checkpoint"):
+            self._make_staging(staging)
         self._staging = staging
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._staging = None
-        with owner.together("a checkpoint"):
+        with together("a checkpoint"):
             pass  # every rank has written its files
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(run_dir / name)
-        with owner.together("a checkpoint"):
-            if args.should_save:
-                state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
-                if (run_dir / name).exists():
-                    os.rename(run_dir / name, staging / "replaced")
-                os.rename(staging / name, run_dir / name)
-                shutil.rmtree(staging)
-                rotate_checkpoints(str(run_dir), args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(run_dir / name))
+            state.best_model_checkpoint = str(target)
+        with together("a checkpoint"):
+            self._give_name(staging, target)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _make_staging(self, staging: Path) -> None:
+        if self.args.should_save:
+            for left in staging.parent.glob(f"tmp-{PREFIX_CHECKPOINT_DIR}-*"):
+                shutil.rmtree(left)
+            staging.mkdir(parents=True)
+        self._check_disk(1)
+
+    def _give_name(self, staging: Path, target: Path) -> None:
+        """A checkpoint is whole: let it have its name, in the place of an older one."""
+        if not self.args.should_save:
+            return
+        whole, best = staging / target.name, self.state.best_model_checkpoint
+        self.state.save_to_json(str(whole / TRAINER_STATE_NAME))
+        if target.exists():
+            os.rename(target, staging / "replaced")
+        os.rename(whole, target)
+        shutil.rmtree(staging)
+        rotate_checkpoints(str(target.parent), self.args.save_total_limit, best, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         kept = {"scheduler": self.lr_scheduler.state_dict()}

@@ -173,12 +173,12 @@ class ProgramHook:
         owner = owner_of(param)
         is_first = owner is None or not owner.access.holds_grad(param)
         with torch._C.DisableTorchFunctionSubclass():
-            grad: Any = param.grad
-            version = None if grad is None else grad._version
+            before: Any = param.grad
+            version = None if before is None else before._version
         try:
             self.hook(param)
             with torch._C.DisableTorchFunctionSubclass():
-                is_same = param.grad is grad and (grad is None or grad._version == version)
+                is_same = param.grad is before and (before is None or before._version == version)
             if not (is_first or is_same):
                 raise ZeroOffloadError(
                     f"a hook of register_post_accumulate_grad_hook has changed the gradient of {_describe(param)}, to "
