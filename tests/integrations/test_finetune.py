@@ -239,16 +239,16 @@ def test_goes_on_after_many_kills_at_random_moments(place: Place, tmp_path: Path
             assert filecmp.cmp(out / name, tmp_path / "whole" / name, shallow=False)
 
 
+def strike(out: Path, num_steps: int, number: int) -> None:
+    wait_until(lambda: (out / "metrics.jsonl").exists() and len(rows_of(out)) >= num_steps)
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_commits_and_the_same_command_goes_on(place: Place, tmp_path: Path, number: int) -> None:
     whole = run(place, tmp_path / "whole")
     out = tmp_path / "out"
-
-    def strike() -> None:
-        wait_until(lambda: (out / "metrics.jsonl").exists() and len(rows_of(out)) >= 2)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=strike)
+    thread = threading.Thread(target=strike, args=(out, 2, number))
     thread.start()
     stopped = run(place, out, "--commit-every", "1h", code=130)
     thread.join()
@@ -402,3 +402,31 @@ def test_all_problems_of_settings_come_at_once(capsys: pytest.CaptureFixture[str
     errors = capsys.readouterr().err
     for words in ("no model is given", "no data is given", "lora=-1", "split=2.0", "params='x' is unknown"):
         assert words in errors
+
+
+def test_clean_leaves_the_model_of_a_finished_run(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    rows = run(place, out, "--eval-data", place.held_out, steps=2)
+    assert main(["verify", str(out)]) == 0
+    assert main(["clean", str(out), "--yes"]) == 0
+    assert rows_of(out) == rows
+    assert not {"nvme", "tokens", "best", "files.json"} & {each.name for each in out.iterdir()}
+    AutoModelForCausalLM.from_pretrained(out)
+    capsys.readouterr()
+    assert run(place, out, "--eval-data", place.held_out, steps=2) == rows
+    assert "this run is finished" in capsys.readouterr().out
+    run(place, out, "--eval-data", place.held_out, steps=3, code=5)
+    assert "start over with --discard, or another --out" in capsys.readouterr().err
+
+
+def test_clean_deletes_an_unfinished_run_whole(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    thread = threading.Thread(target=strike, args=(out, 1, signal.SIGINT))
+    thread.start()
+    run(place, out, "--eval-data", place.held_out, "--eval-every", 1, code=130)
+    thread.join()
+    assert (out / "best").is_dir()
+    assert main(["clean", str(out), "--yes"]) == 0
+    assert not out.exists()

@@ -1,7 +1,7 @@
 """`zero-offload clean RUNDIR`: delete a run's files, and nothing else, once the user has seen which and said yes.
 
-Owns which files belong to a run: those named by `files.json` in the run directory and by the manifests in
-its NVMe directories. Anything else stays and is listed. Refuses a directory that a run has locked.
+Owns which files belong to a run: those named by `files.json` in the run directory, with whole directories in it, and by
+the manifests in its NVMe directories. Anything else stays and is listed. Refuses a directory that a run has locked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from zero_offload.checkpoint.run_dir import FILES_FILE
 from zero_offload.cli.saved import described, read_object
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest
+from zero_offload.storage.files.system import naming_errors
 
 NVME_SETTING = "offload.nvme"
 
@@ -118,7 +120,9 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
         # The manifests of a striped tier lie in one directory and name the files of all.
         tier_names = {name for directory in (*tier, home) for name in _manifest_names(directory)}
         home_names = tier_names if not tier else set(_manifest_names(home))
-        home_names |= set(_strings(read_object(home.path / FILES_FILE).get("files")))
+        listed = read_object(home.path / FILES_FILE)
+        trees = set(_trees(home, _strings(listed.get("directories"))))
+        home_names |= {*_strings(listed.get("files")), *trees}
         if not tier_names | home_names:
             raise _no_run(run_dir)
         # What lies in a directory that goes is gone when that one's turn comes.
@@ -129,7 +133,10 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
             if results[-1].is_gone:
                 gone.append(directory.path)
             if not dry_run:
-                directory.remove(sorted(names))
+                directory.remove(sorted(names - trees if directory is home else names))
+                for name in trees if directory is home else ():
+                    with naming_errors("delete", home.path / name):
+                        shutil.rmtree(home.path / name)
                 directory.close_and_remove()
         return results
 
@@ -184,10 +191,21 @@ def _strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
+def _trees(home: RunDirectory, names: Sequence[str]) -> list[str]:
+    """Those that are directories of this one, and no links."""
+    return [name for name in names if (path := home.path_of(name)).is_dir() and not path.is_symlink()]
+
+
+def _bytes_of(directory: RunDirectory, name: str) -> int:
+    if not (path := directory.path / name).is_dir() or path.is_symlink():
+        return directory.measure([name])
+    return sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
+
+
 def _measure(directory: RunDirectory, names: set[str], gone: Sequence[Path]) -> Cleaned:
     """What of a directory goes; `gone` are directories that go before it."""
     there = [name for name in directory.names() if directory.path / name not in gone]
     present, left = tuple(n for n in there if n in names), tuple(n for n in there if n not in names)
-    file_bytes = {name: directory.measure([name]) for name in present}
+    file_bytes = {name: _bytes_of(directory, name) for name in present}
     steps = {name: str(each) for name, each in History.read(directory).generations.items() if name in present}
     return Cleaned(str(directory.path), sum(file_bytes.values()), present, left, file_bytes, steps, not left)

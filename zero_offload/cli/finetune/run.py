@@ -27,10 +27,10 @@ import zero_offload as zo
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.types import Existing
-from zero_offload.checkpoint.run_dir import RUN_FILE, RunDir, read_json
+from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
 from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder, build_model, open_folder
-from zero_offload.cli.finetune.outputs import MERGED, is_published, model_card, reading
+from zero_offload.cli.finetune.outputs import BEST, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
 from zero_offload.cli.folder_plan import FolderJob, plan_job
@@ -131,7 +131,12 @@ def _num_positions(folder: ModelFolder) -> int:
 def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
     """How this start meets what lies in OUT."""
     if existing is not Existing.DISCARD:
-        existing = find_existing(run_dir, _identity(job), _MAY_CHANGE)
+        try:
+            existing = find_existing(run_dir, _identity(job), _MAY_CHANGE)
+        except IntegrityError:
+            if not _is_finished(job, _outputs(run_dir)):
+                raise
+            existing = Existing.RESUME  # `clean` has deleted what a run would go on from
         if existing is not Existing.RESUME and is_published(run_dir.path):
             raise ConfigError(
                 f"{run_dir.path} holds a model, and no run that could go on; give another --out, or --discard to "
@@ -207,6 +212,7 @@ def _train(
         ) as log:
             if job.ranks.is_first:
                 RunDir(config.out).write(SETTINGS_FILE, config.to_toml())
+                _list_files(config.out, is_finished=False)
             trainer = make_trainer(job, model, reference, log, steps)
             # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
             with requested_stop() as stop:
@@ -293,15 +299,24 @@ def _publish(
         described = read_json(config.out / RUN_FILE)
         asked = {name: getattr(config, name) for name in _HOW_FAR}
         run_dir.write(RUN_FILE, json.dumps(described | {"outputs": told | {"asked": asked}}, indent=1))
+        _list_files(config.out, is_finished=True)
         weights.clear()
     progress.note(f"the model of step {chosen} is in {config.out}")
     return FinetuneResult(Ending.FINISHED, last_step, best, config.out)
 
 
+def _list_files(out: Path, *, is_finished: bool) -> None:
+    """Say what `clean` deletes: of a finished run what it would go on from, and nothing that tells of the model."""
+    listed = read_json(out / FILES_FILE)
+    files = [FILES_FILE] if is_finished else [*listed["files"], SETTINGS_FILE]
+    RunDir(out).write(FILES_FILE, json.dumps({"files": files, "directories": [BEST, TOKENS]}, indent=1))
+
+
 def _outputs(run_dir: RunDir) -> dict[str, Any]:
     """What the end of an earlier start has written into OUT; empty where it did not come to its end."""
-    found = read_json(run_dir.path / RUN_FILE).get("outputs")
-    return found if isinstance(found, dict) and is_published(run_dir.path) else {}
+    file = run_dir.path / RUN_FILE
+    found = read_json(file).get("outputs") if file.is_file() and is_published(run_dir.path) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _is_finished(job: Job, outputs: Mapping[str, Any]) -> bool:
