@@ -60,6 +60,8 @@ BESIDE_BYTES = 256 * MIB
 _ROUNDS = 4
 _LORA = Lora(16, 32.0)
 _SEQ_LEAST = 128
+_TOKEN_FACTORS = (0.25, 0.5, 1, 2, 4, 8)
+"""Micro-batches of a step, over those that were asked for."""
 _MORE = "MORE"
 """Stands for a size that follows from a plan."""
 
@@ -77,6 +79,8 @@ class FolderJob:
     seq: int = 1024
     steps: int = 0
     """Of the whole run; 0 where it is not known."""
+    rows: int = 0
+    """Samples, with packing sequences, of an epoch, likewise."""
     ranks: int = 1
     nodes: int = 1
     method: str = "sft"
@@ -89,7 +93,7 @@ class FolderJob:
     mean_tokens: float = 0.0
     """Tokens of a sample on average, likewise."""
     words: tuple[str, ...] = ()
-    """What the command has beside MODEL, where it is to be printed."""
+    """What the command has behind `finetune`, where it is to be printed."""
     gpu: str | None = None
     """A GPU by name, for each rank, where it is another machine."""
     ram: str | None = None
@@ -202,16 +206,24 @@ class FolderPlan:
     """Written to drives once, by all ranks: the weights at the start and the outputs."""
     chosen_every: int | None
     """Steps between generations, where they are chosen to spare the drives."""
+    reference: OffloadConfig | None
+    """Settings of the reference model of DPO, where all parameters are trained: it reads its weights from the drives.
+    """
+    reference_bytes: dict[Tier, int]
+    """Memory that it takes."""
     ways: tuple[Way, ...] = ()
     """Where it does not fit."""
+    by_tokens: tuple[FolderPlan, ...] = ()
+    """With fewer and with more micro-batches in a step, those that fit; this one is among them."""
 
     # Sizes
 
     @property
     def used(self) -> dict[str, int]:
         """Bytes of one rank by memory: "host", and "device" where a GPU computes."""
-        host = self.program_bytes + BESIDE_BYTES + self.states_bytes + self.activations[Tier.CPU]
-        device = self.activations[Tier.DEVICE]
+        beside, host = self.reference_bytes, self.program_bytes + BESIDE_BYTES + self.states_bytes
+        host += self.activations[Tier.CPU] + beside[Tier.CPU]
+        device = self.activations[Tier.DEVICE] + beside[Tier.DEVICE]
         if not self.device_bytes:
             return {"host": host + device}
         return {"device": self.planned.memory.used_bytes(Tier.DEVICE) + device, "host": host}
@@ -306,17 +318,20 @@ class FolderPlan:
         launcher = ["zero-offload"]
         if job.ranks > 1:
             launcher = ["torchrun", "--nproc-per-node", str(job.ranks // job.nodes), "-m", "zero_offload"]
-        return shlex.join([*launcher, "finetune", str(job.folder.adapter or job.folder.path), *job.words])
+        return shlex.join([*launcher, "finetune", *job.words])
 
 
-def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True) -> FolderPlan:
+def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
     """Plan a run that writes its outputs to `out`; None where that is not known yet. No weights are read.
 
-    With `tries` a plan that does not fit has `ways`. Raises what `zo.plan` raises for a model that cannot be offloaded.
+    With `tries` a plan that does not fit has `ways`; with `tokens` one that fits has `by_tokens`. Raises what `zo.plan`
+    raises for a model that cannot be offloaded.
     """
     known = _Known(job.folder)
     plan = _Planner(job, out, known).plan()
-    return plan if plan.fits or not tries else replace(plan, ways=tuple(_ways(job, out, known)))
+    if not plan.fits:
+        return replace(plan, ways=tuple(_ways(job, out, known))) if tries else plan
+    return replace(plan, by_tokens=tuple(_by_tokens(plan, out, known))) if tokens else plan
 
 
 class _Planner:
@@ -362,6 +377,8 @@ class _Planner:
             self._device_bytes,
             self._once_bytes(planned),
             chosen,
+            self._reference,
+            self._reference_bytes,
         )
 
     def _request(self, config: OffloadConfig) -> _FolderRequest:
@@ -432,17 +449,45 @@ class _Planner:
         return {**away, Tier.DEVICE: max(peak - sum(away.values()), 0)}
 
     def _budgets(self, config: OffloadConfig) -> OffloadConfig:
-        beside = self._program_bytes + BESIDE_BYTES + self._activations[Tier.CPU]
+        activations, reference = self._activations, self._reference_bytes
+        beside = self._program_bytes + BESIDE_BYTES + activations[Tier.CPU] + reference[Tier.CPU]
         if not self._device_bytes:
-            beside += self._activations[Tier.DEVICE]
+            beside += activations[Tier.DEVICE] + reference[Tier.DEVICE]
         limits = {"cpu_memory": (Tier.CPU, self._host_bytes - beside)}
         if self._device_bytes:
-            limits["device_memory"] = (Tier.DEVICE, self._device_bytes - self._activations[Tier.DEVICE])
+            limits["device_memory"] = (
+                Tier.DEVICE,
+                self._device_bytes - activations[Tier.DEVICE] - reference[Tier.DEVICE],
+            )
         if config.nvme_dirs:
             limits["nvme_capacity"] = (Tier.NVME, self._swap_bytes // self._here)
         given = {name: config.budget_bytes(tier) for name, (tier, _) in limits.items()}
         budgets: dict[str, Any] = {name: max(min(given[name] or most, most), 1) for name, (_, most) in limits.items()}
         return replace(config, **budgets)
+
+    # The reference of DPO
+
+    @functools.cached_property
+    def _reference(self) -> OffloadConfig | None:
+        job, config = self._job, self._job.offload
+        if job.method != "dpo" or job.lora is not None or job.folder.adapter is not None:
+            return None
+        in_memory: dict[str, Any] = {"grads": "cpu", "optimizer": "cpu", "device_memory": None, "cpu_memory": None}
+        params = "nvme" if config.nvme_dirs else "cpu"
+        return replace(config, params=params, durability="scratch", commit_every=1, nvme_capacity=None, **in_memory)
+
+    @functools.cached_property
+    def _reference_bytes(self) -> dict[Tier, int]:
+        """Memory that the reference takes."""
+        config = self._reference
+        if config is None:
+            return dict.fromkeys(Tier, 0)
+        frozen = tuple(
+            replace(unit, numel=UnitNumel(unit.numel.name, 0, unit.numel.trained + unit.numel.frozen))
+            for unit in self._work
+        )
+        memory = plan_request(replace(self._request(config), work=frozen)).memory
+        return {tier: memory.used_bytes(tier) for tier in Tier}
 
     # Disks
 
@@ -464,8 +509,8 @@ class _Planner:
         if job.merge:
             found["merged model"] = whole * nbytes
             found["merging"] = whole * nbytes
-        if job.method == "dpo" and not is_adapter:
-            found["reference"] = whole * nbytes
+        if self._reference is not None:
+            found["reference"] = self._reference_bytes[Tier.NVME]
         return found
 
     @functools.cached_property
@@ -633,6 +678,20 @@ def _with_all_on_drives(job: FolderJob) -> FolderJob:
     return replace(job, offload=replace(config, **changes))
 
 
+def _by_tokens(plan: FolderPlan, out: Path | None, known: _Known) -> Iterator[FolderPlan]:
+    """In each step so many times as many tokens, over the same data."""
+    job = plan.job
+    for factor in _TOKEN_FACTORS:
+        accumulate = round(job.accumulate * factor)
+        if factor == 1:
+            yield plan
+        elif accumulate >= 1 and accumulate == job.accumulate * factor:
+            steps = math.ceil(job.steps / factor)
+            found = _Planner(replace(job, accumulate=accumulate, steps=steps), out, known).plan()
+            if found.fits:
+                yield found
+
+
 # Printed forms
 
 
@@ -649,6 +708,7 @@ def _lines(plan: FolderPlan) -> Iterator[str]:
         yield from _time_lines(plan)
         yield from _wear_lines(plan)
         yield "it fits"
+        yield from _token_lines(plan)
         return
     yield "it does not fit"
     yield from plan.shortages
@@ -694,6 +754,7 @@ def _rows(plan: FolderPlan) -> dict[str, dict[Tier, int]]:
     rows["generations"] = {Tier.NVME: generations}
     rows["in flight"] = dict(memory.staging_bytes)
     rows["activations"] = plan.activations
+    rows["reference"] = {tier: plan.reference_bytes[tier] for tier in (Tier.DEVICE, Tier.CPU)}
     rows["program"] = {Tier.CPU: plan.program_bytes + BESIDE_BYTES}
     return rows
 
@@ -758,6 +819,35 @@ def _wear_lines(plan: FolderPlan) -> Iterator[str]:
         yield f"a generation every {plan.chosen_every} steps, which spares the drives; a crash costs as many at most"
 
 
+def _token_lines(plan: FolderPlan) -> Iterator[str]:
+    """What a step of fewer or more tokens costs."""
+    if len(plan.by_tokens) < 2:
+        return
+    job = plan.job
+    per_step = max(job.tokens * job.accumulate * job.ranks, 1)
+    yield "tokens per step decide how often states are read and written:"
+    what = "an epoch writes" if job.rows else "1M tokens write"
+    yield _cells("--accumulate", "tokens", "a step", "tokens/s", what, "a drive lasts")
+    for each in plan.by_tokens:
+        tokens = each.job.tokens * each.job.accumulate * job.ranks
+        steps = job.rows / (job.batch * job.ranks * each.job.accumulate) if job.rows else 1e6 / tokens
+        life = "" if each.life_days is None else format_duration(each.life_days * 86400)
+        yield _cells(
+            ("> " if tokens == per_step else "") + str(each.job.accumulate),
+            f"{tokens:,}",
+            format_duration(each.step_s),
+            format_number(each.prediction.tokens_per_s),
+            format_written(steps * each.written_per_step),
+            life,
+        )
+
+
+def _cells(*cells: str) -> str:
+    return (
+        "  " + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (12, 11, 13, 10, 16, 16), strict=True)).rstrip()
+    )
+
+
 def _percent(share: float) -> str:
     return f"{format_number(100 * share)}%" if share >= 1e-4 else "less than 0.01%"
 
@@ -808,6 +898,16 @@ def _as_dict(plan: FolderPlan) -> dict[str, Any]:
         "drive_life_days": plan.life_days,
         "commit_every": plan.offload.commit_every,
         "command": plan.command(),
+        "by_tokens": [
+            {
+                "accumulate": each.job.accumulate,
+                "step_s": each.step_s,
+                "tokens_per_s": each.prediction.tokens_per_s,
+                "written_bytes_per_step": each.written_per_step,
+                "drive_life_days": each.life_days,
+            }
+            for each in plan.by_tokens
+        ],
         "ways": [
             {
                 "flags": list(way.flags),

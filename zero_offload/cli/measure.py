@@ -58,8 +58,9 @@ SEQUENCE, SEQUENCES_MAX = 1024, 4
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
-    """Take the figures of this machine, in this precision, and of these directories' drives; remember them.
+def measure(config: OffloadConfig, directories: Sequence[Path], width: int = _WIDTH) -> None:
+    """Take the figures of this machine, in this precision, and of these directories' drives; remember them. A CPU's are
+    those of a block of this width.
 
     Of what computes: a GPU where there is one, else the CPU.
     """
@@ -70,7 +71,7 @@ def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
     rates = load()
     if device.is_host:
         precision, dtype_name = config.numerics.compute, config.compute_dtype_name
-        rate = block_flops(device.torch_device, dtype_name, _WIDTH, 1, _SEQUENCE, partial(median_s, ROUNDS))
+        rate = block_flops(device.torch_device, dtype_name, width, 1, _SEQUENCE, partial(median_s, ROUNDS))
         flops = rates.flops | {precision: _taken() | {"flops": rate}}
         rates = replace(rates, host=_taken() | update_rates(dtype_name), flops=flops)
     save(replace(rates, drives=rates.drives | drives))

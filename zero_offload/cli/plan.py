@@ -13,9 +13,9 @@ from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.cli import measure, plan_text
+from zero_offload.cli import measure, plan_folder, plan_text
 from zero_offload.cli.planning import Request, by_wear, find_gpu_here, offers, plan_request, ways_of
-from zero_offload.hardware.machines import GPUS, parse_drives
+from zero_offload.hardware.machines import GPUS, Drives, parse_drives
 from zero_offload.plan.forecast import forecast
 from zero_offload.plan.wear import TBW_USUAL
 
@@ -65,12 +65,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "plan",
         help="will it fit, and how fast: bytes per tier, seconds and SSD bytes per step",
-        description="Plan a run without starting it, on this machine or on another. Sizes that are given replace what "
-        "this machine has. Tiers that are not given are cpu, those of zo.OffloadConfig; `train` puts parameters and "
-        "optimizer states on nvme: give it the same flags. Exit code 3 when the plan does not fit.",
+        description="Plan a run without starting it, on this machine or on another. Of a Hugging Face folder it is a "
+        "run of `finetune`, with its flags and defaults, and the command is printed. Sizes that are given replace what "
+        "this machine has. For a model by its name, tiers that are not given are cpu, those of zo.OffloadConfig; "
+        "`train` puts parameters and optimizer states on nvme: give it the same flags. Exit code 3 when the plan does "
+        "not fit.",
     )
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a Hugging Face folder, or an adapter's")
     parser.add_argument(
-        "--model", default="small", help="preset, a known model such as llama-8b, or a number of parameters such as 8B"
+        "--model",
+        help="preset, a known model such as llama-8b, a number of parameters such as 8B, or a folder (default small)",
     )
     parser.add_argument(
         "--nvme",
@@ -90,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are on (default 1)")
     parser.add_argument("--tokens", type=int, help="tokens of one rank in a step (default 2048)")
     parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches per step (default 1; of a folder, as finetune)")
     parser.add_argument(
         "--loop", action="store_true", help="micro-batches one after the other; without it as zo.accumulate has them"
     )
@@ -112,15 +116,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="TB",
         help=f"terabytes that each drive is rated to be written (default {TBW_USUAL:g}: many consumer drives of 1 TB)",
     )
+    plan_folder.add_flags(parser.add_argument_group("a folder, as finetune has them"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    folder = plan_folder.folder_of(args)
     gpu_here = find_gpu_here() if args.gpu is None else None
     _check(args, has_gpu=gpu_here is not None)
     drives = parse_drives(args.nvme or [])
-    config = _config(args, None if drives is None else drives.count)
+    if folder is not None:
+        return plan_folder.run(args, folder, drives, with_states(_given(args, drives)))
+    args.model, args.accumulate = args.folder or args.model or "small", args.accumulate or 1
+    config = _config(args, drives)
     request = Request.of(args, config, drives, gpu_here)
     if args.measure:
         measure.measure(config, () if drives else config.nvme_dirs)
@@ -158,12 +167,18 @@ def _check(args: argparse.Namespace, *, has_gpu: bool) -> None:
         )
 
 
-def _config(args: argparse.Namespace, num_drives: int | None) -> OffloadConfig:
+def _given(args: argparse.Namespace, drives: Drives | None) -> dict[str, Any]:
+    """Settings of `OffloadConfig` that the user typed."""
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
-    if num_drives is not None:
-        given["nvme"] = [f"drive {index + 1}" for index in range(num_drives)]
+    if drives is not None:
+        given["nvme"] = [f"drive {index + 1}" for index in range(drives.count)]
     elif args.nvme is not None:
         given["nvme"] = args.nvme
+    return given
+
+
+def _config(args: argparse.Namespace, drives: Drives | None) -> OffloadConfig:
+    given = _given(args, drives)
     if args.gpu is not None and not any(name in given for name in ("params", "grads", "optimizer")):
         given |= dict.fromkeys(("params", "grads", "optimizer"), "auto")
     return OffloadConfig.from_dict(with_states(given))

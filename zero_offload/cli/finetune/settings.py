@@ -11,6 +11,7 @@ fields, `arguments()`, `to_toml()`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -128,6 +129,14 @@ class FinetuneConfig:
     def with_method(self, method: str, *, is_adapter: bool) -> FinetuneConfig:
         """With the method that the data has told, and its learning rate."""
         return replace(self, method=method, lr=self.lr or _RATES[method][is_adapter])
+
+    def num_steps(self, num_rows: int, num_ranks: int) -> int:
+        """Optimizer steps of the whole run on so many ranks."""
+        return self.steps or max(1, math.ceil(self.epochs * self.steps_per_epoch(num_rows, num_ranks)))
+
+    def steps_per_epoch(self, num_rows: int, num_ranks: int) -> int:
+        num_batches = math.ceil(num_rows / (self.batch * num_ranks))
+        return max(1, math.ceil(num_batches / self.accumulate))
 
     def adapters(self) -> Lora | None:
         if not self.lora:

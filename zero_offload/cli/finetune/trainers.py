@@ -62,11 +62,7 @@ class Job:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run on so many ranks."""
-        if self.config.steps:
-            return self.config.steps
-        num_batches = math.ceil(len(self.prepared.train) / (self.config.batch * self.ranks.size))
-        per_epoch = max(1, math.ceil(num_batches / self.config.accumulate))
-        return max(1, math.ceil(self.config.epochs * per_epoch))
+        return self.config.num_steps(len(self.prepared.train), self.ranks.size)
 
     @property
     def eval_every(self) -> int:

@@ -141,8 +141,16 @@ def _as_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
     if not isinstance(config.model, str) or config.model not in PRESETS:
-        near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
-        yield f"unknown preset model={config.model!r}; did you mean {near!r}? Choose one of {', '.join(PRESETS)}"
+        choice = f"choose one of {', '.join(PRESETS)}"
+        if "/" in str(config.model) or os.path.exists(str(config.model)):
+            yield (
+                f"model={config.model!r} is not a preset, which train begins with random weights ({choice}); to go on "
+                f"from a folder's: zero-offload finetune {config.model} --data FILES, and what it takes: zero-offload "
+                f"plan {config.model}"
+            )
+        else:
+            near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
+            yield f"unknown preset model={config.model!r}; did you mean {near!r}? C{choice[1:]}"
     for name in ("steps", "seq", "batch", "accumulate", "eval_every", "eval_batches", "sample_bytes"):
         if not is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
