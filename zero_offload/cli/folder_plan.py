@@ -17,10 +17,11 @@ import functools
 import math
 import shlex
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +30,7 @@ from zero_offload.base.types import GIB, MIB, HardwareProfile, StateKind, Tier, 
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, meta_model
 from zero_offload.cli.finetune.rehearsal import Rehearsal, rehearse
+from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.human import format_duration, format_number, format_written
 from zero_offload.cli.planning import (
     GPU_SHARE,
@@ -52,6 +54,9 @@ from zero_offload.plan.placement import weight
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import Batch, Prediction, kept_bytes, predict
 from zero_offload.plan.wear import TBW_USUAL, Wear
+
+if TYPE_CHECKING:
+    from zero_offload.cli.finetune.data import Prepared  # brings datasets and TRL
 
 PROGRAM_BYTES = 900 * MIB
 """Host memory of a process with torch, transformers and TRL, before it has a model."""
@@ -101,6 +106,37 @@ class FolderJob:
     drives: Drives | None = None
     """Drives of each machine; None where they are directories here."""
     tbw: float = TBW_USUAL
+
+    @classmethod
+    def of(cls, config: FinetuneConfig, folder: ModelFolder, prepared: Prepared | None, ranks: int) -> FolderJob:
+        """Without data the number of steps may not be known, and rows are taken to be full."""
+        job = cls(
+            folder,
+            config.offload,
+            config.adapters(),
+            batch=config.batch,
+            accumulate=config.accumulate,
+            seq=config.seq,
+            steps=config.steps,
+            ranks=ranks,
+            method="sft" if config.method == "auto" else config.method,
+            packing=config.packing,
+            recompute=config.recompute == "block",
+            merge=config.merge,
+            evaluates=bool(config.eval_data) or config.split > 0,
+        )
+        if prepared is None:
+            return job
+        counts, rows = prepared.counts, len(prepared.train)
+        return replace(
+            job,
+            method=prepared.method,
+            packing="seq_lengths" in prepared.train.column_names,
+            steps=config.num_steps(rows, ranks),
+            rows=rows,
+            longest=counts.longest,
+            mean_tokens=counts.tokens / counts.samples,
+        )
 
     @property
     def is_packed(self) -> bool:
@@ -327,11 +363,15 @@ def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bo
     With `tries` a plan that does not fit has `ways`; with `tokens` one that fits has `by_tokens`. Raises what `zo.plan`
     raises for a model that cannot be offloaded.
     """
-    known = _Known(job.folder)
-    plan = _Planner(job, out, known).plan()
-    if not plan.fits:
-        return replace(plan, ways=tuple(_ways(job, out, known))) if tries else plan
-    return replace(plan, by_tokens=tuple(_by_tokens(plan, out, known))) if tokens else plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT and Trainer use
+        known = _Known(job.folder)
+        plan = _Planner(job, out, known).plan()
+        if tries and not plan.fits:
+            plan = replace(plan, ways=tuple(_ways(job, out, known)))
+        if tokens and plan.fits:
+            plan = replace(plan, by_tokens=tuple(_by_tokens(plan, out, known)))
+    return plan
 
 
 class _Planner:

@@ -11,16 +11,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure
-from zero_offload.cli.finetune.folder import need_packages, open_folder
+from zero_offload.cli.finetune.folder import ModelFolder, need_packages, open_folder
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.recipes.gpt import PRESETS
 from zero_offload.hardware.machines import ONE_DRIVE, Drives
 from zero_offload.plan.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from zero_offload.cli.finetune.data import Prepared
 
 FLAGS: Mapping[str, str] = {
     "data": "--data",
@@ -140,40 +143,28 @@ def _job(
         width = getattr(opened.config.get_text_config(), "hidden_size", _WIDTH_MAX)
         directories = () if is_elsewhere else config.offload.nvme_dirs
         measure.measure(config.offload, directories, min(width, _WIDTH_MAX))
-    job = FolderJob(
-        opened,
-        config.offload,
-        config.adapters(),
-        batch=config.batch,
-        accumulate=config.accumulate,
-        seq=config.seq,
-        steps=config.steps,
-        ranks=args.ranks,
+    config, prepared = config.with_length(opened.num_positions), None
+    if args.data is not None:
+        prepared = _read(config, opened)
+        note.append(prepared.note)
+    job = replace(
+        FolderJob.of(config, opened, prepared, args.ranks),
         nodes=args.nodes,
-        method="sft" if config.method == "auto" else config.method,
-        packing=config.packing,
-        recompute=config.recompute == "block",
-        merge=config.merge,
-        evaluates=config.has_evaluation,
         words=(args.folder or args.model, *_words(args, drives)),
         gpu=args.gpu,
         ram=args.ram,
         drives=drives,
         tbw=args.tbw,
     )
-    if args.data is not None:
-        job, told = _with_data(job, config, args.ranks)
-        note.append(told)
     return job, None if is_elsewhere else config.out, note
 
 
-def _with_data(job: FolderJob, config: FinetuneConfig, ranks: int) -> tuple[FolderJob, str]:
-    """With the lengths of the data."""
-    from zero_offload.cli.finetune.data import prepare  # brings datasets and trl
+def _read(config: FinetuneConfig, folder: ModelFolder) -> Prepared:
+    from zero_offload.cli.finetune.data import prepare  # brings datasets and TRL
 
-    found = prepare(
+    return prepare(
         config.data,
-        job.folder,
+        folder,
         method=config.method,
         seq=config.seq,
         eval_data=config.eval_data,
@@ -181,17 +172,6 @@ def _with_data(job: FolderJob, config: FinetuneConfig, ranks: int) -> tuple[Fold
         seed=config.seed,
         packing=config.packing,
     )
-    counts, rows = found.counts, len(found.train)
-    job = replace(
-        job,
-        method=found.method,
-        packing="seq_lengths" in found.train.column_names,
-        steps=config.num_steps(rows, ranks),
-        rows=rows,
-        longest=counts.longest,
-        mean_tokens=counts.tokens / counts.samples,
-    )
-    return job, found.note
 
 
 def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ import copy
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,14 @@ class ModelFolder:
     config: Any
     tokenizer: Any
     task: str
+
+    @property
+    def num_positions(self) -> int:
+        """The most tokens that the model takes."""
+        limits = [getattr(self.config.get_text_config(), "max_position_embeddings", None)]
+        if self.task != CAUSAL:
+            limits.append(self.tokenizer.model_max_length)
+        return min((each for each in limits if each), default=sys.maxsize)
 
 
 def need_packages() -> None:

@@ -8,7 +8,6 @@ The call: `rehearse`.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,14 +46,7 @@ def rehearse(
 
     Raises what the model raises for such a batch, such as more tokens than it has positions for.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of names that Trainer uses too
-        return _rehearse(meta_model(folder, lora), folder, dtype, rows, seq, recompute=recompute)
-
-
-def _rehearse(
-    model: Any, folder: ModelFolder, dtype: torch.dtype, rows: int, seq: int, *, recompute: bool
-) -> Rehearsal:
+    model: Any = meta_model(folder, lora)
     units = {unit.name for unit in ModelSpec.from_module(model).units}
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -29,7 +29,7 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError,
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder, build_model, open_folder
+from zero_offload.cli.finetune.folder import build_model, open_folder
 from zero_offload.cli.finetune.outputs import BEST, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
@@ -101,7 +101,7 @@ def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
     """The folder and the data; `tokens` is where the data's tokens are kept for the next start."""
     folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
     is_adapter = config.lora > 0 or folder.adapter is not None
-    config = config.with_length(_num_positions(folder))
+    config = config.with_length(folder.num_positions)
     if config.merge and not is_adapter:
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
     prepared = prepare(
@@ -118,14 +118,6 @@ def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
     if prepared.labels:
         folder = open_folder(config.model, folder.task, prepared.labels)
     return Job(config.with_method(prepared.method, is_adapter=is_adapter), folder, prepared, ranks)
-
-
-def _num_positions(folder: ModelFolder) -> int:
-    """The most tokens that the model takes."""
-    limits = [getattr(folder.config.get_text_config(), "max_position_embeddings", None)]
-    if folder.task != CAUSAL:
-        limits.append(folder.tokenizer.model_max_length)
-    return min((each for each in limits if each), default=sys.maxsize)
 
 
 def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
@@ -156,29 +148,11 @@ def _identity(job: Job) -> dict[str, Any]:
 
 def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
     """What the run takes, said to `progress`, and the settings that it is planned with: the first rank's."""
-    config, counts = job.config, job.prepared.counts
+    config = job.config
     found: tuple[dict[str, Any], OffloadConfig] | None = None
     if job.ranks.is_first:
         plan = plan_job(
-            FolderJob(
-                job.folder,
-                config.offload,
-                config.adapters(),
-                batch=config.batch,
-                accumulate=config.accumulate,
-                seq=config.seq,
-                steps=job.num_steps,
-                ranks=job.ranks.size,
-                method=config.method,
-                packing=config.packing,
-                recompute=config.recompute == "block",
-                merge=config.merge,
-                evaluates=job.prepared.evaluation is not None,
-                longest=counts.longest,
-                mean_tokens=counts.tokens / counts.samples,
-            ),
-            config.out,
-            tries=progress is not None,
+            FolderJob.of(config, job.folder, job.prepared, job.ranks.size), config.out, tries=progress is not None
         )
         if progress is not None:
             progress.note(plan.text())

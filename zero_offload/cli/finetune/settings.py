@@ -132,11 +132,9 @@ class FinetuneConfig:
 
     def num_steps(self, num_rows: int, num_ranks: int) -> int:
         """Optimizer steps of the whole run on so many ranks."""
-        return self.steps or max(1, math.ceil(self.epochs * self.steps_per_epoch(num_rows, num_ranks)))
-
-    def steps_per_epoch(self, num_rows: int, num_ranks: int) -> int:
         num_batches = math.ceil(num_rows / (self.batch * num_ranks))
-        return max(1, math.ceil(num_batches / self.accumulate))
+        per_epoch = max(1, math.ceil(num_batches / self.accumulate))
+        return self.steps or max(1, math.ceil(self.epochs * per_epoch))
 
     def adapters(self) -> Lora | None:
         if not self.lora:
