@@ -147,6 +147,15 @@ def test_only_a_completion_is_trained() -> None:
         assert [text.rstrip("\n") for text in trained_text(tokenizer, found)] == ["two<|im_end|>"]
 
 
+def test_a_message_of_no_weight_is_not_trained() -> None:
+    tokenizer, messages = folders.tokenizer(), talk("1", "one", "2", "two")
+    messages[1]["weight"], messages[3]["weight"] = 0, 1  # type: ignore[assignment]
+    (found,) = ChatTemplate(tokenizer).samples(messages)
+    assert trained_text(tokenizer, found) == ["two<|im_end|>\n"]
+    with pytest.raises(BadRow, match="has weight 0"):
+        ChatTemplate(folders.tokenizer(folders.CHATML_MARKED)).samples(messages)
+
+
 def test_a_template_that_leaves_it_open_raises() -> None:
     counts = "{{ messages | length }}" + folders.CHATML
     with pytest.raises(BadRow, match="otherwise in its prompt"):
@@ -663,6 +672,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"messages": talk("", "a")[1:]}, "line 2: the first message is of the role assistant; .* begins with a user's"),
     ({"messages": [{"role": USER, "content": [{"type": "image"}]}]}, "line 2: .* has a part that is not text"),
     ({"question": "q"}, "line 2: 'messages' is missing"),
+    ({"messages": talk("q\ud83d", "a")}, "line 2: the content of message 1 of 'messages' has half of a character at 1"),
 ]
 
 
@@ -685,6 +695,8 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, folder: ModelFolder) -> N
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", "[1]\n", "a.jsonl, line 1: an array, not an object"),
+        ("a.jsonl", '[\n{"text": "x"}]', "a.jsonl, line 1: not JSON: .* a file of one array has the ending .json"),
+        ("a.json", '[{"prompt": "q", "completion": "a", "label": false}]', "completions with a label each"),
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.json", "[]", "a.json has no row"),
         ("a.json", '[{"text": "x"}, 3]', "a.json, row 2: a number, not an object"),

@@ -70,6 +70,11 @@ _FORMS = (
 
 def form_of(columns: Sequence[str], name: str) -> Form:
     """How rows with these columns are read; `name` is the source's. Raises ConfigError for columns that say nothing."""
+    if {"completion", "label"} <= set(columns):
+        raise ConfigError(
+            f"{name} has completions with a label each, which is not trained here; give pairs, chosen and rejected, or "
+            "the good completions without the column label"
+        )
     for form in _FORMS:
         if set(form.columns) <= set(columns):
             return form
@@ -175,7 +180,16 @@ def text_in(value: Any, column: str) -> str:
     """A column's text; numbers are what JSON writes for them."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise BadRow(f"{column!r} is {_shown(value)}, not text")
-    return value if isinstance(value, str) else json.dumps(value)
+    return _whole(value, repr(column)) if isinstance(value, str) else json.dumps(value)
+
+
+def _whole(text: str, what: str) -> str:
+    """JSON can say half of a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{what} has half of a character at {error.start}, {text[error.start]!r}") from None
+    return text
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
@@ -202,6 +216,7 @@ def _message(value: Any, what: str) -> Message:
         content = ""
     if not isinstance(content, str):
         raise BadRow(f"the content of {what} ({role}) is {_shown(content)}, not text")
+    _whole(content, f"the content of {what}")
     if "tool_calls" in given:
         given["tool_calls"] = [_call(each, what) for each in given["tool_calls"]]
     return {"role": role, "content": content, **given}

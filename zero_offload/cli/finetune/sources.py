@@ -165,7 +165,8 @@ def _object_of(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from error
+        hint = "; a file of one array has the ending .json" if line.strip() in (b"[", b"{") else ""
+        raise ConfigError(f"{place}: not JSON: {error}{hint}") from error
     if not isinstance(row, dict):
         raise ConfigError(f'{place}: {_kind(row)}, not an object such as {{"messages": [...]}}')
     return row

@@ -111,15 +111,22 @@ class ChatTemplate:
     def samples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, trained_from: int = 0
     ) -> list[Sample]:
-        """One sample of a conversation, or several; see [Note: earlier turns]. None if the assistant says nothing."""
+        """One sample of a conversation, or several; see [Note: earlier turns]. None if the assistant says nothing.
+
+        A message of weight 0 is not trained.
+        """
         spoken = [
             number
             for number, message in enumerate(messages)
-            if message["role"] == "assistant" and number >= trained_from
+            if message["role"] == "assistant" and number >= trained_from and message.get("weight") != 0
         ]
         if not any(messages[number]["content"].strip() or messages[number].get("tool_calls") for number in spoken):
             return []
         if self.is_marked:
+            if any(message.get("weight") == 0 for message in messages):
+                raise BadRow(
+                    "a message has weight 0, and the chat template marks what is trained; take marks or weights"
+                )
             return [self._marked(messages[: spoken[-1] + 1], tools, trained_from)]
         turns = [self._turn(messages[:number], messages[number], tools) for number in spoken]
         found = []
