@@ -248,7 +248,7 @@ def test_kinds_give_the_same_tokens(tmp_path: Path, folder: ModelFolder, name: s
         token if is_trained else -100 for token, is_trained in zip(sample.ids, sample.trained, strict=True)
     ]
     columns = list(rows[0])
-    assert re.search(rf"data.jsonl: {kind}, by {columns[0]}", prepared.note)
+    assert re.search(rf"data.jsonl: {kind} \(columns? {columns[0]}", prepared.note)
     assert ("; not used: id" in prepared.note) == ("id" in columns)
 
 
@@ -341,7 +341,7 @@ def test_what_is_cut_and_left_out(tmp_path: Path, folder: ModelFolder) -> None:
         batch = PackedRows(0)(found)
         assert counts.trained == int((batch["labels"] != -100).sum())
         assert counts.longest == 48
-        assert "1 sample longer than 48 tokens cut there" in prepared.note
+        assert "1 sample longer than 48 tokens: cut there" in prepared.note
         assert "3 left out" in prepared.note
 
 
@@ -369,7 +369,7 @@ def test_data_for_evaluation(tmp_path: Path, folder: ModelFolder) -> None:
     other = folders.write_rows(tmp_path / "other.jsonl", [{"question": "q", "answer": "a"}])
     prepared = prepare([str(train)], folder, seq=256, eval_data=[str(other)])
     assert prepared.evaluation is not None and prepared.evaluation.column_names == ["input_ids", "labels"]
-    assert "evaluation: 1 row, 1 sample" in prepared.note
+    assert "evaluation: 1 row, " in prepared.note
     with pytest.raises(zo.ConfigError, match="leave one of them out"):
         prepare([str(train)], folder, seq=256, eval_data=[str(other)], split=0.1)
     with pytest.raises(zo.ConfigError, match="leaves no row of .* for evaluation"):
@@ -394,8 +394,8 @@ def test_a_model_that_does_not_keep_samples_apart(tmp_path: Path, folder: ModelF
     other = replace(folder, config=OPTConfig(max_position_embeddings=256))
     prepared = prepare([str(path)], other, seq=256)
     assert len(prepared.train) == 4 and prepared.collator is None
-    assert "a row is one sample: opt models" in prepared.note
-    assert "a row is" not in prepare([str(path)], other, seq=256, packing=False).note
+    assert "a sequence is one sample: opt models" in prepared.note
+    assert "a sequence is" not in prepare([str(path)], other, seq=256, packing=False).note
 
 
 def test_what_a_template_leaves_out_is_said(tmp_path: Path, folder: ModelFolder) -> None:
@@ -700,8 +700,10 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, folder: ModelFolder) -> N
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.json", "[]", "a.json has no row"),
         ("a.json", '[{"text": "x"}, 3]', "a.json, row 2: a number, not an object"),
+        ("a.csv", "question;answer\n", "a.csv has no row"),
+        ("a.csv", "question;answer\n1;2\n", "has the columns question;answer \\(CSV has commas"),
         ("a.csv", "question,answer\n1,2,3\n", "a.csv, line 2: 3 fields, and the header has 2"),
-        ("a.csv", "a,b\n1,2\n", "has the columns a and b, which are none .* messages \\(conversations\\)"),
+        ("a.csv", "a,b\n1,2\n", "has the columns a, b, which are none .* conversations: messages, conversations;"),
         ("a.xlsx", "x", "has none of the endings"),
         ("a.parquet", "x", "a.parquet cannot be read"),
     ],

@@ -95,9 +95,7 @@ def prepare(
     counts = [each for _, each in made]
     said = [*_said(uses, counts, left, maker, seq)]
     if packing and not packs and chosen == SFT:
-        said.append(
-            f"a row is one sample: {folder.config.model_type} models are not known to keep samples apart in one row"
-        )
+        said.append(f"a sequence is one sample: {folder.config.model_type} models are not known to keep several apart")
     return Prepared(
         method=chosen,
         kind=kinds_of(known),
@@ -137,30 +135,28 @@ def _said(uses: Sequence[Use], counts: Sequence[Counts], left: list[str], maker:
         yield f"{each.source.name}: {each.form.said(each.columns)}"
     if left:
         yield f"left out, by their names: {', '.join(left)} (--eval-data takes them)"
-    yield f"trained are {maker.trains}"
+    yield f"trained: {maker.trains}"
     for use, numbers in zip(uses, counts, strict=True):
-        yield f"{'training' if use.name == 'train' else 'evaluation'}: {_numbers(numbers, seq, use.is_packed)}"
+        first, *more = _numbers(numbers, seq, use.is_packed)
+        yield f"{'training' if use.name == 'train' else 'evaluation'}: {first}"
+        yield from (f"  {line}" for line in more)
 
 
-def _numbers(counts: Counts, seq: int, is_packed: bool) -> str:
-    parts = [
-        f"{_of(counts.read, 'row')}, {_of(counts.samples, 'sample')}, {_of(counts.tokens, 'token')}, "
-        f"{counts.trained:,} of them trained; a sample has {counts.median:,} (median) to {counts.longest:,}"
-    ]
-    if is_packed:
-        parts.append(f"packed into {_of(counts.rows, 'row')} of up to {seq:,} tokens")
+def _numbers(counts: Counts, seq: int, is_packed: bool) -> Iterator[str]:
+    yield f"{_of(counts.read, 'row')}, {_of(counts.tokens, 'token')}, {counts.trained:,} of them trained"
+    samples = f"{_of(counts.samples, 'sample')} of {counts.median:,} (median) to {counts.longest:,} tokens"
+    yield samples + (f", packed into {_of(counts.rows, 'sequence')} of up to {seq:,}" if is_packed else "")
     if counts.truncated:
-        parts.append(f"{_of(counts.truncated, 'sample')} longer than {seq:,} tokens cut there (--seq)")
+        yield f"{_of(counts.truncated, 'sample')} longer than {seq:,} tokens: cut there (--seq)"
     if counts.divided:
-        parts.append(f"{_of(counts.divided, 'text')} longer than {seq:,} tokens divided")
+        yield f"{_of(counts.divided, 'text')} longer than {seq:,} tokens: divided"
     if counts.unfolded:
-        parts.append(
-            f"{_of(counts.unfolded, 'conversation')} trained turn by turn: the template writes earlier turns otherwise "
-            "than the model generates them"
+        yield (
+            f"{_of(counts.unfolded, 'conversation')} trained turn by turn: the chat template writes earlier turns "
+            "otherwise than the model generates them"
         )
     if counts.empty:
-        parts.append(f"{counts.empty:,} left out: nothing in them to train on")
-    return "; ".join(parts)
+        yield f"{counts.empty:,} left out: nothing in them to train"
 
 
 def _of(number: int, noun: str) -> str:

@@ -50,7 +50,8 @@ class Form:
         """The kind and the columns of a source that has `columns`."""
         used = [name for name in (*self.columns, *self.optional) if name in columns]
         unused = [name for name in columns if name not in used]
-        return f"{self.kind}, by {_listed(used)}" + (f"; not used: {_listed(unused)}" if unused else "")
+        said = f"{self.kind} (column{'' if len(used) == 1 else 's'} {', '.join(used)})"
+        return said + (f"; not used: {', '.join(unused)}" if unused else "")
 
 
 _FORMS = (
@@ -78,15 +79,15 @@ def form_of(columns: Sequence[str], name: str) -> Form:
     for form in _FORMS:
         if set(form.columns) <= set(columns):
             return form
-    known = "; ".join(f"{_listed(form.columns)} ({form.kind})" for form in _FORMS)
+    known: dict[str, list[str]] = {}
+    for form in _FORMS:
+        known.setdefault(form.kind, []).append("+".join(form.columns))
+    said = "; ".join(f"{kind}: {', '.join(sets)}" for kind, sets in known.items())
+    commas = " (CSV has commas between its fields)" if len(columns) == 1 and {*";\t|"} & {*columns[0]} else ""
     raise ConfigError(
-        f"{name} has the columns {_listed(columns) or 'of no row'}, which are none of those that are understood: "
-        f"{known}. Rename its columns"
+        f"{name} has the columns {', '.join(columns)}{commas}, which are none of those that are understood. Rename "
+        f"them to one of: {said}"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
 
 
 # Rows in one form
@@ -164,7 +165,7 @@ def preference_of(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         for answer in answers:
             _checked([*prompt, *answer])
             if extra := sorted({key for message in [*prompt, *answer] for key in message} - {"role", "content"}):
-                raise BadRow(f"messages have {_listed(extra)}, which preferences cannot have")
+                raise BadRow(f"messages have {', '.join(extra)}, which preferences cannot have")
     if not prompt:
         raise BadRow("'chosen' and 'rejected' begin with nothing that both have, and there is no 'prompt'")
     return prompt, answers[0], answers[1]
@@ -208,7 +209,7 @@ def _message(value: Any, what: str) -> Message:
     role = given.pop("role", given.pop("from", None))
     role = _OTHER_ROLES.get(str(role).lower(), role)
     if role not in ROLES:
-        raise BadRow(f"{what} has the role {role!r}; roles are {_listed([*ROLES, *_OTHER_ROLES])}")
+        raise BadRow(f"{what} has the role {role!r}; roles are {', '.join([*ROLES, *_OTHER_ROLES])}")
     content = given.pop("content", given.pop("value", None))
     if isinstance(content, list):
         content = "".join(_part(each, what) for each in content)
