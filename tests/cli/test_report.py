@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import zero_offload as zo
@@ -61,6 +62,7 @@ def test_json_has_the_summary_and_the_picture(run_dir: Path) -> None:
     assert summary["steps"] == 4 and summary["stall_share"] == pytest.approx(0.2)
     assert summary["planned_rss_bytes"] == 1007  # a GPU's memory is not this process's
     assert Path(summary["report"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(summary["page"]) == run_dir / "report.html" and "<!doctype html>" in Path(summary["page"]).read_text()
 
 
 def test_text_has_one_figure_per_line(run_dir: Path) -> None:
@@ -130,6 +132,51 @@ def test_figures_are_printed_where_no_picture_can_be(run_dir: Path) -> None:
     assert "step_s" in done.stdout and "bytes per step" in done.stdout
     done = _report(run_dir, "--json")
     assert done.returncode == 4 and json.loads(done.stdout)["report"] is None
+    assert (run_dir / "report.html").is_file()
+    (run_dir / "report.html.tmp").mkdir()
+    done = _report(run_dir, "--json")
+    assert done.returncode == 4 and "report.html" in done.stderr and json.loads(done.stdout)["page"] is None
+
+
+def test_without_matplotlib_there_is_the_page(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = _report(run_dir, "--json")
+    assert done.returncode == 0 and "note: report.png needs matplotlib" in done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["report"] is None and Path(summary["page"]).is_file()
+
+
+def test_a_run_of_one_s_own_loop(tmp_path: Path) -> None:
+    model = zo.offload(nn.Linear(2, 2), zo.OffloadConfig(params="cpu"))
+    optimizer = zo.SGD(model.parameters(), lr=0.1)
+    with zo.RunLog(tmp_path / "run", model, settings={"batch": 2}) as log:
+        for step in (1, 2, 3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.step(step, **({"loss": 1.0} if step == 1 else {}))
+    zo.close(model)
+    done = _report(tmp_path / "run", "--json", "--watch")  # has ended: no server stays
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["loss"], summary["tokens_per_s"], summary["planned_rss_bytes"]) == (
+        3,
+        1,
+        None,
+        None,
+    )
+    done = _report(tmp_path / "run")
+    assert done.returncode == 0 and "process" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--tbw", "0"], "--tbw 0"), (["--port", "0", "--watch"], "--port 0"), (["--port", "99999", "--watch"], "65535")],
+)
+def test_bad_flags(flags: list[str], says: str, run_dir: Path) -> None:
+    done = _report(run_dir, *flags)
+    assert done.returncode == 2 and says in done.stderr
 
 
 def test_waits_are_compared_with_the_time_that_they_are_in(run_dir: Path) -> None:

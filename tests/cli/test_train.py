@@ -114,6 +114,7 @@ def test_a_run_leaves_metrics_report_and_sample(whole_run: tuple[Path, dict[str,
     assert {path.name for path in out.iterdir() if path.is_file()} <= listed
     assert {"metrics.jsonl", "run.json", "sample.txt"} <= listed
     assert Path(result["report"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(result["page"]).read_text().startswith("<!doctype html>")
 
 
 def test_the_same_command_after_the_end_trains_no_further(

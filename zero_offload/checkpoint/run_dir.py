@@ -9,6 +9,7 @@ the committed step.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -83,14 +84,17 @@ class RunDir:
         self.write(FILES_FILE, json.dumps({"files": files}, indent=1))
         self.write(RUN_FILE, json.dumps(description, indent=1))
 
-    def write(self, name: str, text: str) -> None:
-        """Replace one of the files, whole. Raises StorageError."""
+    def write(self, name: str, content: str | bytes) -> Path:
+        """Replace one of the files, whole: a reader may have the last one open. Its path. Raises StorageError."""
+        path = self.path / name
         try:
-            replace_file(self.path / name, text.encode())
+            replace_file(path, content.encode() if isinstance(content, str) else content)
         except OSError as error:
+            remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
             raise StorageError(
-                f"cannot write to {self.path}: {error.strerror}; free space there, or choose another directory"
+                f"cannot write {path}: {error.strerror}; {remedy}, or choose another directory"
             ) from error
+        return path
 
     def drop_traces(self) -> None:
         """A new run begins: what is here shows another one."""

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
 from zero_offload.base.startup import interrupts_raise
-from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, plan, report, train, verify
+from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, plan, train, verify
 from zero_offload.cli.finetune import command as finetune
+from zero_offload.cli.report import command as report
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import Existing
 from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
 from zero_offload.cli.recipes.gpt import PRESETS
 from zero_offload.cli.recipes.settings import TrainConfig, read_tables
-from zero_offload.cli.recipes.train import Ending, TrainResult, train
-from zero_offload.cli.report import write_report
+from zero_offload.cli.recipes.train import Ending, train
+from zero_offload.cli.report.command import write_reports
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 
@@ -60,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
     stream = sys.stderr if args.json else sys.stdout
     result = train(config, Existing.DISCARD if args.discard else Existing.RESUME, stream)
     if int(os.environ.get("RANK", "0")) == 0:
-        report = _write_report(result.out)
+        reports = write_reports(result.out, lambda text: print(text, file=sys.stderr))
         if args.json:
-            print(json.dumps(_summary(result, report)))
+            print(json.dumps(vars(result) | {"out": str(result.out)} | reports))
         else:
             files = "metrics and sample" if result.ending is Ending.FINISHED else "metrics"
-            print(f"{files}: {result.out}" + (f"; report: {report}" if report else ""))
+            print(f"{files}: {result.out}" + (f"; report: {page}" if (page := reports["page"]) else ""))
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
 
 
@@ -152,16 +152,3 @@ def given_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
         for name, value in vars(args).items()
         if name.startswith(prefix) and value is not None
     }
-
-
-def _write_report(out: Path) -> Path | None:
-    """A trained model is worth more than its picture: without matplotlib say so and go on."""
-    try:
-        return write_report(out)
-    except ZeroOffloadError as error:
-        print(f"no report: {error}", file=sys.stderr)
-        return None
-
-
-def _summary(result: TrainResult, report: Path | None) -> dict[str, Any]:
-    return vars(result) | {"out": str(result.out), "report": str(report) if report else None}

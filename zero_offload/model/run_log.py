@@ -29,6 +29,7 @@ from zero_offload.base.stats import Stats
 from zero_offload.base.types import KIB, StateKind, Tier
 from zero_offload.checkpoint.metrics import MODEL_STEP, NUM_STEPS, Metrics, Row, is_count, show
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, offload_settings, refuse
+from zero_offload.hardware.device import read_memory
 from zero_offload.model.api import need_runtime, stats
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.memory import Budget, Placement, UnitNumel, estimate_memory, measure_units
@@ -171,11 +172,12 @@ class RunLog:
 
     def _measured(self) -> Row:
         now, num_steps = time.perf_counter(), self._owner.step_count - self._clock_step
-        found = stats(self._model)
+        found, memory = stats(self._model), read_memory(self._owner.device.torch_device)
         return {
             "at": time.time(),
             "step_s": max(now - self._clock, 1e-9) / max(num_steps, 1),
             **_row_of(found),
+            **({} if memory is None else {"peak_device_bytes": memory.peak_allocated}),
         }
 
     def _restart_clock(self) -> None:

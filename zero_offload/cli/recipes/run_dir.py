@@ -20,6 +20,7 @@ from zero_offload.base.types import Existing, Tier
 from zero_offload.checkpoint.format import RUN_NAME
 from zero_offload.checkpoint.metrics import Line, Row, damage_notes, is_count, read_lines, show, sort_out
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, read_json, refuse
+from zero_offload.storage.files.directory import is_held
 
 _MAY_CHANGE = ("ranks", "steps", "lr", "clip", "eval_every", "eval_batches", "sample_bytes")
 _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
@@ -95,6 +96,8 @@ class Run:
     rows: list[Row]
     notes: tuple[str, ...] = ()
     """Which lines of the metrics are left out, and why."""
+    is_running: bool = False
+    """True if a process of this machine has the directory open for writing."""
 
 
 def read_run(path: Path) -> Run:
@@ -116,7 +119,7 @@ def read_run(path: Path) -> Run:
         problem = _problem(line.row, _ROW)
         (short if problem else shown).append(replace(line, problem=problem))
     notes = damage_notes(path / METRICS_FILE, sorted(damaged + short, key=lambda line: line.number))
-    return Run(path, description, [line.row for line in shown if line.row is not None], tuple(notes))
+    return Run(path, description, [line.row for line in shown if line.row is not None], tuple(notes), is_held(path))
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -149,7 +152,7 @@ _ROW = {
     **dict.fromkeys(("step_s", "tokens_per_s?"), _is_positive),
     **dict.fromkeys(("read_bytes", "written_bytes", "resident_bytes"), _are_numbers),
     **dict.fromkeys(("loss?", "val_loss?"), lambda value: value is None or _is_number(value)),
-    "whole_s?": _is_positive,
+    "whole_s?": lambda value: _is_number(value) and value >= 0,
     "commit_wait_s?": _is_number,
     "exposed_s?": partial(_has_numbers_of, Cause),
 }

@@ -33,7 +33,7 @@ from pathlib import Path
 from zero_offload.base.ends import in_child
 from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.base.types import format_bytes
-from zero_offload.storage.files.system import REAL, FileSystem, check_ours, naming_errors, remedy_of
+from zero_offload.storage.files.system import REAL, FileSystem, check_ours, naming_errors, read_file, remedy_of
 
 LOCK_NAME = "LOCK"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -342,6 +342,23 @@ def sync_path(directory: RunDirectory) -> None:
 def hold_directory(path: Path) -> RunDirectory:
     """Open and lock an existing directory only to read it: nothing is written, not even the lock's holder."""
     return RunDirectory._lock_with(_hold_lock, path.absolute(), REAL)
+
+
+def is_held(path: Path) -> bool:
+    """True if the process that its lock names is there, or is another machine's: it may be at work.
+
+    Takes no lock itself, which a run that begins at this moment would meet.
+    """
+    try:
+        holder = json.loads(read_file(path / LOCK_NAME))
+        if holder["host"] != socket.gethostname():
+            return True
+        os.kill(holder["pid"], 0)
+    except PermissionError:
+        return True
+    except (OSError, StorageError, ValueError, KeyError, TypeError, OverflowError):
+        return False
+    return True
 
 
 def _open_unnamed(system: FileSystem, dir_fd: int) -> int:

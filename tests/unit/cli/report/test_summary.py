@@ -9,7 +9,8 @@ import pytest
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli.recipes.run_dir import read_run
-from zero_offload.cli.report import summarize, write_report
+from zero_offload.cli.report.picture import write_picture
+from zero_offload.cli.report.summary import summarize
 
 
 def _write_run(path: Path, num_steps: int) -> Path:
@@ -52,7 +53,7 @@ def _row(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("num_steps", [1, 20, 500])
 def test_the_report_is_a_png_of_a_readable_size(tmp_path: Path, num_steps: int) -> None:
     pytest.importorskip("matplotlib")
-    path = write_report(_write_run(tmp_path / "run", num_steps))
+    path = write_picture(read_run(_write_run(tmp_path / "run", num_steps)))
     content = path.read_bytes()
     assert path == tmp_path / "run" / "report.png"
     assert content.startswith(b"\x89PNG\r\n")
@@ -92,7 +93,7 @@ def test_steps_of_earlier_builds_are_reported_without_what_they_lack(tmp_path: P
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = summarize(read_run(run))
     assert summary["step_time_s"] == {} and summary["update_overlap"] is None
-    assert write_report(run).read_bytes().startswith(b"\x89PNG")
+    assert write_picture(read_run(run)).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_trace_s_steps_are_added_up(tmp_path: Path) -> None:
@@ -127,4 +128,4 @@ def test_missing_matplotlib_names_the_line_to_type(tmp_path: Path, monkeypatch: 
     for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CapacityError, match="pip install matplotlib"):
-        write_report(run)
+        write_picture(read_run(run))
