@@ -14,11 +14,13 @@ from typing import Any
 
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import Existing
+from zero_offload.checkpoint.run_dir import METRICS_FILE
 from zero_offload.cli.finetune.folder import need_packages
 from zero_offload.cli.finetune.settings import RECOMPUTE, TABLE, TASKS, FinetuneConfig, default_offload
 from zero_offload.cli.plan import with_states
 from zero_offload.cli.recipes.settings import read_tables
 from zero_offload.cli.recipes.train import Ending
+from zero_offload.cli.report.command import write_reports
 from zero_offload.cli.train import INTERRUPTED_EXIT_CODE, add_offload_flags, given_flags
 
 _DESCRIPTION = """\
@@ -58,10 +60,14 @@ def run(args: argparse.Namespace) -> int:
     existing = Existing.DISCARD if args.discard else Existing.RESUME
     result = finetune(config, existing, sys.stderr if args.json else sys.stdout, dry_run=args.dry_run)
     if int(os.environ.get("RANK", "0")) == 0:
+        has_run = not args.dry_run and (result.out / METRICS_FILE).is_file()
+        reports = write_reports(result.out, lambda text: print(text, file=sys.stderr)) if has_run else {}
         if args.json:
-            print(json.dumps(vars(result) | {"out": str(result.out)}))
+            print(json.dumps(vars(result) | {"out": str(result.out)} | reports))
         elif result.ending is Ending.FINISHED:
             print("\n".join(_where(result.out)))
+        if page := not args.json and reports.get("page"):
+            print(f"report: {page}")
     if result.plan is not None and not result.plan["fits"]:
         return CapacityError.exit_code
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0

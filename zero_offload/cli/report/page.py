@@ -35,6 +35,7 @@ from zero_offload.plan.wear import TB, TBW_USUAL
 POINTS_MAX = 20_000
 """Of a longer run neighbouring rows are one point: a page has a few megabytes at most."""
 _EVENTS_MAX = 300
+_TEXTS_MAX = 60
 _DAY_S = 86400
 
 _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _GREY = "blue", "orange", "green", "red", "sky", "purple", "grey"
@@ -56,7 +57,7 @@ _DRAWN = {
     "update_s",
 }
 _DRAWN |= {"commit_s", "commit_wait_s", "peak_rss_bytes", "peak_device_bytes", "skipped_steps", "resumed", "tokens"}
-_DRAWN |= {NUM_STEPS, "model_step", "loss_scale"}
+_DRAWN |= {NUM_STEPS, "model_step", "loss_scale", "epoch"}
 
 _DIGITS = {"training": 6, "validation": 6}
 """Of most numbers four are shown, and enough."""
@@ -151,7 +152,7 @@ def _merged(rows: Sequence[Row]) -> Row:
     merged: Row = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if row.get(name) is not None]
-        if name in ("step", "at", "skipped_steps", "model_step") or not values:
+        if name in ("step", "at", "skipped_steps", "model_step") or not values or isinstance(values[0], list):
             merged[name] = values[-1] if values else None
         elif name in (NUM_STEPS, "tokens"):
             merged[name] = sum(values)
@@ -541,6 +542,7 @@ def _tables(run: Run, summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for name in ("update", "transfer"):
             rows.append([f"{name}s beside compute", f"{traced[f'{name}_s']:.4g} s", f"{traced[f'{name}_overlap']:.1%}"])
         yield {"title": f"traced steps {traced['first']:,} to {traced['last']:,}", "rows": rows, "open": True}
+    yield from _texts(run)
     rows = []
     for place, each in summary["memory"].items():
         planned, most = each["planned_bytes"], each["measured_bytes"]
@@ -554,6 +556,17 @@ def _tables(run: Run, summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     versions = description.get("versions")
     rows += [[name, _text(version)] for name, version in versions.items()] if isinstance(versions, dict) else []
     yield {"title": "model, machine and versions", "rows": rows}
+
+
+def _texts(run: Run) -> Iterator[dict[str, Any]]:
+    """What a loop has logged in words, such as what the model writes; the latest first."""
+    found: dict[str, list[list[str]]] = {}
+    for row in reversed(run.rows):
+        for name, value in row.items():
+            if isinstance(value, list):
+                found.setdefault(name, []).extend([f"step {row['step']:,}", str(each)] for each in value)
+    for name, rows in found.items():
+        yield {"title": name, "rows": rows[:_TEXTS_MAX], "open": True}
 
 
 _MACHINE = {"data": "data", "device": "device_name", "computes on": "device", "host": "host"}

@@ -159,6 +159,12 @@ def test_further_figures_have_panels(tmp_path: Path) -> None:
     assert series(data, "rewards") == {"rewards/chosen": [1, None], "rewards/rejected": [None, 2]}
 
 
+def test_texts_are_listed(tmp_path: Path) -> None:
+    data = page_data(write_run(tmp_path / "run", [row(1, samples=["a <b>"]), row(2), row(3, samples=["c", "d"])]))
+    (texts,) = [table for table in data["tables"] if table["title"] == "samples"]
+    assert texts["rows"] == [["step 3", "c"], ["step 3", "d"], ["step 1", "a <b>"]]
+
+
 def test_drive_wear_is_counted_and_foretold(tmp_path: Path) -> None:
     written = {"nvme": 10**10}
     rows = [row(10 * step, steps=10, written_bytes=written, at=1000.0 + 20 * step) for step in range(1, 5)]
