@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import json
 import os
@@ -27,6 +28,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.ext4 import ext4_disk
 from tests.helpers.ranks import wait_until
 from tests.helpers.tool_runs import in_processes
 from tests.helpers.trainer import fork_server
@@ -170,17 +172,19 @@ def test_losses_are_those_of_trl_without_offload(place: Place, tmp_path: Path, m
 
 
 def _on_ranks(place: Place, out: Path, steps: int) -> list[dict[str, Any]]:
-    return run(place, out, "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1, steps=steps)
+    flags = ["--lora", RANK, "--merge", "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1]
+    return run(place, out, *flags, steps=steps)
 
 
 def test_on_two_ranks_and_then_on_one(place: Place, tmp_path: Path) -> None:
-    whole = run(place, tmp_path / "one", "--batch", "4", steps=4)
+    whole = run(place, tmp_path / "one", "--lora", RANK, "--batch", "4", steps=4)
     two = in_processes(2, _on_ranks, place, tmp_path / "two", 4)[0]
     assert column(two) == pytest.approx(column(whole), rel=1e-5)
     assert [row["step"] for row in two if "val_loss" in row] == [2, 4]
-    assert (tmp_path / "two" / "model.safetensors").is_file()
+    assert (tmp_path / "two" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "two" / "merged" / "model.safetensors").is_file()
     assert not (tmp_path / "two" / "best").exists()
-    then = run(place, tmp_path / "two", "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1, steps=7)
+    then = _on_ranks(place, tmp_path / "two", 7)
     assert then[:4] == two
     assert [row["step"] for row in then] == list(range(1, 8))
 
@@ -227,11 +231,15 @@ def test_goes_on_after_many_kills_at_random_moments(place: Place, tmp_path: Path
     generator, out, num_kills = random.Random(kind), tmp_path / "out", 0
     command = [sys.executable, "-m", "zero_offload", *words(place, out, *flags, steps=12)]
     while num_kills < 20:
-        at = generator.randint(num_rows(out), 12)  # 0: as it starts; 12: as it ends
+        at = generator.randint(num_rows(out), 12)  # 0: as it starts; 12: as it ends, or not at all
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        wait_until(lambda p=process, n=at: p.poll() is not None or ((out / "LOCK").exists() and num_rows(out) >= n))
-        time.sleep(generator.uniform(0, 4.0 if at in (0, 12) else 0.5))
-        if process.poll() is None:
+
+        def has_come(process: subprocess.Popen[bytes] = process, at: int = at) -> bool:
+            return process.poll() is not None or ((out / "LOCK").exists() and num_rows(out) >= at)
+
+        wait_until(has_come, 600)
+        time.sleep(generator.uniform(0, {0: 4.0, 12: 2.0}.get(at, 0.5)))
+        if process.poll() is None and (at < 12 or generator.random() < 0.6):
             process.kill()
             num_kills += 1
         assert process.wait() in (0, -signal.SIGKILL)
@@ -262,6 +270,44 @@ def test_a_signal_commits_and_the_same_command_goes_on(place: Place, tmp_path: P
     assert 2 <= len(stopped) < STEPS
     assert not (out / "model.safetensors").exists()
     assert run(place, out) == whole
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_full_disk_is_one_message_and_leaves_the_last_generation(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    flags = ["--eval-data", place.held_out, "--eval-every", 2, "--samples", 0, "--no-packing"]
+    whole = run(place, tmp_path / "whole", *flags)
+    with ext4_disk(tmp_path / "disk", "40M", 1024) as disk:
+        out, filler = disk.path / "out", disk.path / "filler"
+
+        def fill() -> None:
+            wait_until(lambda: num_rows(out) >= at)
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        tools.reset_accelerate()
+        code = main(words(place, out, *flags))
+        thread.join()
+        errors = capsys.readouterr().err
+        assert code in (3, 4), errors
+        assert errors.count("error: ") == 1
+        assert "No space left" in errors or "disk space" in errors
+        assert not (out / "config.json").exists()
+        filler.unlink()
+        assert main(["verify", str(out)]) == 0
+        assert run(place, out, *flags) == whole
+
+
+def test_losses_that_are_not_finite_end_the_run(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(place, tmp_path / "out", "--lr", "1e30", *UNCLIPPED, code=7, steps=12)
+    assert "loss or gradients were not finite in steps" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 # Evaluation, and what a run leaves
