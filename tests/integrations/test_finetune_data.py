@@ -179,6 +179,7 @@ def test_tokens_without_their_white_space() -> None:
     assert tokens_of(tokenizer, text, spans, add_special_tokens=False) == whole
 
 
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 MASKS_AS_TRL = "cohere2 cohere gemma3 gemma glm4moe lfm2 llama3 phi3_5 phi3 qwen3_instruct_2507 qwen3"
 PROMPT_IS_TRAINED_BY_TRL = "deepseekv3 gptoss nemotron_3_nano qwen2_5 qwen3_5_think"
 
@@ -186,7 +187,7 @@ PROMPT_IS_TRAINED_BY_TRL = "deepseekv3 gptoss nemotron_3_nano qwen2_5 qwen3_5_th
 @pytest.mark.parametrize("name", [*MASKS_AS_TRL.split(), *PROMPT_IS_TRAINED_BY_TRL.split()])
 def test_the_masks_are_those_of_trl(name: str) -> None:
     """Of its templates with marks, and of the same without. Some of them also mark words that a prompt ends with."""
-    marked = (Path(trl.__file__).parent / "chat_templates" / f"{name}_training.jinja").read_text()
+    marked = (TEMPLATES / f"{name}_training.jinja").read_text()
     plain = re.sub(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 set nothing = 1 \2%}", marked)
     special = {
         "additional_special_tokens": sorted(set(re.findall(r"<[|｜]\S+?[|｜]>|</?\w*think>|<\w+_of_turn>", marked)))
@@ -211,6 +212,23 @@ def test_the_masks_are_those_of_trl(name: str) -> None:
             mask = [one and other for one, other in zip(found.trained, mask, strict=True)]
         assert found.trained == mask
         assert ChatTemplate(theirs).samples(messages)[0].ids == found.ids
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_every_template_that_trl_knows(path: Path) -> None:
+    """The answers are trained, and nothing of the questions; those of models that see take other messages."""
+    template = path.read_text()
+    tokenizer = folders.tokenizer(template)
+    special = sorted(set(re.findall(r"<[|｜]\S+?[|｜]>|</?\w*think>|<\w+_of_turn>|<turn\|>|<\|turn>", template)))
+    tokenizer.add_special_tokens({"additional_special_tokens": special, "bos_token": "<s>"})
+    if path.stem.removesuffix("_training") in ("idefics3", "llava_next", "smolvlm"):
+        with pytest.raises(zo.ConfigError, match="the chat template cannot be used"):
+            ChatTemplate(tokenizer)
+        return
+    found = ChatTemplate(tokenizer).samples(talk("Q1", "one", "Q2", "two"))
+    texts = [text for each in found for text in trained_text(tokenizer, each)]
+    assert len(texts) == 2 and "one" in texts[0] and "two" in texts[1]
+    assert not any("Q" in text for text in texts)
 
 
 # Recognition
@@ -294,6 +312,19 @@ def test_a_folder_of_files(tmp_path: Path, folder: ModelFolder) -> None:
     assert prepared.counts.read == 6
     assert f"left out, by their names: {tmp_path}/a/test.jsonl" in prepared.note
     assert prepare([str(tmp_path / "b")], folder, seq=256).counts.read == 2
+
+
+def test_a_dataset_of_the_hub(tmp_path: Path, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(path: str, name: str | None, *, split: str) -> datasets.Dataset:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(zo.ConfigError, match="org/name:main, row 2: 'answer' is missing"):
+        prepare(["org/name:main"], folder, seq=64)
+    assert set(asked) == {("org/name", "main", "train")}
 
 
 def test_text_is_divided(tmp_path: Path, folder: ModelFolder) -> None:

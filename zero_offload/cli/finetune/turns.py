@@ -54,8 +54,9 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.is_marked = _MARK.search(tokenizer.get_chat_template()) is not None
+        self._tokenizer, written = tokenizer, tokenizer.get_chat_template()
+        self._has_date = "strftime_now" in written
+        self.is_marked = _MARK.search(written) is not None
         """True if the template says which tokens are the assistant's."""
         if not tokenizer.is_fast:
             raise ConfigError(
@@ -98,6 +99,9 @@ class ChatTemplate:
 
     def remark(self) -> str:
         """What a user should know of it."""
+        return (", which writes today's date" if self._has_date else "") + self._remark_on_ends()
+
+    def _remark_on_ends(self) -> str:
         if self.added_end:
             return f", {self.added_end} behind the last: no turn in it ends with a token by which a model can stop"
         if not self.is_marked:
