@@ -9,6 +9,7 @@ from harness import command
 
 COMPARISONS = {
     "activations": "kept, computed again, on disk: memory and time",
+    "finetune": "zero-offload finetune of a 3B folder in a cgroup of 4 GiB, by LoRA and whole",
     "logits": "chunked losses and tiled heads, against whole ones: memory and time",
     "small_memory": "1.5B and 3B models in a cgroup of 4 GiB, killed and resumed",
     "states": "losses with compact and bf16 states, against fp32 states, over seeds",
