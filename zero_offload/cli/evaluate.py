@@ -28,7 +28,7 @@ Compute the loss and the perplexity of a model on data: a Hugging Face folder, o
 conversations only the assistant's words count, as in `finetune`. Weights stream from memory and drives. Works under
 torchrun too."""
 _TASKS = {"sft": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
-_SAMPLE_TOKENS = 128
+_SEQ, _SAMPLE_TOKENS = 1024, 128
 _NO_LABEL = -100
 
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--method", choices=_TASKS, default="sft", help="mlm and classify are for encoders (default sft)"
     )
-    parser.add_argument("--seq", type=int, default=1024, metavar="N", help="most tokens of a sample (default 1024)")
+    parser.add_argument("--seq", type=int, metavar="N", help=f"most tokens of a sample (default {_SEQ})")
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="samples of a rank at once (default 4)")
     parser.add_argument("--eval-samples", type=int, default=0, metavar="N", help="print so many answers of the model")
     parser.add_argument("--seed", type=int, default=0, help="of the words that mlm masks (default 0)")
@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     quiet_transformers()
     from zero_offload.cli.finetune.data import prepare
 
-    prepared = prepare(args.data, folder, method=args.method, seq=args.seq, packing=False)
+    positions = getattr(folder.config.get_text_config(), "max_position_embeddings", _SEQ)
+    seq = min(_SEQ, positions) if args.seq is None else args.seq
+    prepared = prepare(args.data, folder, method=args.method, seq=seq, packing=False)
     _check_labels(folder, prepared.labels)
     model = open_for_reading(folder, args)
     try:
