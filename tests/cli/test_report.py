@@ -194,7 +194,19 @@ WRONG = ["ten", [], None, {}, 10**400, True]
 
 
 @pytest.mark.parametrize(
-    "name", ["loss", "step_s", "update_s", "read_bytes", "peak_rss_bytes", "val_loss", "exposed_s"]
+    "name",
+    [
+        "loss",
+        "step_s",
+        "update_s",
+        "read_bytes",
+        "peak_rss_bytes",
+        "val_loss",
+        "exposed_s",
+        "at",
+        "skipped_steps",
+        "lr",
+    ],
 )
 def test_rows_of_wrong_types_are_left_out_and_named(
     name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -211,7 +223,9 @@ def test_rows_of_wrong_types_are_left_out_and_named(
     assert json.loads(done.out)["steps"] == 31
 
 
-@pytest.mark.parametrize("name", ["identity", "plan", "device", "unigram_nats", "num_parameters", "baseline_rss_bytes"])
+@pytest.mark.parametrize(
+    "name", ["identity", "plan", "device", "unigram_nats", "num_parameters", "baseline_rss_bytes", "starts"]
+)
 def test_a_description_of_wrong_types(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = json.loads((run_dir / "run.json").read_text())
     for value in (["ten"], None, {"a": []}, True):

@@ -543,7 +543,7 @@ class RunLogCallback(TrainerCallback):
             self._log.close()
         usual = {each.name: each.default for each in fields(args)}
         given = {name: each for name, each in args.to_dict().items() if not name.endswith("_token")}
-        settings = {name: each for name, each in given.items() if each not in (None, usual.get(name))}
+        settings = {name: each for name, each in given.items() if each not in (None, "", [], usual.get(name))}
         accumulate = args.gradient_accumulation_steps
         self._log = RunLog(self._path, model, settings=settings | {"steps": state.max_steps}, micro_batches=accumulate)
         self._added = max(self._log.committed_step - state.global_step, 0)  # steps of an earlier `train`

@@ -150,8 +150,9 @@ def _is_text(value: object) -> bool:
 _ROW = {
     **dict.fromkeys(("stall_s", "update_s", "commit_s", "peak_rss_bytes"), _is_number),
     **dict.fromkeys(("step_s", "tokens_per_s?"), _is_positive),
-    **dict.fromkeys(("read_bytes", "written_bytes", "resident_bytes"), _are_numbers),
-    **dict.fromkeys(("loss?", "val_loss?"), lambda value: value is None or _is_number(value)),
+    **dict.fromkeys(("at?", "tokens?", "skipped_steps?", "peak_device_bytes?"), _is_number),
+    **dict.fromkeys(("read_bytes", "written_bytes", "resident_bytes", "activation_bytes?"), _are_numbers),
+    **dict.fromkeys(("loss?", "val_loss?", "lr?", "grad_norm?"), lambda value: value is None or _is_number(value)),
     "whole_s?": lambda value: _is_number(value) and value >= 0,
     "commit_wait_s?": _is_number,
     "exposed_s?": partial(_has_numbers_of, Cause),
@@ -162,6 +163,12 @@ _DESCRIPTION = {
     "identity": lambda value: isinstance(value, dict),
     "plan": partial(_has_numbers_of, Tier),
     "device": _is_text,
+    "starts?": lambda value: isinstance(value, list) and all(_problem(each, _START) == "" for each in value),
+}
+_START: dict[str, Any] = {
+    **dict.fromkeys(("began_at", "step"), _is_number),
+    **dict.fromkeys(("ended_at?", "last_step?"), _is_number),
+    "error?": _is_text,
 }
 _IDENTITY = {
     "model?": _is_text,
@@ -176,8 +183,9 @@ _CHANGEABLE = {
 """Settings of an earlier start that are counted with, not only compared."""
 
 
-def _problem(table: Mapping[str, Any] | None, kinds: Mapping[str, Any]) -> str:
+def _problem(table: object, kinds: Mapping[str, Any]) -> str:
     """What is wrong with a table of values; empty where nothing is."""
+    table = table if isinstance(table, dict) else None
     for name, is_right in kinds.items():
         key = name.removesuffix("?")
         if table is None or (key not in table and key == name):

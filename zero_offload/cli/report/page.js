@@ -317,7 +317,7 @@
     ctx.lineJoin = "round";
     ctx.strokeStyle = ctx.fillStyle = color(line.color);
     ctx.setLineDash(line.dash ? [6, 4] : []);
-    if (line.mean) {
+    if (line.mean && end - begin > 150) {
       ctx.globalAlpha = 0.35;
       drawPath(ctx, X, Y, line.values, begin, end, 1, isLog, line.sparse);
       ctx.globalAlpha = 1;
