@@ -856,7 +856,7 @@ class Gradients:
             section.arrived.clear()
             section.awaits_more, section.aside, section.joined = False, False, None
             self._drop_partial(section)
-        self._deferred = False
+        self._deferred, self._changes = False, 0
         return self.drop()
 
     def close(self) -> None:
