@@ -440,7 +440,7 @@ def test_a_rank_that_asks_alone_raises(what: str, pool: RankPool) -> None:
 
 
 def wait_alone(rank: int, world_size: int, what: str, done: Path) -> list[str]:
-    """Rank 0 asks for a state dict, the other makes no further call: rank 0's warning and its error."""
+    """Rank 0 saves, the other makes no further call: rank 0's warning and its error."""
     limits = (
         mock.patch.object(neighbours, "time_limit", lambda: timedelta(seconds=2)),
         mock.patch.object(watch, "LISTEN_S", 0.5),
@@ -450,21 +450,29 @@ def wait_alone(rank: int, world_size: int, what: str, done: Path) -> list[str]:
         if rank > 0:
             wait_until(done.exists)
             return []
+        folder = done.with_name("saved")
+        saves = what == "zo.save_checkpoint"
+        call = (lambda: zo.save_checkpoint(model, optimizer, folder)) if saves else model.state_dict
         with pytest.warns(UserWarning) as warned:
-            error = message_of((model if what == "model" else optimizer).state_dict)
+            error = message_of(call)
         done.touch()
         return [*(str(each.message) for each in warned), error]
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer"])
-def test_a_rank_that_waits_alone_says_so(what: str, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        ("model.state_dict()", ["zo.export_pretrained", "torch.distributed.checkpoint.save"]),
+        ("zo.save_checkpoint", ["if rank == 0:"]),
+    ],
+)
+def test_a_rank_that_waits_alone_says_so(what: str, instead: list[str], pool: RankPool, tmp_path: Path) -> None:
     (warning, error), _ = pool.succeed(wait_alone, what, tmp_path / "done")
     pool.renew()
     assert "rank 0 has waited 0.25 s for the other ranks" in warning
     assert "rank 1 (process " in error and "did not come to" in error and "timed out after 2 s" in error
     for text in (warning, error):
-        assert f"{what}.state_dict(), which all ranks call" in text
-        assert "zo.export_pretrained" in text and "torch.distributed.checkpoint.save" in text
+        assert f"{what}, which all ranks call" in text and all(each in text for each in instead)
 
 
 def test_a_load_that_ends_too_early_leaves_nothing_to_use(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from zero_offload.integrations.peft import (
     write_adapters,
 )
 from zero_offload.model.api import need_runtime
-from zero_offload.model.runtime import ModelRuntime
+from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.memory.heap import trim_heap
@@ -175,7 +175,7 @@ def export_pretrained(
     Raises ConfigError and StorageError.
     """
     owner = need_runtime(model, "zo.export_pretrained")
-    with owner.together("zo.export_pretrained"):
+    with owner.together("zo.export_pretrained", NOT_ALONE):
         _check_whole(model, owner, "zo.export_pretrained")
         owner.life.check_usable()
         target = _export_dtype(dtype)

@@ -63,6 +63,8 @@ from zero_offload.storage.shards.store import ShardStore
 SAME = 1e-6
 """Sums of squares of the same gradients may differ by so much of them, between machines."""
 
+NOT_ALONE = "so not under 'if rank == 0:'"
+"""See `ModelRuntime.together`."""
 WARN_S = 10.0
 """How long a rank waits silently in a call that it may have made alone."""
 

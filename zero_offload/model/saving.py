@@ -25,7 +25,7 @@ from zero_offload.checkpoint.extras import (
 )
 from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.model.api import need_runtime
-from zero_offload.model.runtime import ModelRuntime
+from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.groups import check_groups, group_records, restore_groups
 from zero_offload.optim.optimizer import FusedOptimizer
@@ -111,7 +111,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
     """
     owner = need_runtime(model, "zo.save_checkpoint")
-    with owner.together("zo.save_checkpoint"):
+    with owner.together("zo.save_checkpoint", NOT_ALONE):
         optimizer = check_optimizer("zo.save_checkpoint", optimizer)
         _check_keeps(optimizer, owner, "zo.save_checkpoint")
         owner.check_between_steps("zo.save_checkpoint")
