@@ -320,12 +320,13 @@ class ModelRuntime:
         a warning while this rank waits for the others.
         """
         self.life.check_alive()  # a forked child has its parent's channel to the others
-        what = f"{call}, which all ranks call ({instead})" if instead else call
+        may_be_alone = bool(instead) and self.ranks.world_size > 1
+        what = f"{call}, which all ranks call ({instead})" if may_be_alone else call
         with ExitStack() as waiting, self.collectives.together(what):
             try:
                 yield
             finally:
-                if instead:
+                if may_be_alone:
                     text = f"rank {self.group.watch.rank} has waited {WARN_S:g} s for the other ranks in {what}"
                     waiting.enter_context(warning_after(WARN_S, text))
 
