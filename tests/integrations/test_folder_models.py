@@ -204,3 +204,52 @@ def test_a_merged_export_is_a_folder(tmp_path: Path) -> None:
     assert torch.allclose(logits(again), expected, atol=1e-4)
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
     zo.close(again)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_joined(kind: str, tmp_path: Path) -> None:
+    """The files have a tensor for each expert, the model one for all of a layer."""
+    words = folders.model("llama").config.to_dict() | EXPERTS
+    names = (
+        "model_type",
+        "architectures",
+        "head_dim",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "rope_parameters",
+    )
+    made = transformers.AutoConfig.for_model(kind, **{name: v for name, v in words.items() if name not in names})
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "in", max_shard_size="100KB")
+    folders.tokenizer().save_pretrained(tmp_path / "in")
+    index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
+    assert any(".experts.3." in name for name in index["weight_map"])
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    model = build_model(open_folder(tmp_path / "in"), config(tmp_path), None)
+    assert torch.equal(logits(model), logits(plain))
+    zo.export_pretrained(model, tmp_path / "out")
+    zo.close(model)
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(plain))
+
+
+def test_experts_of_which_one_is_missing(tmp_path: Path) -> None:
+    words = folders.model("llama").config.to_dict() | EXPERTS
+    made = transformers.MixtralConfig(
+        **{name: v for name, v in words.items() if name.startswith(("num", "hid", "vocab"))}
+    )
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "in")
+    folders.tokenizer().save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    values = load_file(file)
+    for which, says in (
+        ("w1", "lacks experts: 3 of .*w1.weight, 4 of"),
+        ("w2", "of another shape: .*experts.down_proj"),
+    ):
+        name = f"model.layers.1.block_sparse_moe.experts.2.{which}.weight"
+        save_file({key: value for key, value in values.items() if key != name}, file)
+        with pytest.raises(zo.ZeroOffloadError, match=f"(?s){says}"):
+            build_model(open_folder(tmp_path / "in"), config(tmp_path), None)

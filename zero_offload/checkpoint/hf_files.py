@@ -89,6 +89,60 @@ class StoredTensor:
         return out
 
 
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Tensors of the files that are one in the model: in row-major order their elements follow each other."""
+
+    parts: tuple[StoredTensor, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[StoredTensor], per_entry: int | None) -> JoinedTensor:
+        """`per_entry` parts, behind each other, make one entry of a new first dimension; None: all make the first one.
+
+        Raises CheckpointError for parts whose shapes or dtypes do not go together.
+        """
+        first = parts[0]
+        if any(part.shape[1:] != first.shape[1:] or part.dtype_name != first.dtype_name for part in parts):
+            raise CheckpointError(
+                f"{first.path} has tensors that are one in the model, such as {list(first.shape)} in "
+                f"{first.dtype_name}, but not all of one shape and dtype; get the folder again"
+            )
+        rows = [part.shape[0] for part in parts]
+        if per_entry is None:
+            return cls(tuple(parts), (sum(rows), *first.shape[1:]))
+        entry = sum(rows[:per_entry])
+        if sum(rows) * per_entry != entry * len(parts):
+            raise CheckpointError(f"{first.path} has experts of several sizes, or not all of one; get the folder again")
+        return cls(tuple(parts), (len(parts) // per_entry, entry, *first.shape[1:]))
+
+    @property
+    def dtype_name(self) -> str:
+        return self.parts[0].dtype_name
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.parts[0].dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """As `StoredTensor.read`."""
+        assert self.dtype is not None
+        out, at = host_empty(end - begin, self.dtype), 0
+        for part in self.parts:
+            low, high = max(begin, at), min(end, at + part.numel)
+            if low < high:
+                out[low - begin : high - begin] = part.read(low - at, high - at)
+            at += part.numel
+        return out
+
+
+FileTensor = StoredTensor | JoinedTensor
+
+
 def _read_fully(tensor: StoredTensor, target: memoryview, begin: int) -> None:
     done = 0
     while done < len(target):
@@ -216,8 +270,8 @@ class Wanted:
 
 
 def match(
-    wanted: Sequence[Wanted], stored: Mapping[str, StoredTensor], prefix: str, where: Path
-) -> list[StoredTensor | None]:
+    wanted: Sequence[Wanted], stored: Mapping[str, FileTensor], prefix: str, where: Path
+) -> list[FileTensor | None]:
     """The stored tensor of each wanted one; `prefix` is put before the names in the files.
 
     Changes nothing. Of a tied tensor that the files have twice both are compared, chunk by chunk. Raises
@@ -276,7 +330,7 @@ def _prefix_hint(missing: Sequence[str], unknown: Sequence[str], prefix: str) ->
     return None
 
 
-def same_values(one: StoredTensor, other: StoredTensor) -> bool:
+def same_values(one: FileTensor, other: FileTensor) -> bool:
     """True if two tensors of one shape hold the same numbers."""
     for begin in range(0, one.numel, CHUNK_NUMEL):
         end = min(begin + CHUNK_NUMEL, one.numel)

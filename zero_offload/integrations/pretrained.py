@@ -15,7 +15,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
-from zero_offload.checkpoint.hf_files import StoredTensor, Wanted, adapter_names, match, open_weights
+from zero_offload.checkpoint.hf_files import (
+    FileTensor,
+    JoinedTensor,
+    StoredTensor,
+    Wanted,
+    adapter_names,
+    match,
+    open_weights,
+)
 from zero_offload.checkpoint.values import (
     ComponentSource,
     ReadElements,
@@ -67,6 +75,14 @@ class AdapterFile:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Names in the files whose tensors are one in the model; see `JoinedTensor.of`."""
+
+    names: tuple[str, ...]
+    per_entry: int | None
+
+
+@dataclass(frozen=True)
 class FileNames:
     """What a folder's files call the parameters and buffers of a model."""
 
@@ -75,6 +91,8 @@ class FileNames:
     fresh: frozenset[str] = frozenset()
     """The model's names that may be in no file: they keep their values, or get them from their initialization."""
     prefix: str = ""
+    joined: Mapping[str, Joined] = field(default_factory=dict)
+    """By the model's name, with `known`: what the files have in parts."""
     adapter: AdapterFile | None = None
 
 
@@ -257,7 +275,7 @@ def _check_untrained(owner: ModelRuntime) -> None:
 
 def _sources(
     model: nn.Module, stored: Mapping[str, StoredTensor], names: FileNames, path: Path
-) -> tuple[dict[int, StoredTensor], list[tuple[torch.Tensor, StoredTensor]]]:
+) -> tuple[dict[int, FileTensor], list[tuple[torch.Tensor, FileTensor]]]:
     """What each parameter (by id) and each buffer is read from; adapters are in no file."""
     if names.adapter is None:
         check_adapters(model)
@@ -270,18 +288,19 @@ def _sources(
 
     params, buffers = as_files_say(_named_params(model)), as_files_say(_named_buffers(model))
     wanted = [replace(each, optional=each.optional or names.fresh.issuperset(each.names)) for each in params + buffers]
+    sources: dict[str, FileTensor] = dict(stored)
     if names.known is not None:
-        stored = {known: stored[name] for name, known in names.known.items()}
+        sources = {known: stored[name] for name, known in names.known.items()}
+        for known, joined in names.joined.items():
+            sources[known] = JoinedTensor.of([stored[name] for name in joined.names], joined.per_entry)
     found = [
-        (each.tensor, source) for each, source in zip(wanted, match(wanted, stored, names.prefix, path), strict=True)
+        (each.tensor, source) for each, source in zip(wanted, match(wanted, sources, names.prefix, path), strict=True)
     ]
     of_param = {id(param): source for param, source in found[: len(params)] if source is not None}
     return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
 
 
-def _adapter_sources(
-    model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile
-) -> dict[int, StoredTensor]:
+def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile) -> dict[int, FileTensor]:
     """What each parameter of an adapter, by id, is read from."""
     wanted = [Wanted(model.get_parameter(name), (name,)) for name in file.known.values()]
     named = {file.known.get(name, name): source for name, source in values.items()}
@@ -289,7 +308,7 @@ def _adapter_sources(
     return {id(each.tensor): source for each, source in zip(wanted, sources, strict=True) if source is not None}
 
 
-def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:
+def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, FileTensor]) -> dict[int, Recipe]:
     """By id: parameters in no file, of which `deferred_init` has left the values out."""
     named = {id(param): name for name, param in model.named_parameters()}
     missing = {key: recipe for key, recipe in owner.without_values.items() if key not in sources}
@@ -310,7 +329,7 @@ def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
         )
 
 
-def _write_params(owner: ModelRuntime, sources: Mapping[int, StoredTensor], fresh: Mapping[int, Recipe]) -> None:
+def _write_params(owner: ModelRuntime, sources: Mapping[int, FileTensor], fresh: Mapping[int, Recipe]) -> None:
     """Every section of this rank with something new, chunk by chunk; moments become zero."""
     for unit in owner.units:
         for section in unit.sections:
@@ -325,7 +344,7 @@ def _write_section(
     owner: ModelRuntime,
     section: Section,
     params: Mapping[ParamSlice, nn.Parameter],
-    sources: Mapping[int, StoredTensor],
+    sources: Mapping[int, FileTensor],
     fresh: Mapping[int, Recipe],
 ) -> None:
     store, shard, index = owner.store, section.shard, owner.collectives.shard_index
