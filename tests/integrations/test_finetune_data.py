@@ -17,7 +17,7 @@ import torch
 import trl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import OPTConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import zero_offload as zo
@@ -575,6 +575,35 @@ def test_a_batch_of_packed_rows() -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 1, 1, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9], [-100, 6, -100, -100, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", ["conversations", "pairs", "text"])
+def test_rows_are_those_that_trl_makes(tmp_path: Path, folder: ModelFolder, kind: str, packing: bool) -> None:
+    """Tokens, labels and packing, where TRL can make them: of marked conversations, of completions, of text."""
+    rows: list[dict[str, Any]] = [{"messages": each} for each in folders.conversations(60)]
+    settings: dict[str, Any] = {"assistant_only_loss": True}
+    template = folders.CHATML_MARKED
+    if kind != "conversations":
+        settings, template = {}, folders.CHATML
+        pairs = [row["messages"] for row in rows if len(row["messages"]) == 2]
+        rows = [{"prompt": pair[:1], "completion": pair[1:]} for pair in pairs]
+    if kind == "text":
+        rows = [{"text": row["completion"][0]["content"]} for row in rows]
+    path = folders.write_rows(tmp_path / "data.jsonl", rows)
+    ours = replace(folder, tokenizer=folders.tokenizer(template), config=LlamaConfig(max_position_embeddings=512))
+    prepared = prepare([str(path)], ours, seq=512, packing=packing)
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[], bf16=False, packing=packing, max_length=512,
+        **settings,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model=folders.model(), args=args, train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=folders.tokenizer(template),
+    )  # fmt: skip
+    names = ["input_ids", "labels", *(["seq_lengths"] if packing else [])]
+    assert prepared.train.column_names == names
+    assert list(prepared.train) == list(trainer.train_dataset.select_columns(names))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
