@@ -29,6 +29,7 @@ SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
 KEPT = "tests/formats/test_kept_files.py::"
 DCP = "tests/integrations/test_dcp.py::"
+DATA = "tests/integrations/test_finetune_data.py::"
 CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
 
 FAULTS = [
@@ -474,5 +475,55 @@ FAULTS = [
         "[begin + offset : end + offset]",
         "[: end - begin]",
         DCP + "test_options_of_state_dicts",
+    ),
+    # Data of finetune
+    fault(
+        "words of the prompt are trained",
+        "cli/finetune/turns.py",
+        "        return _Turn(text, len(prompt), len(text) - len(self._only_behind_last))\n",
+        "        return _Turn(text, len(prompt) - 1, len(text) - len(self._only_behind_last))\n",
+        DATA + "test_what_the_model_generates_is_trained",
+    ),
+    fault(
+        "the end of an earlier turn is not trained",
+        "cli/finetune/turns.py",
+        "            spans = [(turn.begin, turn.end) for turn in kept]",
+        "            spans = [(turn.begin, turn.end - 1) for turn in kept]",
+        DATA + "test_what_the_model_generates_is_trained",
+    ),
+    fault(
+        "a turn is trained without the thought that it was generated with",
+        "cli/finetune/turns.py",
+        "if last.text.startswith(turn.text[: turn.end])]",
+        "]",
+        DATA + "test_turns_that_lose_their_thoughts_are_samples_of_their_own",
+    ),
+    fault(
+        "samples in one sequence see each other",
+        "cli/finetune/packing.py",
+        'for samples in row.get("seq_lengths") or [length - num_more] for at in range(samples)]',
+        "for at in range(length - num_more)]",
+        DATA + "test_attention_stays_within_a_sample[llama]",
+    ),
+    fault(
+        "a sample predicts the begin of the next in its sequence",
+        "cli/finetune/packing.py",
+        "labels = [label if at else -100 for",
+        "labels = [label for",
+        DATA + "test_a_batch_of_packed_rows",
+    ),
+    fault(
+        "tokens of other data are used again",
+        "cli/finetune/token_files.py",
+        "data.append([each.form.kind, each.form.columns, self._digests[each.source]])",
+        "data.append([each.form.kind, each.form.columns])",
+        DATA + "test_tokens_are_made_once_and_anew_where_something_changes",
+    ),
+    fault(
+        "a row is both trained and evaluated",
+        "cli/finetune/token_files.py",
+        "yield (number == kept) == self.is_kept",
+        "yield (number == kept) or not self.is_kept",
+        DATA + "test_a_split",
     ),
 ]

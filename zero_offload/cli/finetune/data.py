@@ -111,11 +111,6 @@ def prepare(
     )
 
 
-def kind_of(data: Sequence[str]) -> str:
-    """What the rows are, by the columns of each source's first."""
-    return kinds_of(read_forms(data)[0])
-
-
 def _check_numbers(folder: ModelFolder, seq: int, split: float, eval_data: Sequence[str]) -> None:
     if seq < 2:
         raise ConfigError(f"seq={seq}: a row has at least 2 tokens, one to see and one to say")
