@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import zero_offload as zo
 from tests.helpers import folders
 from tests.helpers.resident import peak_bytes, reset_peak
 from tests.helpers.templates import HABITS, OPEN_THOUGHT, THINKING, Habit, Segments
+from zero_offload.cli.finetune import sources
 from zero_offload.cli.finetune.data import PACKED, PackedRows, Prepared, prepare
 from zero_offload.cli.finetune.folder import ModelFolder, open_folder
 from zero_offload.cli.finetune.rows import BadRow
@@ -322,9 +324,20 @@ def test_a_dataset_of_the_hub(tmp_path: Path, folder: ModelFolder, monkeypatch: 
         return datasets.Dataset.from_list([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid")  # so its address is not looked for
     with pytest.raises(zo.ConfigError, match="org/name:main, row 2: 'answer' is missing"):
         prepare(["org/name:main"], folder, seq=64)
     assert set(asked) == {("org/name", "main", "train")}
+
+
+def test_a_name_without_a_network(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: None) -> None:
+        raise OSError(f"{host} is not known")
+
+    monkeypatch.setattr(sources, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(zo.ConfigError, match=r"chats is no file or folder here, .* \(huggingface.co is not known\)"):
+        prepare(["chats"], folder, seq=64)
 
 
 def test_text_is_divided(tmp_path: Path, folder: ModelFolder) -> None:

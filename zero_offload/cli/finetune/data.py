@@ -130,15 +130,16 @@ def _said(uses: Sequence[Use], counts: Sequence[Counts], left: list[str], maker:
         yield f"{each.source.name}: {each.form.said(each.columns)}"
     if left:
         yield f"left out, by their names: {', '.join(left)} (--eval-data takes them)"
-    yield f"trained: {maker.trains}"
+    yield f"loss on {maker.loss_on}"
     for use, numbers in zip(uses, counts, strict=True):
         first, *more = _numbers(numbers, seq, use.is_packed)
-        yield f"{'training' if use.name == 'train' else 'evaluation'}: {first}"
+        name = {"train": "training", "eval": "evaluation"}[use.name] if len(uses) > 1 else "data"
+        yield f"{name}: {first}"
         yield from (f"  {line}" for line in more)
 
 
 def _numbers(counts: Counts, seq: int, is_packed: bool) -> Iterator[str]:
-    yield f"{_of(counts.read, 'row')}, {_of(counts.tokens, 'token')}, {counts.trained:,} of them trained"
+    yield f"{_of(counts.read, 'row')}, {_of(counts.tokens, 'token')}, {counts.trained:,} of them with loss"
     samples = f"{_of(counts.samples, 'sample')} of {counts.median:,} (median) to {counts.longest:,} tokens"
     yield samples + (f", packed into {_of(counts.rows, 'sequence')} of up to {seq:,}" if is_packed else "")
     if counts.truncated:
@@ -151,7 +152,7 @@ def _numbers(counts: Counts, seq: int, is_packed: bool) -> Iterator[str]:
             "otherwise than the model generates them"
         )
     if counts.empty:
-        yield f"{counts.empty:,} left out: nothing in them to train"
+        yield f"{counts.empty:,} left out: nothing in them has a loss"
 
 
 def _of(number: int, noun: str) -> str:

@@ -51,7 +51,7 @@ def method_of(known: Sequence[Known], method: str, task: str) -> str:
 class Maker:
     """Makes a method's rows of the data's. `known`: what is trained on; `kinds`: of these, and of what evaluates."""
 
-    trains = "the whole text"
+    loss_on = "the whole text"
     labels: tuple[str, ...] = ()
 
     def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
@@ -88,7 +88,7 @@ class _Sft(Maker):
             words.append("the completions (there is no chat template)")
         if kinds & {TEXT, LABELLED}:
             words.append("the whole text")
-        self.trains = " and ".join(words)
+        self.loss_on = " and ".join(words)
 
     def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
         if form.kind in (TEXT, LABELLED):
@@ -141,7 +141,7 @@ class _Sft(Maker):
 
 
 class _Dpo(Maker):
-    trains = "the chosen answers against the rejected"
+    loss_on = "the chosen answers against the rejected"
 
     def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
         super().__init__(folder, seq, known, kinds)
@@ -184,7 +184,7 @@ class _Dpo(Maker):
 
 
 class _Mlm(Maker):
-    trains = "tokens that are masked at random"
+    loss_on = "tokens that are masked at random"
 
     def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
         super().__init__(folder, seq, known, kinds)
@@ -219,7 +219,7 @@ class _Mlm(Maker):
 
 
 class _Classify(Maker):
-    trains = "the labels"
+    loss_on = "the labels"
 
     def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
         super().__init__(folder, seq, known, kinds)

@@ -11,10 +11,13 @@ import csv
 import hashlib
 import json
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.rows import Form, form_of
@@ -221,6 +224,7 @@ def _of_hub(name: str) -> Any:
 
     dataset, _, config = name.partition(":")
     try:
+        _check_network(dataset)
         return load_dataset(dataset, config or None, split="train")
     except ValueError as error:  # a config or split that it lacks
         raise ConfigError(f"{name}: {error}") from error
@@ -230,3 +234,13 @@ def _of_hub(name: str) -> Any:
             f"{name} is no file or folder here, and the hub has no such dataset or cannot be reached ({first}); "
             "give a file, or download the dataset where there is a network"
         ) from error
+
+
+def _check_network(dataset: str) -> None:
+    """Raise OSError where the hub has no address: its library would try again for half a minute."""
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import ENDPOINT
+
+    is_cached = Path(HF_DATASETS_CACHE, dataset.replace("/", "___")).is_dir()
+    if not is_cached and not getproxies():
+        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, None)
