@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import json
+import math
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +363,9 @@ def test_the_best_weights_are_what_out_has(place: Place, tmp_path: Path, kind: s
 
 
 def times_of(out: Path) -> dict[str, int]:
-    return {name: (out / name).stat().st_mtime_ns for name in names_of(out) if not name.startswith("tokens")}
+    return {
+        name: (out / name).stat().st_mtime_ns for name in names_of(out) if not name.startswith(("tokens", "report"))
+    }
 
 
 def test_more_steps_go_on_and_replace_the_model(place: Place, tmp_path: Path) -> None:
@@ -422,7 +425,10 @@ def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: 
         run(place, out, *flags, code=2, **{"steps": 2, **changes})
         assert words in capsys.readouterr().err
     assert rows_of(out) == rows
-    assert run(place, out, "--lora", RANK, "--lr", "1e-4", steps=3)[:2] == rows
+    then = run(place, out, "--lora", RANK, "--lr", "1e-4", steps=3)
+    assert then[:2] == rows
+    assert then[2]["lr"] == pytest.approx(1e-4 * 0.25)  # of a cosine over three steps
+    assert "the run had lr=0.001 and now has lr=0.0001" in capsys.readouterr().out
     run(place, out, "--seq", 64, "--discard", steps=2)
     assert (out / "model.safetensors").is_file()
     assert not (out / "adapter_config.json").exists()
@@ -483,3 +489,15 @@ def test_clean_deletes_an_unfinished_run_whole(place: Place, tmp_path: Path) -> 
     assert (out / "best").is_dir()
     assert main(["clean", str(out), "--yes"]) == 0
     assert not out.exists()
+
+
+def test_preferences_go_on_from_an_adapter_that_is_their_reference(place: Place, tmp_path: Path) -> None:
+    run(place, tmp_path / "first", "--lora", RANK, "--lr", "0.1", steps=3)
+    then = replace(place, model=tmp_path / "first")
+    rows = run(then, tmp_path / "then", data=place.preferences, steps=3)
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[0]["rewards/margins"] == 0
+    assert rows[2]["rewards/margins"] != 0
+    assert not any(each.name.startswith("nvme-") for each in (tmp_path / "then").iterdir())
+    base = json.loads((tmp_path / "then" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(place.model)

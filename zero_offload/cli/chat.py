@@ -21,7 +21,7 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
-from zero_offload.cli.finetune.folder import ModelFolder, open_folder, quiet_transformers
+from zero_offload.cli.finetune.folder import ModelFolder, open_folder, quiet_libraries
 from zero_offload.cli.reading import add_tier_flags, open_for_reading
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime, stats
@@ -62,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     _check(args)
     folder = open_folder(args.dir)
-    quiet_transformers()
+    quiet_libraries()
     if args.system is not None and folder.tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {args.dir} has no chat template, so --system has no place; leave it out")
     model = open_for_reading(folder, args)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, open_folder, quiet_transformers
+from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, open_folder, quiet_libraries
 from zero_offload.cli.reading import add_tier_flags, open_for_reading
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if value < least:
             raise ConfigError(f"{flag} {value} is below {least}")
     folder = open_folder(args.dir, _TASKS[args.method])
-    quiet_transformers()
+    quiet_libraries()
     from zero_offload.cli.finetune.data import prepare
 
     positions = getattr(folder.config.get_text_config(), "max_position_embeddings", _SEQ)

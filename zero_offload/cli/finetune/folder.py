@@ -13,6 +13,7 @@ import importlib.util
 import json
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,13 +79,21 @@ def need_packages() -> None:
         )
 
 
-def quiet_transformers() -> None:
-    """Keep progress bars and advice of transformers away from what a command prints."""
+def quiet_libraries() -> None:
+    """Keep away from what a command prints what its user can do nothing about: bars, advice, names that will change.
+
+    Other warnings stay.
+    """
+    import datasets
     from transformers.utils import logging
 
     words: Any = logging
     words.set_verbosity_error()
     words.disable_progress_bar()
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    for kind in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind)
 
 
 # The folder

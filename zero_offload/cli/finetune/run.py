@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import datasets
-import transformers
 from torch import nn
 
 import zero_offload as zo
@@ -29,13 +26,13 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError,
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import build_model, open_folder
+from zero_offload.cli.finetune.folder import build_model, open_folder, quiet_libraries
 from zero_offload.cli.finetune.outputs import BEST, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, requested_stop
-from zero_offload.cli.recipes.run_dir import find_existing
+from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.train import Ending
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
@@ -71,7 +68,8 @@ def finetune(
     `existing=Existing.DISCARD` deletes what an earlier run left in the same place. With `dry_run` nothing is written.
     Raises CapacityError where the plan does not fit.
     """
-    with _quiet_libraries(), joined_ranks() as ranks:
+    quiet_libraries()
+    with joined_ranks() as ranks:
         stream = (stream or sys.stdout) if ranks.is_first else None
         progress, run_dir = Progress(stream, 0), RunDir(config.out)
         with run_dir.held() if ranks.is_first and not dry_run else nullcontext() as place:
@@ -80,6 +78,7 @@ def finetune(
             progress.note(job.prepared.note)
             existing = _look(job, run_dir, existing)
             ranks.wait()  # every rank has looked before the first one writes
+            earlier = earlier_identity(run_dir) if existing is Existing.RESUME else None
             outputs = _outputs(run_dir) if existing is Existing.RESUME else {}
             if _is_finished(job, outputs):
                 progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
@@ -93,6 +92,8 @@ def finetune(
             if existing is Existing.DISCARD and ranks.is_first:
                 job.weights.withdraw()
                 job.weights.clear()
+            for line in _changes(earlier or {}, _identity(job)):
+                progress.note(line)
             offload = replace(offload, existing=existing.value)
             return _train(job, offload, outputs, place, progress, Progress(stream, job.num_steps))
 
@@ -138,6 +139,13 @@ def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
         raise ConfigError(f"--generation {job.config.offload.generation} goes on from an earlier run, but {why}")
     return existing
+
+
+def _changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What differs from the run's last start and changes numbers."""
+    for name in ("ranks", "steps", "lr", "clip"):
+        if (before := earlier.get(name, now[name])) != now[name]:
+            yield f"the run had {name}={before:g} and now has {name}={now[name]:g}"
 
 
 def _identity(job: Job) -> dict[str, Any]:
@@ -297,17 +305,3 @@ def _is_finished(job: Job, outputs: Mapping[str, Any]) -> bool:
     asked = {name: getattr(job.config, name) for name in _HOW_FAR}
     has_all = not job.config.merge or (job.config.out / MERGED).is_dir()
     return outputs.get("asked") == asked and has_all
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """What libraries say of themselves is left out; what they warn of is not."""
-    logging: Any = transformers.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    with warnings.catch_warnings():
-        for kind in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
-            warnings.simplefilter("ignore", kind)
-        yield

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import (
     Trainer,
@@ -139,6 +140,9 @@ class FinetuneMixin(OffloadMixin):
                 "change from start to start, or begin anew with --precision fp32 and another --out"
             )
 
+    def _get_learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
     # Evaluation
 
     @property
@@ -184,7 +188,7 @@ class FinetuneMixin(OffloadMixin):
             return []
         with RunDirectory.look(owner.config.nvme_dirs[0]) as home:
             newest = History.read(home).newest
-        before = [each for each in self.evaluations if newest is not None and each["step"] <= newest.step]
+        before = [each for each in self.evaluations[:-1] if newest is not None and each["step"] <= newest.step]
         best = best_of(before)
         return [] if best is None else [best["step"]]
 
@@ -322,7 +326,10 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         return FinetuneSFT(args=SFTConfig(**args, **data.trainer_settings), data_collator=data.collator, **given)
     if config.method == "dpo":
         kind = FinetuneDPO if reference is not None else FinetuneAdapterDPO
-        return kind(args=DPOConfig(**args, **data.trainer_settings), ref_model=reference or nn.Module(), **given)
+        base: Any = reference.get_base_model() if isinstance(reference, PeftModel) else reference
+        made = kind(args=DPOConfig(**args, **data.trainer_settings), ref_model=base or nn.Module(), **given)
+        made.ref_model = reference  # TRL has given the base another forward, as in the model that is trained
+        return made
     given["data_collator"] = data.collator
     if config.method == "classify":
         given["compute_metrics"] = _accuracy
