@@ -11,6 +11,7 @@ the end is repeated by the same command.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,7 +24,7 @@ from torch import nn
 import zero_offload as zo
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError, ZeroOffloadError
-from zero_offload.base.types import Existing
+from zero_offload.base.types import KIB, Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
 from zero_offload.cli.finetune.folder import build_model, open_folder, quiet_libraries
@@ -181,6 +182,7 @@ def _train(
     # The smaller one first: what is left is the other's.
     has_reference = config.method == "dpo" and not config.lora
     beside = reading(job.folder, offload, is_first=job.ranks.is_first) if has_reference else nullcontext()
+    baseline_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
     with beside as reference, _closing(build_model(job.folder, offload, config.adapters(), config.seed)) as model:
         if need_runtime(model, "finetune").resume_pending:
             _say_where(job, model, progress)
@@ -189,7 +191,7 @@ def _train(
             model,
             settings=_identity(job),
             micro_batches=config.accumulate,
-            about={"outputs": outputs},
+            about={"outputs": outputs, "baseline_rss_bytes": baseline_bytes},
             warn=progress.note,
         ) as log:
             if job.ranks.is_first:

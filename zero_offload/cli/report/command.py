@@ -15,6 +15,7 @@ from typing import Any
 from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import format_bytes
+from zero_offload.checkpoint.run_dir import METRICS_FILE, PAGE_FILE, PICTURE_FILE, RUN_FILE
 from zero_offload.cli.recipes.run_dir import Run, read_run
 from zero_offload.cli.report.page import write_page
 from zero_offload.cli.report.picture import write_picture
@@ -64,7 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_reports(path: Path, note: Callable[[str], None]) -> dict[str, str | None]:
-    """Write page and picture at a run's end, as far as they can be; `note` gets why one cannot. Paths by name."""
+    """Write page and picture at a run's end, as far as they can be; `note` gets why one cannot. Paths by name.
+
+    Nothing is written where both are newer than what they show: the run was over already.
+    """
+    files = {"page": path / PAGE_FILE, "report": path / PICTURE_FILE}
+    shown = [each.stat().st_mtime_ns for each in (path / RUN_FILE, path / METRICS_FILE) if each.is_file()]
+    if all(each.is_file() and each.stat().st_mtime_ns > max(shown, default=0) for each in files.values()):
+        return {name: str(each) for name, each in files.items()}
     try:
         pages, failure = _write(require_rows(read_run(path)), TBW_USUAL, note)
     except ZeroOffloadError as error:
