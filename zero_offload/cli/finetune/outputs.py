@@ -103,7 +103,7 @@ class Weights:
 @contextmanager
 def reading(folder: ModelFolder, offload: OffloadConfig, *, is_first: bool) -> Iterator[nn.Module]:
     """The folder's model beside the run's: not trained, and on drives if there are any. Every rank calls."""
-    places = [path.with_name(f"{path.name}-read") for path in offload.nvme_dirs]
+    places = [path / "read" for path in offload.nvme_dirs]
     config = replace(
         offload, params="nvme" if places else "cpu", grads="cpu", optimizer="cpu", nvme=places, nvme_capacity=None,
         durability="scratch", existing="refuse", generation=None, commit_every=1,

@@ -214,7 +214,7 @@ def _toml(value: object) -> str:
 
 def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
     if config.model == Path():
-        yield "no model is given; name its folder: zero-offload finetune MODEL --data FILES"
+        yield "no model is given; name its folder before the flags: zero-offload finetune MODEL --data FILES"
     if not config.data:
         yield "no data is given; name files, a folder or a data set: --data chat.jsonl"
     if config.method not in ("auto", *TASKS):
