@@ -121,7 +121,8 @@ def _draw_traffic(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title("Bytes moved per tier (validation reads too)")
     axes.set_ylabel("MiB per step")
-    axes.legend(frameon=False)
+    if axes.lines:
+        axes.legend(frameon=False)
 
 
 def _draw_memory(axes: Axes, run: Run) -> None:
