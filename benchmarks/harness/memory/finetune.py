@@ -4,7 +4,7 @@ A Llama of 3B parameters in bf16 (6 GB of files), in 4 GiB: by LoRA, then all pa
 command, its libraries and page cache count from the first instruction on. Then `zero-offload evaluate` reads what was
 exported, in the same group. Needs root, for the cgroup, and 70 GB of disk.
 
-The bars: the kernel ends nothing and the peak is within the limit; each step has a finite loss; the export is complete
+The bars: the kernel ends nothing and the peak is within the limit (page cache fills what processes leave); each step has a finite loss; the export is complete
 and `evaluate` gives a finite loss.
 """
 
@@ -171,10 +171,12 @@ def measure(how: str, size: Size, root: Path, args: argparse.Namespace) -> list[
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     finite = [each for each in rows if math.isfinite(each["loss"])]
     step_s = statistics.median(each["step_s"] for each in rows[1:] or rows)
+    resident = max(each["peak_rss_bytes"] for each in rows)
     evaluated = json.loads(told.splitlines()[-1])["loss"]
     print(f"  {seconds:.0f} s in all, {step_s:.1f} s a step; read again in {read_s:.0f} s, loss {evaluated:.4f}")
     return [
         row(f"{name}: peak in the group", peak / MIB, "MiB", f"its {limit}", args.limit_bytes / MIB, 1.0),
+        row(f"{name}: largest resident set", resident / MIB, "MiB", f"its {limit}", args.limit_bytes / MIB, 1.0),
         row(f"{name}: steps without a finite loss", args.steps - len(finite), "", "one; none is wanted", 1, 0.0),
         row(f"{name}: tensors missing in the export", _num_missing(how, out, root), "", "one; none is wanted", 1, 0.0),
         row(
