@@ -29,7 +29,6 @@ from tests.helpers.ranks import RankPools
 from zero_offload.cli.finetune.data import prepare
 from zero_offload.cli.finetune.folder import open_folder
 from zero_offload.cli.main import main
-from zero_offload.cli.terminal import printable
 
 Say = Callable[..., list[dict[str, Any]]]
 QUESTIONS = ("What does abs do?", "And math.sqrt?")
@@ -149,10 +148,6 @@ def test_a_conversation_that_is_full(llama: Path, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(sys, "stdin", io.StringIO("abs " * 400))
     assert main(["chat", str(llama)]) == 2
     assert "and the model has 256 positions; begin a new one by /reset" in capsys.readouterr().err
-
-
-def test_text_for_a_terminal() -> None:
-    assert printable("a\x1b[2Jb\x07\r\n\tü\u3000\u200d\x9b") == "a\ufffd[2Jb\ufffd\ufffd\n\tü\u3000\u200d\ufffd"
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(llama: Path, tmp_path: Path) -> None:
