@@ -6,6 +6,9 @@ What leaves the device gives the bits of what stays there; tests/integrations co
 from __future__ import annotations
 
 import importlib
+import io
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from torch.utils.data import DataLoader
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
+from zero_offload.cli.main import main
 
 pytestmark = pytest.mark.tools
 
@@ -156,3 +160,22 @@ def test_adapters_of_peft_train_and_merge_on_the_device(policy: Policy, tmp_path
     merged = plain.to(TYPE).merge_and_unload().cpu().state_dict()
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert found.keys() == merged.keys() and all(torch.equal(found[name], merged[name]) for name in found)
+
+
+@pytest.mark.parametrize("what", ["chat", "evaluate"])
+def test_a_folder_is_read_beside_the_device(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers and losses of weights that stream to the device are those of weights that stay there."""
+    folders: Any = importlib.import_module("tests.helpers.folders")
+    folder = folders.write_folder(tmp_path / "in")
+    data = folders.write_instructions(tmp_path / "chat.jsonl", 3)
+    words = {"chat": ["--max-new-tokens", "5"], "evaluate": ["--data", str(data)]}[what]
+    found = []
+    for flags in ([], ["--device-memory", "600KiB"], ["--cpu-memory", "80MiB", "--nvme", str(tmp_path / "nvme")]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("What does abs do?\n"))
+        assert main([what, str(folder), *words, *flags, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        told.pop("seconds")
+        found.append(told)
+    assert found[0] == found[1] == found[2]
