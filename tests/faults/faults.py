@@ -30,6 +30,7 @@ TIES = "tests/models/test_ties_frozen_buffers.py"
 KEPT = "tests/formats/test_kept_files.py::"
 DCP = "tests/integrations/test_dcp.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
+FINETUNE = "tests/integrations/test_finetune.py::"
 CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
 
 FAULTS = [
@@ -525,5 +526,35 @@ FAULTS = [
         "yield (number == kept) == self.is_kept",
         "yield (number == kept) or not self.is_kept",
         DATA + "test_a_split",
+    ),
+    # Runs of finetune
+    fault(
+        "the weights of another evaluation than the best are kept",
+        "cli/finetune/trainers.py",
+        "    return min(evaluations, key=",
+        "    return max(evaluations, key=",
+        FINETUNE + "test_the_best_weights_are_what_out_has[lora]",
+    ),
+    fault(
+        "a run whose patience has ended trains on at its next start",
+        "cli/finetune/trainers.py",
+        "        if self.has_no_patience:  # a generation",
+        "        if False:  # a generation",
+        FINETUNE + "test_an_end_that_failed_is_completed",
+    ),
+    fault(
+        "a folder loads while its weights are another model's",
+        "cli/finetune/outputs.py",
+        "            if all((place / name).exists() for name in names):  # nothing in OUT is of these weights yet\n"
+        "                self.withdraw()\n",
+        "",
+        FINETUNE + "test_each_moment_of_the_end_leaves_a_whole_model_or_none",
+    ),
+    fault(
+        "the reference of preferences is the base of an adapter",
+        "cli/finetune/run.py",
+        'has_reference = config.method == "dpo" and not config.lora\n',
+        'has_reference = config.method == "dpo" and not config.lora and job.folder.adapter is None\n',
+        FINETUNE + "test_preferences_go_on_from_an_adapter_that_is_their_reference",
     ),
 ]

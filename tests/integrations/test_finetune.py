@@ -384,6 +384,20 @@ def test_merged_weights_can_be_asked_for_later(place: Place, tmp_path: Path) -> 
     assert (tmp_path / "out" / "merged" / "model.safetensors").is_file()
 
 
+def test_an_end_that_failed_is_completed(place: Place, tmp_path: Path) -> None:
+    """No step is trained again, though patience has ended the run before its last one."""
+    flags = ["--eval-data", place.held_out, "--eval-every", 1, "--samples", 0, "--patience", 1, "--lr", "0.05"]
+    whole = run(place, tmp_path / "whole", *flags, steps=12)
+    out = tmp_path / "out"
+    (out / "README.md").mkdir(mode=0o700, parents=True)
+    assert run(place, out, *flags, steps=12, code=4) == whole
+    assert not (out / "config.json").exists()
+    (out / "README.md").rmdir()
+    assert run(place, out, *flags, steps=12) == whole
+    assert names_of(out) == names_of(tmp_path / "whole")
+    assert filecmp.cmp(out / "model.safetensors", tmp_path / "whole" / "model.safetensors", shallow=False)
+
+
 def test_each_moment_of_the_end_leaves_a_whole_model_or_none(place: Place, tmp_path: Path) -> None:
     """What a kill would leave, seen at each change of a name in OUT."""
     out = tmp_path / "out"
