@@ -464,14 +464,14 @@ class _Planner:
 
     @functools.cached_property
     def _program_bytes(self) -> int:
-        return max(resident_bytes(), PROGRAM_BYTES)
+        return max(resident_bytes()[0], PROGRAM_BYTES)
 
     @functools.cached_property
     def _host_bytes(self) -> int:
         """What a rank may take of the host's memory, the program included."""
         if self._job.ram is not None:
             return int(parse_bytes(self._job.ram) * RAM_SHARE) // self._here
-        return free_memory_bytes() // self._here + resident_bytes()
+        return free_memory_bytes() // self._here + resident_bytes()[1]
 
     @functools.cached_property
     def _device_bytes(self) -> int:

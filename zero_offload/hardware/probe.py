@@ -57,9 +57,10 @@ def free_memory_bytes() -> int:
     return min(limit.free_bytes for limit in memory_limits())
 
 
-def resident_bytes() -> int:
-    """Host memory that this process has now, files that it maps included."""
-    return int(psutil.Process().memory_info().rss)
+def resident_bytes() -> tuple[int, int]:
+    """Host memory that this process has now: all, and without files that it maps."""
+    found = psutil.Process().memory_info()
+    return int(found.rss), int(found.rss - found.shared)
 
 
 def memory_limits(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT) -> tuple[MemoryLimit, ...]:

@@ -124,6 +124,14 @@ def test_grads_on_nvme_are_written_every_step() -> None:
     assert used(plan)["nvme", "grads"] == plan.nvme_written_bytes_per_step == 2 * 3 * N
 
 
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_a_generation_has_frozen_values_once(params: str) -> None:
+    memory = estimate((params, "cpu", "cpu"), frozen=500)
+    cache = 3 * N * 2 * (params == "nvme")  # of trained values, which the optimizer's extents have as well
+    assert memory.rest_bytes[Tier.NVME, StateKind.PARAMS] == 500 * 2 + cache
+    assert estimate((params, "cpu", "cpu"), frozen=500).wear == estimate((params, "cpu", "cpu")).wear
+
+
 def test_frozen_parameters_have_a_value_only() -> None:
     memory = estimate(("cpu", "cpu", "cpu"), frozen=500, durability="scratch")
     assert used(memory) == {

@@ -294,3 +294,59 @@ def test_a_trillion_parameters_are_predicted_quickly() -> None:
     assert time.process_time() - began < 10  # some 30 predictions; a guard against time by chunk
     assert found.prediction.step_s > 100 and found.bottleneck.lane in machine.lanes()
     assert StateKind.PARAMS in placement.tiers[0]
+
+
+# Frozen parameters
+
+
+def with_adapters(config: OffloadConfig, *, trained: int = 100_000) -> Job:
+    """Blocks of which only so many parameters are trained."""
+    work = [
+        replace(
+            each,
+            numel=replace(each.numel, trained=trained, frozen=NUMEL),
+            matmul_numel=float(NUMEL + trained),
+            frozen_matmul_numel=float(NUMEL),
+        )
+        for each in equal_blocks(4 * NUMEL, 4)
+    ]
+    return Job.of(work, config, ONE_RANK, BATCH)
+
+
+def test_backward_makes_no_gradient_of_a_frozen_parameter() -> None:
+    job = with_adapters(OffloadConfig())
+    found = predict(job, placement_of(job, (HOST, HOST, HOST), shared=False), GPU)
+    attention = 2 * 64 * job.work[0].attention_width
+    forward, inputs = 2 * (NUMEL + 100_000) + attention, 2 * (NUMEL + 100_000) + 2 * attention
+    assert found.compute_s == pytest.approx(4 * 64 * (forward + inputs + 2 * 100_000) / 1e12)
+
+
+def test_on_a_cpu_frozen_values_are_read_for_forward_and_backward_and_trained_ones_delivered() -> None:
+    job = with_adapters(OffloadConfig(nvme="drive", durability="scratch"))
+    found = predict(job, placement_of(job, (NVME, HOST, NVME), shared=True, device_bytes=0), CPU)
+    leaves = 1 - 3 / 4  # three units stay in flight
+    states = 4 * 12 * 100_000
+    read = leaves * 4 * 2 * (2 * NUMEL + 100_000) + states
+    drive_s = read / CPU.read_bytes + states / CPU.write_bytes
+    assert found.busy[Lane.READ] * found.step_s == pytest.approx(drive_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_gpu_that_updates_adapters_gets_the_frozen_values_from_where_they_rest(where: str) -> None:
+    job = with_adapters(OffloadConfig(device_memory="1B", durability="scratch"))
+    tier = Tier(where)
+    found = predict(job, placement_of(job, (tier, DEVICE, DEVICE), shared=False), GPU)
+    moved = 2 * 4 * 2 * NUMEL if tier is HOST else 0
+    assert found.busy[Lane.UPLOAD] * found.step_s == pytest.approx(moved / GPU.upload_bytes)
+
+
+def test_a_reference_is_one_more_forward_of_each_micro_batch() -> None:
+    job = job_of(OffloadConfig(device_memory="1B", durability="scratch"))
+    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
+    for micro_batches in (1, 3):
+        batch = replace(BATCH, micro_batches=micro_batches)
+        plain = predict(replace(job, batch=batch), placement, GPU)
+        found = predict(replace(job, batch=replace(batch, has_reference=True)), placement, GPU)
+        assert found.compute_s == pytest.approx(plain.compute_s * 4 / 3)
+        more = (found.busy[Lane.UPLOAD] * found.step_s - plain.busy[Lane.UPLOAD] * plain.step_s) * GPU.upload_bytes
+        assert more == pytest.approx(micro_batches * 4 * 2 * NUMEL, rel=1e-6)

@@ -1,0 +1,334 @@
+"""What `plan` and `finetune` say of a folder, against what the run takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.helpers.tools as tools  # before transformers  # isort: skip
+import torch
+import transformers
+
+import zero_offload as zo
+from tests.helpers import folders
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import GIB, MIB, Tier
+from zero_offload.cli.finetune import folder as folder_module
+from zero_offload.cli.finetune.folder import Lora, ModelFolder, build_model, meta_model, open_folder
+from zero_offload.cli.finetune.rehearsal import rehearse
+from zero_offload.cli.folder_plan import FolderJob, FolderPlan, plan_job
+from zero_offload.cli.main import build_parser, main
+from zero_offload.hardware.machines import default_machine, parse_drives
+from zero_offload.model.api import need_runtime
+from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
+from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.plan.partition import ONE_RANK
+from zero_offload.plan.shapes import SHAPES, UnitWork, work_of
+from zero_offload.plan.step_time import Batch, Job, predict
+
+assert tools
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.write_folder(tmp_path_factory.mktemp("folders") / "a model", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def folder(path: Path) -> ModelFolder:
+    return open_folder(path)
+
+
+# What a model's parts are
+
+
+def _llama(**settings: Any) -> Any:
+    usual = {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
+    return transformers.LlamaConfig(**(usual | settings))
+
+
+CONFIGS = {
+    "llama-8b": _llama(intermediate_size=14336),
+    "llama-1b": _llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True),
+    "qwen-7b": transformers.Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+    ),
+    "mistral-7b": transformers.MistralConfig(),
+    "mixtral-8x7b": transformers.MixtralConfig(),
+    "gpt2-xl": transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25),
+    "deepseek-v3": transformers.DeepseekV3Config(),
+}
+
+
+def _compute_s(work: tuple[UnitWork, ...], sequence: int) -> float:
+    job = Job.of(work, OffloadConfig(), ONE_RANK, Batch(8192, 1, sequence))
+    in_memory = dict.fromkeys(PLACED_KINDS, Tier.CPU)
+    placement = Placement(tuple(in_memory for _ in work), Budget(24 * GIB, 1 << 50, 0, shared_memory=False))
+    return predict(job, placement, default_machine("NVIDIA GeForce RTX 4090", 1)).compute_s
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_gives_the_numbers_of_the_table(name: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+    spec, shape = ModelSpec.from_module(model), SHAPES[name]
+    assert spec.numel == shape.numel
+    for sequence in (512, 4096):
+        found, expected = (_compute_s(work, sequence) for work in (work_of(model, spec), shape.units()))
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_adapters_are_trained_and_the_base_is_frozen(folder: ModelFolder) -> None:
+    plain, model = meta_model(folder, None), meta_model(folder, Lora(4, 8.0))
+    work = work_of(model, ModelSpec.from_module(model))
+    adapters = sum(param.numel() for name, param in model.named_parameters() if "lora_" in name)
+    assert sum(unit.numel.trained for unit in work) == adapters > 0
+    assert sum(unit.numel.frozen for unit in work) == sum(param.numel() for param in plain.parameters())
+    products = sum(p.numel() for name, p in plain.named_parameters() if p.dim() == 2 and "embed" not in name)
+    assert sum(unit.frozen_matmul_numel for unit in work) == products
+    assert sum(unit.matmul_numel for unit in work) == products + adapters
+
+
+# What a step keeps
+
+
+class _Saved:
+    """Adds up what a real forward saves, each storage once, without parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._known = {param.untyped_storage()._cdata for param in (*model.parameters(), *model.buffers())}
+        self._held: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._held.append(tensor)
+            self.nbytes += storage.nbytes()
+        return tensor
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4, 8.0)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_rehearsal_keeps_what_a_step_keeps(folder: ModelFolder, lora: Lora | None, recompute: bool) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    rows, seq = 2, 64
+    found = rehearse(folder, lora, torch.bfloat16, rows, seq, recompute=recompute)
+    model: Any = folders.model("llama", num_hidden_layers=4, dtype="bfloat16")
+    if lora is not None:
+        model = folder_module._with_lora(model, folder, lora, folder_module._file_names(folder, model))
+        model.to(torch.bfloat16)
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    add_fused_lm_head(model.get_base_model() if lora else model, outputs=("log_probs", "entropy", "is_top1"))
+    ids, mask = torch.zeros((rows, seq), dtype=torch.int64), torch.ones((rows, 1, seq, seq), dtype=torch.bool)
+    saved = _Saved(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True)
+    # The batch itself is there before the operations that are counted.
+    assert 0 <= sum(found.saved_bytes.values()) - saved.nbytes <= ids.nbytes + mask.nbytes
+    assert found.peak_bytes >= sum(found.saved_bytes.values()) > 0
+
+
+def test_recompute_and_fewer_rows_take_less(folder: ModelFolder) -> None:
+    def peak(rows: int, seq: int, *, recompute: bool) -> int:
+        return rehearse(folder, None, torch.bfloat16, rows, seq, recompute=recompute).peak_bytes
+
+    assert peak(1, 64, recompute=True) < peak(4, 64, recompute=True) < peak(4, 64, recompute=False)
+    assert peak(4, 64, recompute=True) < peak(4, 128, recompute=True)
+
+
+# What is planned is what runs
+
+
+def _job(folder: ModelFolder, nvme: Path, lora: Lora | None = None, **settings: Any) -> FolderJob:
+    tiers = dict.fromkeys(("params", "grads", "optimizer"), "auto")
+    offload = OffloadConfig(**tiers, nvme=nvme, commit_every="auto")
+    return replace(FolderJob(folder, offload, lora, batch=2, accumulate=2, seq=64, steps=10), **settings)
+
+
+def _step(model: Any, num_micro_batches: int) -> None:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = zo.AdamW(trained, lr=1e-3)
+    for _ in range(num_micro_batches):
+        ids = torch.arange(128).view(2, 64)
+        model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    zo.commit(model, optimizer)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4, 8.0)])
+@pytest.mark.parametrize("budget", [None, "256KiB"])
+def test_a_run_is_placed_as_planned(folder: ModelFolder, tmp_path: Path, lora: Lora | None, budget: str | None) -> None:
+    """Tiers of every unit, and the swap file to the byte; with a small budget something is on NVMe."""
+    job = _job(folder, tmp_path / "nvme", lora)
+    if budget is not None:
+        job = replace(job, offload=replace(job.offload, cpu_memory=budget))
+    plan = plan_job(job, tmp_path, tries=False)
+    placed = {tier for at in plan.planned.placement.tiers for tier in at.values()}
+    assert (Tier.NVME in placed) is (budget is not None)
+    model = build_model(folder, plan.offload if plan.fits else replace(plan.offload, cpu_memory=None), lora)
+    try:
+        assert need_runtime(model, "test").sizes.placement.tiers == plan.planned.placement.tiers
+        _step(model, job.accumulate)
+    finally:
+        zo.close(model)
+    swap = sum(each.stat().st_size for each in (tmp_path / "nvme").glob("*swap*"))
+    planned = plan.planned.memory.used_bytes(Tier.NVME)
+    numel = sum(unit.numel.trained + unit.numel.frozen for unit in plan.planned.job.work)
+    assert planned <= swap + MIB and swap <= planned + 40 * numel  # sections are padded to sectors
+
+
+def test_what_the_run_gets_leaves_room_for_activations(folder: ModelFolder, tmp_path: Path) -> None:
+    plan = plan_job(_job(folder, tmp_path), tmp_path)
+    assert plan.fits
+    limit = plan.offload.budget_bytes(Tier.CPU)
+    assert limit is not None
+    assert limit + sum(plan.activations.values()) + plan.program_bytes < plan.host_bytes
+    assert plan.activations[Tier.DEVICE] == rehearse(folder, None, torch.bfloat16, 2, 64, recompute=True).peak_bytes
+
+
+# What does not fit
+
+
+@pytest.fixture(scope="module")
+def large(folder: ModelFolder) -> Iterator[ModelFolder]:
+    """450M parameters, of which there is a config alone."""
+    config = _llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=3, tie_word_embeddings=True)
+    with pytest.MonkeyPatch.context() as patch:
+        names = folder_module._file_names(folder, folders.model())
+        patch.setattr(folder_module, "_file_names", lambda *_: replace(names, fresh=frozenset()))
+        yield replace(folder, config=config)
+
+
+@pytest.fixture(scope="module")
+def too_large(large: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> FolderPlan:
+    there = {"gpu": "rtx4090", "ram": "4GiB", "drives": parse_drives(["7GB/s"])}
+    job = _job(large, tmp_path_factory.mktemp("nvme"), batch=128, accumulate=1, seq=4096, **there)
+    return plan_job(job, None)
+
+
+def test_ways_fit_and_are_planned_anew(too_large: FolderPlan) -> None:
+    assert not too_large.fits and "GPU: needs" in too_large.shortages[0]
+    assert too_large.ways
+    for way in too_large.ways:
+        assert way.plan.fits and way.plan.step_s > 0 and way.plan.run_s == 10 * way.plan.step_s
+        job = way.plan.job
+        expected = {"--batch": job.batch, "--accumulate": job.accumulate, "--seq": job.seq}
+        for flag, value in zip(way.flags[::2], way.flags[1::2], strict=True):
+            assert value == str(expected.get(flag, value))
+        assert job.batch * job.accumulate == 128
+    flags = [way.flags for way in too_large.ways]
+    assert len(set(flags)) == len(flags)
+    assert any("--lora" in each for each in flags)
+
+
+def test_it_says_what_would_fit(too_large: FolderPlan) -> None:
+    lines = too_large.text().splitlines()
+    ways = lines[lines.index("what would fit:") + 1 :]
+    assert len(ways) == len(too_large.ways)
+    for line, way in zip(ways, too_large.ways, strict=True):
+        assert line.startswith(f"  {' '.join(way.flags)} ") and " a step, " in line and " in all, " in line
+        assert line.endswith(" written")
+    assert too_large.to_dict()["fits"] is False
+
+
+def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_offload.cli.folder_plan.nvme_free_bytes", lambda _: 4 * MIB)
+    plan = plan_job(_job(folder, tmp_path / "nvme"), tmp_path)
+    (place,) = plan.places  # swap files and outputs are on one disk, whose free space counts once
+    assert set(place.needed) == {"swap files", "model"} and place.free_bytes == 4 * MIB
+    assert not plan.fits and f"{place.name}: needs" in plan.shortages[0]
+    assert [way.flags for way in plan.ways][-1] == ("--lora", "16")
+
+
+# The commands
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.write_instructions(tmp_path_factory.mktemp("data") / "chat's.jsonl", 40)
+
+
+def test_plan_and_dry_run_say_the_same(
+    path: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(path), "--data", str(chat), "--lora", "4", "--batch", "2", "--accumulate", "2", "--seq", "128"]
+    flags += ["--out", str(tmp_path / "out")]
+    assert main(["plan", *flags]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert main(["finetune", *flags, "--dry-run"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    changing = ("  total", "  program", "  available", "disk of")
+    same = [line for line in told if not line.startswith(changing) and ", until " not in line]
+    assert "it fits" in same and len(same) > 10
+    assert [line for line in same if line not in planned] == []
+    assert planned[-2] == "the run:"
+    words = shlex.split(planned[-1])
+    assert words[:2] == ["zero-offload", "finetune"]
+    parsed, given = (vars(build_parser().parse_args(each)) for each in (words[1:], ["finetune", *flags]))
+    assert parsed == given
+
+
+def test_tokens_per_step(path: Path, chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--params-tier", "nvme", "--grads-tier", "cpu", "--optimizer-tier", "nvme"]
+    assert main(["plan", str(path), "--data", str(chat), "--batch", "1", "--accumulate", "4", *tiers, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["by_tokens"]
+    assert [row["accumulate"] for row in rows] == [1, 2, 4, 8, 16, 32]
+    assert {row["written_bytes_per_step"] for row in rows} == {found["written_bytes_per_step"]}
+    assert rows[0]["drive_life_days"] < rows[2]["drive_life_days"] < rows[-1]["drive_life_days"]
+    assert found["steps"] == -(-json.loads(_rows(chat, path)) // 4)
+    assert found["written_bytes"] > found["steps"] * found["written_bytes_per_step"] > 0
+
+
+def _rows(chat: Path, path: Path) -> str:
+    from zero_offload.cli.finetune.data import prepare
+
+    return str(len(prepare([str(chat)], open_folder(path), seq=256).train))
+
+
+def test_another_machine(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = ["--gpu", "rtx4090", "--ram", "64GiB", "--nvme", "2x7GB/s", "--ranks", "2"]
+    assert main(["plan", "--model", str(path), *there]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["of", "one", "rank:", "gpu", "memory", "nvme"] for line in lines)
+    assert lines[-2] == "the run on that machine:"
+    quoted = shlex.quote(str(path))
+    assert lines[-1] == f"  torchrun --nproc-per-node 2 -m zero_offload finetune {quoted} --data chat.jsonl"
+    assert not any(", until " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokens", "5"], "--tokens: of a folder give --batch, --seq and --accumulate"),
+        (["--batch", "0"], "batch=0 is not a positive whole number"),
+        (["--model", "small"], "both say what to plan; give one of them"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_folder(
+    path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert main(["plan", str(path), *flags]) == 2
+    assert words in capsys.readouterr().err
