@@ -223,8 +223,8 @@ def large(folder: ModelFolder) -> Iterator[ModelFolder]:
 
 @pytest.fixture(scope="module")
 def too_large(large: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> FolderPlan:
-    there = {"gpu": "rtx4090", "ram": "4GiB", "drives": parse_drives(["7GB/s"])}
-    job = _job(large, tmp_path_factory.mktemp("nvme"), batch=128, accumulate=1, seq=4096, **there)
+    there = {"gpu": "rtx4090", "ram": "8GiB", "drives": parse_drives(["7GB/s"])}
+    job = _job(large, tmp_path_factory.mktemp("nvme"), batch=64, accumulate=1, seq=4096, **there)
     return plan_job(job, None)
 
 
@@ -237,7 +237,7 @@ def test_ways_fit_and_are_planned_anew(too_large: FolderPlan) -> None:
         expected = {"--batch": job.batch, "--accumulate": job.accumulate, "--seq": job.seq}
         for flag, value in zip(way.flags[::2], way.flags[1::2], strict=True):
             assert value == str(expected.get(flag, value))
-        assert job.batch * job.accumulate == 128
+        assert job.batch * job.accumulate == 64
     flags = [way.flags for way in too_large.ways]
     assert len(set(flags)) == len(flags)
     assert any("--lora" in each for each in flags)

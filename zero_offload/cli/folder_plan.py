@@ -86,6 +86,8 @@ class FolderJob:
     """Of the whole run; 0 where it is not known."""
     rows: int = 0
     """Samples, with packing sequences, of an epoch, likewise."""
+    has_own_steps: bool = False
+    """True if the steps do not follow from the data."""
     ranks: int = 1
     nodes: int = 1
     method: str = "sft"
@@ -118,6 +120,7 @@ class FolderJob:
             accumulate=config.accumulate,
             seq=config.seq,
             steps=config.steps,
+            has_own_steps=config.steps > 0,
             ranks=ranks,
             method="sft" if config.method == "auto" else config.method,
             packing=config.packing,
@@ -162,6 +165,12 @@ class FolderJob:
     def tokens(self) -> int:
         """Of a micro-batch, on average."""
         return max(round(self.samples * self.mean_length), 1)
+
+    def shorter(self, seq: int) -> FolderJob:
+        """With sequences of so many tokens; of a packed epoch there are more then."""
+        more = self.seq / seq if self.is_packed else 1.0
+        steps = self.steps if self.has_own_steps else math.ceil(self.steps * more)
+        return replace(self, seq=seq, steps=steps, rows=math.ceil(self.rows * more))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -242,11 +251,8 @@ class FolderPlan:
     """Written to drives once, by all ranks: the weights at the start and the outputs."""
     chosen_every: int | None
     """Steps between generations, where they are chosen to spare the drives."""
-    reference: OffloadConfig | None
-    """Settings of the reference model of DPO, where all parameters are trained: it reads its weights from the drives.
-    """
     reference_bytes: dict[Tier, int]
-    """Memory that it takes."""
+    """Memory of DPO's reference model, where all parameters are trained: it reads its weights from the drives."""
     ways: tuple[Way, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
@@ -308,6 +314,15 @@ class FolderPlan:
     @property
     def is_short_of_memory(self) -> bool:
         return any(self.used[name] > self.available[name] for name in self.used)
+
+    @property
+    def activations_share(self) -> float:
+        """The part of the activations for which the other things leave room, in the memory that they fill; 0 where
+        another memory is short."""
+        name, nbytes = "device" if self.device_bytes else "host", self.activations[Tier.DEVICE]
+        if any(self.used[each] > self.available[each] for each in self.used if each != name):
+            return 0.0
+        return (self.available[name] - self.used[name] + nbytes) / max(nbytes, 1)
 
     @property
     def fits(self) -> bool:
@@ -385,17 +400,34 @@ class _Planner:
         self._gpu_here = None if job.gpu is not None else find_gpu_here()
 
     def plan(self) -> FolderPlan:
-        job, limits = self._job, self._budgets(self._job.offload)
+        limits = self._budgets(self._job.offload)
+        automatic = {kind.value: Tier.NVME.value for kind in PLACED_KINDS if _is_automatic(limits, kind)}
+        if not automatic:
+            return self._plan_with(limits)
+        if limits.nvme_dirs:
+            # With all of it on drives the least memory is taken: what does not fit then never does.
+            changes: dict[str, Any] = automatic
+            least = self._plan_with(replace(limits, **changes))
+            if not least.fits:
+                return least
+        best = self._plan_with(self._without_automatic(limits))
+        return best if best.fits or not limits.nvme_dirs else least
+
+    def _without_automatic(self, limits: OffloadConfig) -> OffloadConfig:
+        """With tiers chosen within these budgets."""
         budgets = config = limits
         for _ in range(_ROUNDS):
             config = self._with_fractions(budgets)
             smaller = self._without_excess(budgets, limits, plan_request(self._request(config)))
-            if smaller is None or not _is_automatic(job.offload):
+            if smaller is None:
                 break
             budgets = smaller
-        config = replace(
-            config, **{name: getattr(limits, name) for name in ("device_memory", "cpu_memory", "nvme_capacity")}
-        )
+        given: dict[str, Any] = {name: getattr(limits, name) for name in ("device_memory", "cpu_memory")}
+        return replace(config, **given)
+
+    def _plan_with(self, config: OffloadConfig) -> FolderPlan:
+        """With tiers that are all given."""
+        job = self._job
         chosen = by_wear(self._request(config), job.tbw, None) if config.commit_every == "auto" else None
         config = config if chosen is None else replace(config, commit_every=chosen)
         planned = plan_request(self._request(config))
@@ -417,7 +449,6 @@ class _Planner:
             self._device_bytes,
             self._once_bytes(planned),
             chosen,
-            self._reference,
             self._reference_bytes,
         )
 
@@ -430,9 +461,7 @@ class _Planner:
 
     def _with_fractions(self, config: OffloadConfig) -> OffloadConfig:
         """With the tiers, in place of "auto", on which a kind of state is best."""
-        automatic = [kind for kind in PLACED_KINDS if isinstance(config.placement_of(kind), str)]
-        if not automatic:
-            return config
+        automatic = [kind for kind in PLACED_KINDS if _is_automatic(config, kind)]
         tiers = plan_request(self._request(config)).placement.tiers
         # Weights are those by which the run deals.
         units = measure_units([each.numel for each in self._work], config, Partition.of(config, self._job.ranks))
@@ -592,9 +621,9 @@ class _Planner:
         return found
 
 
-def _is_automatic(config: OffloadConfig) -> bool:
-    """True if a kind of state goes where the plan says."""
-    return any(isinstance(config.placement_of(kind), str) for kind in PLACED_KINDS)
+def _is_automatic(config: OffloadConfig, kind: StateKind) -> bool:
+    """True if it goes where the plan says."""
+    return isinstance(config.placement_of(kind), str)
 
 
 def _device(path: Path) -> int:
@@ -690,32 +719,22 @@ def _first_that_fits(job: FolderJob, out: Path | None, known: _Known) -> tuple[t
     """The job itself, or with a smaller batch in more micro-batches, or with shorter sequences."""
     flags: dict[str, str] = {}
     while True:
-        # If a tier is chosen for each unit, the least memory is taken with all on drives: that is found at once.
-        plan = _Planner(_with_all_on_drives(job), out, known).plan()
-        if plan.fits:
-            plan = _Planner(job, out, known).plan()
+        plan = _Planner(job, out, known).plan()
         if plan.fits:
             return tuple(word for pair in flags.items() for word in pair), plan
-        if not plan.is_short_of_memory:
+        tokens, share = math.prod(job.shape), plan.activations_share
+        if not plan.is_short_of_memory or share <= 0:
             return None
-        if job.batch > 1:
-            job = replace(job, batch=job.batch // 2, accumulate=job.accumulate * 2)
-            flags |= {"--batch": str(job.batch), "--accumulate": str(job.accumulate)}
-        elif job.seq > _SEQ_LEAST:
-            job = replace(job, seq=max(job.seq // 2, _SEQ_LEAST))
-            flags |= {"--seq": str(job.seq)}
-        else:
-            return None
-
-
-def _with_all_on_drives(job: FolderJob) -> FolderJob:
-    config = job.offload
-    if not config.nvme_dirs:
-        return job
-    changes: dict[str, Any] = {
-        kind.value: Tier.NVME.value for kind in PLACED_KINDS if isinstance(config.placement_of(kind), str)
-    }
-    return replace(job, offload=replace(config, **changes))
+        # Activations of half the tokens take half the bytes at least: what cannot fit is passed over.
+        while math.prod(job.shape) == tokens or math.prod(job.shape) > tokens * share:
+            if job.batch > 1:
+                job = replace(job, batch=job.batch // 2, accumulate=job.accumulate * 2)
+                flags |= {"--batch": str(job.batch), "--accumulate": str(job.accumulate)}
+            elif job.seq > _SEQ_LEAST:
+                job = job.shorter(max(job.seq // 2, _SEQ_LEAST))
+                flags |= {"--seq": str(job.seq)}
+            else:
+                return None
 
 
 def _by_tokens(plan: FolderPlan, out: Path | None, known: _Known) -> Iterator[FolderPlan]:
