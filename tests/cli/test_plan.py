@@ -211,6 +211,9 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--ram", "64"], "'64' has no unit: write '64GiB'"),
         (["--model", "0B"], "--model 0B: a model has parameters"),
         (["--ram", "64GiB", "--cpu-memory", "8GiB"], "give one of them"),
+        (["--lora", "16"], "--lora: only of a Hugging Face folder, such as ./Qwen3-8B"),
+        (["llama-8b", "--model", "small"], "both say what to plan; give one of them"),
+        (["llama8b"], "did you mean llama-8b"),
     ],
 )
 def test_what_makes_no_sense_exits_2(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
@@ -567,3 +570,20 @@ def test_bytes_written_are_those_that_wear(capsys: pytest.CaptureFixture[str]) -
     _, result = planned(capsys, *flags)
     assert result["nvme_written_bytes_per_step"] == 32 * result["parameters"]
     assert result["wear"]["states_bytes_per_step"] == 8 * result["parameters"]
+
+
+def test_a_folder_needs_the_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    for given in ([str(tmp_path)], ["--model", str(tmp_path)]):
+        assert main(["plan", *given]) == 3
+        assert "pip install 'zero_offload[finetune]'" in capsys.readouterr().err
+
+
+def test_a_model_may_be_named_without_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for given in (["llama-1b"], ["--model", "llama-1b"]):
+        main(["plan", *given, *MEMORY])
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != ""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.types import GIB, MIB, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
+from zero_offload.base.types import GIB, MIB, Durability, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, meta_model
 from zero_offload.cli.finetune.rehearsal import Rehearsal, rehearse
@@ -612,11 +612,12 @@ class _Planner:
         return tuple(places.values())
 
     def _once_bytes(self, planned: Planned) -> int:
-        found = sum(nbytes for name, nbytes in self._outputs.items())
+        found = sum(self._outputs.values())
+        keeps_generations = self._job.offload.effective_durability is not Durability.SCRATCH
         for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
             if at[StateKind.OPTIMIZER] is Tier.NVME:
                 found += unit.optimizer_bytes * self._here
-            if at[StateKind.PARAMS] is Tier.NVME:
+            if at[StateKind.PARAMS] is Tier.NVME or keeps_generations:
                 found += unit.frozen_bytes * self._here
         return found
 

@@ -93,3 +93,13 @@ def test_arguments_tell_runs_apart_but_not_how_they_start() -> None:
 def test_an_update_inside_of_backward_cannot_be_clipped() -> None:
     with pytest.raises(ConfigError, match=r"before gradients can be clipped \(clip=1\.0\); use overlap='forward'"):
         TrainConfig.from_tables({}, {"overlap": "backward"})
+
+
+def test_a_folder_is_for_finetune(tmp_path: Path) -> None:
+    for model in (str(tmp_path), "Qwen/Qwen3-8B"):
+        with pytest.raises(ConfigError) as caught:
+            TrainConfig.from_tables({"model": model}, {})
+        assert f"zero-offload finetune {model} --data FILES" in str(caught.value)
+        assert f"zero-offload plan {model}" in str(caught.value)
+    with pytest.raises(ConfigError, match="did you mean 'small'"):
+        TrainConfig.from_tables({"model": "smal"}, {})
