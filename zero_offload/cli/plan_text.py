@@ -11,6 +11,7 @@ from typing import Any
 
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import StateKind, Tier, format_bytes
+from zero_offload.cli.human import format_duration, format_number
 from zero_offload.cli.planning import Offer, Planned, Request, drive_wear
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.memory import PLACED_KINDS
@@ -117,7 +118,7 @@ def _forecast_lines(report: Report) -> Iterator[str]:
         return
     step, batch = found.prediction, report.planned.job.batch
     tokens = batch.tokens * batch.micro_batches
-    speed = f"{step.tokens_per_s:,.0f} tokens/s in all"
+    speed = f"{_speed(step.tokens_per_s)} tokens/s in all"
     micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""
     yield f"predicted step: {_seconds(step.step_s)} for {tokens:,} tokens of a rank{micro}, {speed}"
     busy = ", ".join(f"{machine.title(lane)} {share:.0%}" for lane, share in step.busy.items() if share >= 0.005)
@@ -155,13 +156,19 @@ def _offer_text(offer: Offer, found: Forecast) -> str:
     if then is None:
         return "no gain" if offer.amount == 1 else "no gain, nor of less"
     if "GPU" in offer.title:
-        return f"{then.tokens_per_s:,.0f} tokens/s ({then.tokens_per_s / now.tokens_per_s:.2f}x)"
+        return f"{_speed(then.tokens_per_s)} tokens/s ({then.tokens_per_s / now.tokens_per_s:.2f}x)"
     each = f", {_seconds((now.step_s - then.step_s) / offer.amount)} for each" if offer.amount > 1 else ""
     return f"{_seconds(then.step_s)} a step ({_seconds(now.step_s - then.step_s)} less{each})"
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 999.5:
+        return format_duration(seconds)
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 9.5 else format_number(tokens_per_s)
 
 
 def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
