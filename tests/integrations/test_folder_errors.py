@@ -131,6 +131,55 @@ def test_one_error(what: tuple[str, str], llama: Path, tmp_path: Path, capsys: p
     assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
+def test_a_plan_needs_the_config_alone(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights come to nothing of it; a tokenizer only to data."""
+    monkeypatch.chdir(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in (CONFIG, INDEX):
+        shutil.copy(llama / name, bare)
+    data = tmp_path / "text.jsonl"
+    data.write_text('{"text": "one two three"}\n' * 8)
+    whole = main(["plan", str(llama), "--json"]), json.loads(capsys.readouterr().out)
+    found = main(["plan", str(bare), "--json"]), json.loads(capsys.readouterr().out)
+    for name in ("parameters", "bytes", "step_s", "fits"):
+        assert found[1][name] == whole[1][name]
+    assert found[0] == whole[0] == 0
+    assert main(["plan", str(bare), "--data", str(data)]) == zo.ConfigError.exit_code
+    assert "has no tokenizer" in capsys.readouterr().err
+    for file in llama.glob("token*"):
+        shutil.copy(file, bare)
+    assert main(["plan", str(bare), "--data", str(data), "--seq", "64"]) == 0
+    assert "has no weights yet" in capsys.readouterr().out
+    assert main(["finetune", str(bare), "--data", str(data), "--dry-run"]) == zo.ConfigError.exit_code
+    assert "no weights; get them: hf download" in capsys.readouterr().err
+
+
+def test_a_plan_of_an_adapter_needs_no_base(adapter: Path, llama: Path, tmp_path: Path) -> None:
+    bare, moved = tmp_path / "bare", tmp_path / "adapter"
+    bare.mkdir()
+    shutil.copy(llama / CONFIG, bare)
+    shutil.copytree(adapter, moved)
+    _words(lambda words: words.update(base_model_name_or_path=str(bare)), "adapter_config.json")(moved)
+    kept = [param.shape for param in meta_model(open_folder(adapter), None).parameters() if param.requires_grad]
+    model = meta_model(open_folder(moved, needs_weights=False, needs_tokenizer=False), None)
+    assert [param.shape for param in model.parameters() if param.requires_grad] == kept
+
+
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "BertModel"])
+def test_a_head_that_no_file_has_is_trained_whole(architecture: str, tmp_path: Path) -> None:
+    """By the files, or where there are none by what the config says that they are of."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(write_folder(tmp_path / "bert", "bert") / CONFIG, bare)
+    _words(lambda words: words.update(architectures=[architecture]))(bare)
+    folder = open_folder(bare, "masked", needs_weights=False, needs_tokenizer=False)
+    trained = [name for name, param in meta_model(folder, Lora(4, 8.0)).named_parameters() if param.requires_grad]
+    assert any("cls." in name for name in trained if "lora_" not in name) == (architecture == "BertModel")
+
+
 def test_places_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()

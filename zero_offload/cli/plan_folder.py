@@ -138,7 +138,10 @@ def _job(
         note.append("no --nvme is given: one drive of 5 GB/s is planned with, such as --nvme 5GB/s/4GB/s")
     config = FinetuneConfig.from_tables({"model": str(folder.absolute()), "data": _NO_DATA} | given, dict(places))
     config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
-    opened = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
+    task = TASKS.get(config.method, TASKS["sft"])
+    opened = open_folder(config.model, task, needs_weights=False, needs_tokenizer=args.data is not None)
+    if not opened.has_weights:
+        note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     if args.measure:
         width = getattr(opened.config.get_text_config(), "hidden_size", _WIDTH_MAX)
         directories = () if is_elsewhere else config.offload.nvme_dirs

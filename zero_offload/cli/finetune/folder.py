@@ -59,13 +59,16 @@ class ModelFolder:
     """The adapter's folder, if that was given."""
     config: Any
     tokenizer: Any
+    """None if it is missing and was not needed."""
     task: str
+    has_weights: bool = True
+    """False if they are missing and were not needed: the model can be planned."""
 
     @property
     def num_positions(self) -> int:
         """The most tokens that the model takes."""
         limits = [getattr(self.config.get_text_config(), "max_position_embeddings", None)]
-        if self.task != CAUSAL:
+        if self.task != CAUSAL and self.tokenizer is not None:
             limits.append(self.tokenizer.model_max_length)
         return min((each for each in limits if each), default=sys.maxsize)
 
@@ -99,28 +102,38 @@ def quiet_libraries() -> None:
 # The folder
 
 
-def open_folder(path: str | Path, task: str = CAUSAL, labels: Sequence[str] = ()) -> ModelFolder:
+def open_folder(
+    path: str | Path,
+    task: str = CAUSAL,
+    labels: Sequence[str] = (),
+    *,
+    needs_weights: bool = True,
+    needs_tokenizer: bool = True,
+) -> ModelFolder:
     """Check a folder of weights, or of an adapter, and read its config and tokenizer; no weights are read.
 
-    `task` is "causal", "masked" or "classify"; `labels` are the names of the classes. Raises ConfigError,
-    CheckpointError or IntegrityError for what is wrong, and CapacityError if a package is not installed.
+    `task` is "causal", "masked" or "classify"; `labels` are the names of the classes. For a plan the model's weights
+    and the tokenizer may be missing; what is there is checked. Raises ConfigError, CheckpointError or IntegrityError
+    for what is wrong, and CapacityError if a package is not installed.
     """
     need_packages()
     given = Path(path).expanduser().absolute()
     _check_is_folder(given, str(path))
     adapter = given if (given / ADAPTER_CONFIG_NAME).is_file() else None
     folder = given if adapter is None else _base_of(given)
-    _check_files(folder)
+    has_weights = _check_files(folder, needs_weights)
     config = _read_config(folder, task)
-    with open_weights(folder), open_weights(folder if adapter is None else _adapter_file(adapter)):
-        pass  # a file that is missing or cut short is an error here, before anything takes time
-    tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config)
+    # A file that is missing or cut short is an error here, before anything takes time.
+    for weights in (*((folder,) if has_weights else ()), *(() if adapter is None else (_adapter_file(adapter),))):
+        with open_weights(weights):
+            pass
+    tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config, needs_tokenizer)
     if labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
-    if task == CLASSIFY and config.pad_token_id is None:
+    if task == CLASSIFY and config.pad_token_id is None and tokenizer is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    return ModelFolder(folder, adapter, config, tokenizer, task)
+    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights)
 
 
 def check_chat_template(folder: ModelFolder) -> None:
@@ -199,8 +212,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return words
 
 
-def _check_files(folder: Path) -> None:
-    """Raise ConfigError if a folder has no config, or no safetensors."""
+def _check_files(folder: Path, needs_weights: bool) -> bool:
+    """True if a folder has weights. Raises ConfigError if it has no config, or weights in another format."""
     names = sorted(entry.name for entry in folder.iterdir())
 
     def having(*ends: str) -> list[str]:
@@ -224,12 +237,18 @@ def _check_files(folder: Path) -> None:
             f"'{folder}').save_pretrained('{folder}-safetensors')\"; then copy the tokenizer's files there"
         )
     if not safetensors:
-        raise ConfigError(f"{folder} has a {CONFIG_NAME} and no *.safetensors: no weights; get them")
+        if not needs_weights:
+            return False
+        raise ConfigError(
+            f"{folder} has a {CONFIG_NAME} and no *.safetensors: no weights; get them: "
+            f"hf download ORG/NAME --local-dir {folder}"
+        )
     if not {SINGLE_NAME, INDEX_NAME} & set(names):
         raise ConfigError(
             f"{folder} has {', '.join(safetensors[:3])}, and neither {SINGLE_NAME} nor {INDEX_NAME}, which says what "
             "is in which file; get it from where the weights are from"
         )
+    return True
 
 
 def _read_config(folder: Path, task: str) -> Any:
@@ -306,12 +325,14 @@ _WORD_FILES = (
 )
 
 
-def _read_tokenizer(folders: Sequence[Path], config: Any) -> Any:
-    """Of the first folder that has one."""
+def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> Any:
+    """Of the first folder that has one; None if none has, and it is not needed."""
     from transformers import AutoTokenizer
 
     found = [folder for folder in folders if any((folder / name).is_file() for name in _WORD_FILES)]
     if not found:
+        if not is_needed:
+            return None
         raise ConfigError(
             f"{folders[-1]} has no tokenizer (none of {', '.join(_WORD_FILES)}); get its files from where the weights "
             f"are from: hf download ORG/NAME --include '*token*' 'vocab*' 'merges.txt' --local-dir {folders[-1]}"
@@ -451,6 +472,9 @@ def _file_names(folder: ModelFolder, base: Any) -> FileNames:
 
     known = dict.fromkeys(state_names(base), True)
     prefix = base.base_model_prefix
+    if not folder.has_weights:  # files have what the config says that they are of
+        is_whole = type(base).__name__ in (folder.config.architectures or ())
+        return FileNames(fresh=frozenset(name for name in known if not (is_whole or name.startswith(f"{prefix}."))))
     changes = get_model_conversion_mapping(base)
     renamings = [each for each in changes if isinstance(each, WeightRenaming)]
     converters = [each for each in changes if isinstance(each, WeightConverter)]
