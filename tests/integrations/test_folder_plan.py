@@ -158,6 +158,18 @@ def test_recompute_and_fewer_rows_take_less(folder: ModelFolder) -> None:
     assert peak(4, 64, recompute=True) < peak(4, 128, recompute=True)
 
 
+def test_a_model_that_cannot_be_rehearsed_is_estimated(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = plan_job(_job(folder, tmp_path), tmp_path)
+    monkeypatch.setattr("zero_offload.cli.folder_plan.rehearse", lambda *_, **__: torch.zeros(1)[2])
+    for recompute in (True, False):
+        plan = plan_job(_job(folder, tmp_path, recompute=recompute), tmp_path)
+        assert plan.fits and "activations are estimated" in plan.text() and "(IndexError)" in plan.text()
+        assert plan.activations[Tier.DEVICE] > 0
+    assert "estimated" not in known.text()
+
+
 # What is planned is what runs
 
 

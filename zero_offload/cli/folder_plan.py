@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.types import GIB, MIB, Durability, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, meta_model
@@ -63,6 +64,8 @@ PROGRAM_BYTES = 900 * MIB
 BESIDE_BYTES = 256 * MIB
 """What is left free beside all that is counted: threads' stacks, batches, what operations take within themselves."""
 _ROUNDS = 4
+_INSIDE_WIDTHS = 50
+"""Values of a token that a block keeps, over its width: 26 in Llama-8B, 40 in Qwen3, by rehearsals; and some more."""
 _LORA = Lora(16, 32.0)
 _SEQ_LEAST = 128
 _TOKEN_FACTORS = (0.25, 0.5, 1, 2, 4, 8)
@@ -251,6 +254,8 @@ class FolderPlan:
     """Written to drives once, by all ranks: the weights at the start and the outputs."""
     chosen_every: int | None
     """Steps between generations, where they are chosen to spare the drives."""
+    problem: str
+    """Why activations are not a rehearsal's; empty where they are."""
     reference_bytes: dict[Tier, int]
     """Memory of DPO's reference model, where all parameters are trained: it reads its weights from the drives."""
     ways: tuple[Way, ...] = ()
@@ -449,6 +454,7 @@ class _Planner:
             self._device_bytes,
             self._once_bytes(planned),
             chosen,
+            self._rehearsal.problem,
             self._reference_bytes,
         )
 
@@ -658,8 +664,27 @@ class _Known:
         dtype = getattr(torch, job.offload.compute_dtype_name)
         key = (job.lora, dtype, *job.shape, job.recompute)
         if key not in self._rehearsals:
-            self._rehearsals[key] = rehearse(self._folder, job.lora, dtype, *job.shape, recompute=job.recompute)
+            try:
+                found = rehearse(self._folder, job.lora, dtype, *job.shape, recompute=job.recompute)
+            except ZeroOffloadError:
+                raise
+            except Exception as error:  # of any model's code: some asks for values, which there are none of
+                found = _by_arithmetic(self.work(job.lora, job.offload, 1), job, type(error).__name__)
+            self._rehearsals[key] = found
         return self._rehearsals[key]
+
+
+def _by_arithmetic(work: Sequence[UnitWork], job: FolderJob, problem: str) -> Rehearsal:
+    """As much as models are known to keep at most, without experts."""
+    rows, seq = job.shape
+    nbytes = rows * seq * value_bytes(job.offload)
+    inside = {unit.numel.name: _INSIDE_WIDTHS * unit.boundary_values * nbytes for unit in work}
+    kept = {
+        unit.numel.name: unit.boundary_values * nbytes if unit.keeps_inputs(job.recompute) else inside[unit.numel.name]
+        for unit in work
+    }
+    tables = max((unit.numel.trained + unit.numel.frozen) for unit in work if not unit.attention_width)
+    return Rehearsal(rows, seq, sum(kept.values()) + max(inside.values()) + 8 * tables, {**kept, "": 0}, problem)
 
 
 def _with_saved(
@@ -841,6 +866,8 @@ def _row(label: str, cells: Sequence[str]) -> str:
 
 
 def _disk_lines(plan: FolderPlan) -> Iterator[str]:
+    if plan.problem:
+        yield f"activations are estimated: the model does not run on tensors without values ({plan.problem})"
     for place in plan.places:
         parts = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in place.needed.items() if nbytes)
         if parts:

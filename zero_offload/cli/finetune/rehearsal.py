@@ -37,6 +37,8 @@ class Rehearsal:
     saved_bytes: Mapping[str, int]
     """By unit, what its forward leaves for backward: with recompute, of blocks what they begin with. Under "" is the
     rest."""
+    problem: str = ""
+    """Why these are not a rehearsal's, but by arithmetic."""
 
 
 def rehearse(
