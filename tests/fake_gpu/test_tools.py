@@ -179,3 +179,34 @@ def test_a_folder_is_read_beside_the_device(
         told.pop("seconds")
         found.append(told)
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora", "4", "--merge"], ["--method", "dpo"]], ids=["full", "lora", "dpo"])
+def test_a_folder_is_fine_tuned_beside_the_device(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and outputs of states that stream to the device are those of states that stay there."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", TYPE)
+    folders: Any = importlib.import_module("tests.helpers.folders")
+    folder = folders.write_folder(tmp_path / "in")
+    write = folders.write_preferences if "dpo" in flags else folders.write_instructions
+    data = write(tmp_path / "data.jsonl", 16)
+    words = [str(folder), "--data", str(data), "--split", "0.2", "--samples", "1", "--steps", "3", "--eval-every", "2"]
+    # Norms are added up in another order where gradients stay: so large a bound changes none.
+    sizes = ["--batch", "2", "--accumulate", "2", "--seq", "64", "--lr", "1e-2", "--clip", "1e9"]
+    found = []
+    for tier in ("device", "cpu", "nvme"):
+        out = tmp_path / tier
+        tiers = [word for kind in ("params", "grads", "optimizer") for word in (f"--{kind}-tier", tier)]
+        with tools.launched(0, 1):
+            assert main(["finetune", *words, *sizes, *tiers, *flags, "--out", str(out)]) == 0
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        weights = sorted(out.rglob("*.safetensors"))
+        assert len(weights) == (2 if "--merge" in flags else 1)
+        names = ("loss", "val_loss", "samples", "tokens")
+        found.append(
+            ([{name: row.get(name) for name in names} for row in rows], [each.read_bytes() for each in weights])
+        )
+    assert found[0] == found[1] == found[2]
+    assert found[0][0][0]["loss"] != found[0][0][2]["loss"]

@@ -284,6 +284,7 @@ class FinetuneAdapterDPO(FinetuneMixin, DPOTrainer):  # type: ignore[misc, unuse
 def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: zo.RunLog, progress: Progress) -> Any:
     """The trainer of the run's method."""
     config, data, tokenizer = job.config, job.prepared, job.folder.tokenizer
+    is_host = need_runtime(model, "finetune").device.is_host
     args: dict[str, Any] = {
         "output_dir": str(config.out),
         "per_device_train_batch_size": config.batch,
@@ -306,10 +307,10 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "eval_steps": job.eval_every,
         "bf16": False,  # no autocast: the model computes in its own precision
         "fp16": config.offload.numerics.compute == "fp16",
-        "use_cpu": not torch.accelerator.is_available(),
+        "use_cpu": is_host,
         "gradient_checkpointing": config.recompute == "block",
         "include_num_input_tokens_seen": "all" if "seq_lengths" in data.train.column_names else "non_padding",
-        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "dataloader_pin_memory": False,  # tokens are few bytes
     }
     if job.ranks.size > 1 and args["use_cpu"]:
         args["ddp_backend"] = "gloo"
