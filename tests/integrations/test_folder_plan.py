@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,8 @@ from zero_offload.cli.finetune import folder as folder_module
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, build_model, meta_model, open_folder
 from zero_offload.cli.finetune.rehearsal import rehearse
 from zero_offload.cli.folder_plan import FolderJob, FolderPlan, plan_job
+from zero_offload.cli.folder_text import as_json, as_text
+from zero_offload.cli.human import format_duration
 from zero_offload.cli.main import build_parser, main
 from zero_offload.hardware.machines import default_machine, parse_drives
 from zero_offload.model.api import need_runtime
@@ -165,9 +168,9 @@ def test_a_model_that_cannot_be_rehearsed_is_estimated(
     monkeypatch.setattr("zero_offload.cli.folder_plan.rehearse", lambda *_, **__: torch.zeros(1)[2])
     for recompute in (True, False):
         plan = plan_job(_job(folder, tmp_path, recompute=recompute), tmp_path)
-        assert plan.fits and "activations are estimated" in plan.text() and "(IndexError)" in plan.text()
+        assert plan.fits and "activations are estimated" in as_text(plan) and "(IndexError)" in as_text(plan)
         assert plan.activations[Tier.DEVICE] > 0
-    assert "estimated" not in known.text()
+    assert "estimated" not in as_text(known)
 
 
 # What is planned is what runs
@@ -252,17 +255,32 @@ def test_ways_fit_and_are_planned_anew(too_large: FolderPlan) -> None:
         assert job.batch * job.accumulate == 64
     flags = [way.flags for way in too_large.ways]
     assert len(set(flags)) == len(flags)
-    assert any("--lora" in each for each in flags)
+    assert any("--lora" in each for each in flags) and any("--activations-tier" in each for each in flags)
+
+
+def test_tiers_are_changed_where_that_alone_does_not_help(large: ModelFolder, tmp_path: Path) -> None:
+    """Of ways with one aim the least change that fits is named."""
+    there = {"gpu": "rtx4090", "ram": "5GiB", "drives": parse_drives(["7GB/s"])}
+    job = _job(large, tmp_path, **there)
+    plan = plan_job(replace(job, offload=replace(job.offload, optimizer="cpu")), None)
+    assert [way.flags for way in plan.ways] == [
+        ("--optimizer-tier", "auto"),
+        ("--optimizer-tier", "auto", "--states", "compact"),
+        ("--lora", "16"),
+    ]
 
 
 def test_it_says_what_would_fit(too_large: FolderPlan) -> None:
-    lines = too_large.text().splitlines()
-    ways = lines[lines.index("what would fit:") + 1 :]
+    lines = as_text(too_large).splitlines()
+    head, *ways = lines[lines.index("what would fit:") + 1 :]
+    assert re.split(" {2,}", head.strip()) == ["a step", "tokens/s", "in all", "written", "600 TBW last", "with"]
     assert len(ways) == len(too_large.ways)
     for line, way in zip(ways, too_large.ways, strict=True):
-        assert line.startswith(f"  {' '.join(way.flags)} ") and " a step, " in line and " in all, " in line
-        assert line.endswith(" written")
-    assert too_large.to_dict()["fits"] is False
+        step, speed, run, written, life, flags = re.split(" {2,}", line.strip())
+        assert (step, run) == (format_duration(way.plan.step_s), format_duration(10 * way.plan.step_s))
+        assert float(speed.replace(",", "")) > 0 and written.endswith("B") and "day" in life + "days" * ("year" in life)
+        assert flags == " ".join(way.flags)
+    assert as_json(too_large)["fits"] is False
 
 
 def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

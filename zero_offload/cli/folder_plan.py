@@ -2,8 +2,8 @@
 fits, and what would.
 
 Owns what a run of `finetune` takes beside the states that `zero_offload.plan` counts: activations, by a rehearsal; the
-program; outputs. Never builds the model. The calls: `plan_job` for a `FolderJob`; its `FolderPlan` has the printed
-forms, and the settings with which the run is as planned.
+program; outputs. Never builds the model. The call: `plan_job` for a `FolderJob`; its `FolderPlan` has the settings
+with which the run is as planned. `folder_text` has the printed form.
 
 [Note: what is planned is what runs]
 `zo.offload` knows neither the batch nor what else takes memory, nor what was measured. So a plan places what is "auto"
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import shlex
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +30,6 @@ from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, meta_model
 from zero_offload.cli.finetune.rehearsal import Rehearsal, rehearse
 from zero_offload.cli.finetune.settings import FinetuneConfig
-from zero_offload.cli.human import format_duration, format_number, format_written
 from zero_offload.cli.planning import (
     GPU_SHARE,
     RAM_SHARE,
@@ -48,7 +45,7 @@ from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import Bottleneck, find_bottleneck
 from zero_offload.plan.layout import make_layout
-from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes
+from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, resting, value_bytes
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import weight
@@ -176,6 +173,11 @@ class FolderJob:
         return replace(self, seq=seq, steps=steps, rows=math.ceil(self.rows * more))
 
     @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.tokens * self.accumulate * self.ranks
+
+    @property
     def is_elsewhere(self) -> bool:
         return self.gpu is not None or self.ram is not None or self.drives is not None
 
@@ -282,15 +284,16 @@ class FolderPlan:
         return memory.used_bytes(Tier.CPU) + (0 if self.device_bytes else memory.used_bytes(Tier.DEVICE))
 
     @property
-    def generation_bytes(self) -> int:
-        """On NVMe, of what is there for generations: second slots, and copies of states that rest in memory."""
-        planned = self.planned
-        resting = sum(
-            unit.optimizer_bytes
-            for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True)
-            if at[StateKind.OPTIMIZER] is Tier.NVME
-        )
-        return planned.memory.rest_bytes[Tier.NVME, StateKind.OPTIMIZER] - resting
+    def generation_bytes(self) -> dict[StateKind, int]:
+        """On NVMe, of what is there for generations: second slots, and copies of what rests in memory."""
+        planned, kinds = self.planned, (StateKind.PARAMS, StateKind.OPTIMIZER)
+        partition = planned.job.partition
+        found = {kind: planned.memory.rest_bytes[Tier.NVME, kind] for kind in kinds}
+        for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
+            for tier, kind, nbytes in resting(unit, at, partition, planned.memory.budget.shared_memory):
+                if tier is Tier.NVME and kind in found:
+                    found[kind] -= nbytes
+        return found
 
     @property
     def available(self) -> dict[str, int]:
@@ -317,17 +320,15 @@ class FolderPlan:
         return tuple(found)
 
     @property
-    def is_short_of_memory(self) -> bool:
-        return any(self.used[name] > self.available[name] for name in self.used)
-
-    @property
     def activations_share(self) -> float:
-        """The part of the activations for which the other things leave room, in the memory that they fill; 0 where
-        another memory is short."""
-        name, nbytes = "device" if self.device_bytes else "host", self.activations[Tier.DEVICE]
-        if any(self.used[each] > self.available[each] for each in self.used if each != name):
-            return 0.0
-        return (self.available[name] - self.used[name] + nbytes) / max(nbytes, 1)
+        """The part of the activations for which other things leave memory; 0 where they leave none."""
+        tiers = {"device": Tier.DEVICE, "host": Tier.CPU} if self.device_bytes else {"host": Tier.DEVICE}
+        shares = [1.0]
+        for name, tier in tiers.items():
+            room = self.available[name] - self.used[name] + self.activations[tier]
+            if self.used[name] > self.available[name]:
+                shares.append(max(room, 0) / max(self.activations[tier], 1))
+        return min(shares)
 
     @property
     def fits(self) -> bool:
@@ -359,22 +360,10 @@ class FolderPlan:
         """Days until a drive is written what it is rated for, day and night; None where nothing is."""
         return self.wear.days_to(self.job.tbw, self.step_s) if self.wear.bytes_per_step else None
 
-    # Printed forms
 
-    def text(self) -> str:
-        """What `finetune` prints before its first step."""
-        return "\n".join(_lines(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        return _as_dict(self)
-
-    def command(self) -> str:
-        """The command line of the run, quoted for a shell."""
-        job = self.job
-        launcher = ["zero-offload"]
-        if job.ranks > 1:
-            launcher = ["torchrun", "--nproc-per-node", str(job.ranks // job.nodes), "-m", "zero_offload"]
-        return shlex.join([*launcher, "finetune", *job.words])
+def _shortage(where: str, needed: int, available: int) -> str:
+    missing = format_bytes(needed - available)
+    return f"{where}: needs {format_bytes(needed)}, {format_bytes(available)} available, {missing} missing"
 
 
 def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
@@ -706,39 +695,44 @@ def _with_saved(
 
 def _ways(job: FolderJob, out: Path | None, known: _Known) -> Iterator[Way]:
     """Other settings under which the run fits, each as near to what was asked as it can be."""
-    for flags, changed in _variants(job):
-        if (found := _first_that_fits(changed, out, known)) is not None:
-            smaller, plan = found
+    for variants in _variants(job):
+        tried = ((flags, _first_that_fits(changed, out, known)) for flags, changed in variants)
+        if (found := next(((flags, *fitting) for flags, fitting in tried if fitting is not None), None)) is not None:
+            flags, smaller, plan = found
             states = f"{-(-plan.states_bytes // GIB)}GiB"
             yield Way((*(states if word == _MORE else word for word in flags), *smaller), plan)
 
 
-def _variants(job: FolderJob) -> Iterator[tuple[tuple[str, ...], FolderJob]]:
-    """Flags, and the job with them; the first has none."""
-    config, is_adapter = job.offload, job.lora is not None or job.folder.adapter is not None
-    yield (), job
-    given = [kind for kind in PLACED_KINDS if not isinstance(config.placement_of(kind), str)]
-    automatic: dict[str, Any] = {kind.value: "auto" for kind in given} if config.nvme_dirs else {}
-    budget = {"cpu_memory": None} if config.cpu_memory is not None else {}
-    settings: list[tuple[tuple[str, ...], dict[str, Any]]] = []
-    if automatic:
-        settings.append((tuple(word for kind in given for word in (f"--{kind.value}-tier", "auto")), automatic))
-    if budget:
-        settings.append((("--cpu-memory", _MORE), budget))
+_Variant = tuple[tuple[str, ...], FolderJob]
+
+
+def _variants(job: FolderJob) -> Iterator[list[_Variant]]:
+    """Kinds of change, each as flags and the job with them, the least change first. The first kind has no flags."""
+    config = job.offload
+    given = [kind for kind in PLACED_KINDS if not _is_automatic(config, kind)] if config.nvme_dirs else []
+    tiers = tuple(word for kind in given for word in (f"--{kind.value}-tier", "auto"))
+    automatic: dict[str, Any] = {kind.value: "auto" for kind in given}
+
+    def changed(*flags: str, lora: Lora | None = job.lora, **settings: Any) -> _Variant:
+        return flags, replace(job, lora=lora, offload=replace(config, **settings))
+
+    yield [changed()]
+    if given:
+        yield [changed(*tiers, **automatic)]
+    if config.cpu_memory is not None:
+        yield [changed("--cpu-memory", _MORE, cpu_memory=None)]
+    activations = "cpu" if job.gpu is not None or find_gpu_here() is not None else "nvme"
+    if set(config.activation_fractions) == {Tier.DEVICE} and (activations == "cpu" or config.nvme_dirs):
+        yield [changed("--activations-tier", activations, activations=activations)]
     compact = replace(config.numerics, states="compact")
     if config.numerics != compact:
-        settings.append((("--states", "compact"), {"precision": compact}))
-    if automatic and config.numerics != compact:
-        settings.append(((*settings[0][0], "--states", "compact"), automatic | {"precision": compact}))
-    for flags, changes in settings:
-        yield flags, replace(job, offload=replace(config, **changes))
-    if not is_adapter:
-        yield ("--lora", str(_LORA.rank)), replace(job, lora=_LORA)
-        if automatic:
-            yield (
-                (*settings[0][0], "--lora", str(_LORA.rank)),
-                replace(job, lora=_LORA, offload=replace(config, **automatic)),
-            )
+        flags = ("--states", "compact")
+        with_tiers = [changed(*tiers, *flags, **automatic, precision=compact)] if given else []
+        yield [changed(*flags, precision=compact), *with_tiers]
+    if job.lora is None and job.folder.adapter is None:
+        flags = ("--lora", str(_LORA.rank))
+        with_tiers = [changed(*tiers, *flags, lora=_LORA, **automatic)] if given else []
+        yield [changed(*flags, lora=_LORA), *with_tiers]
 
 
 def _first_that_fits(job: FolderJob, out: Path | None, known: _Known) -> tuple[tuple[str, ...], FolderPlan] | None:
@@ -749,7 +743,7 @@ def _first_that_fits(job: FolderJob, out: Path | None, known: _Known) -> tuple[t
         if plan.fits:
             return tuple(word for pair in flags.items() for word in pair), plan
         tokens, share = math.prod(job.shape), plan.activations_share
-        if not plan.is_short_of_memory or share <= 0:
+        if not 0 < share < 1:
             return None
         # Activations of half the tokens take half the bytes at least: what cannot fit is passed over.
         while math.prod(job.shape) == tokens or math.prod(job.shape) > tokens * share:
@@ -775,233 +769,3 @@ def _by_tokens(plan: FolderPlan, out: Path | None, known: _Known) -> Iterator[Fo
             found = _Planner(replace(job, accumulate=accumulate, steps=steps), out, known).plan()
             if found.fits:
                 yield found
-
-
-# Printed forms
-
-
-def _shortage(where: str, needed: int, available: int) -> str:
-    missing = format_bytes(needed - available)
-    return f"{where}: needs {format_bytes(needed)}, {format_bytes(available)} available, {missing} missing"
-
-
-def _lines(plan: FolderPlan) -> Iterator[str]:
-    yield from _what_lines(plan)
-    yield from _size_lines(plan)
-    yield from _disk_lines(plan)
-    if plan.fits:
-        yield from _time_lines(plan)
-        yield from _wear_lines(plan)
-        yield "it fits"
-        yield from _token_lines(plan)
-        return
-    yield "it does not fit"
-    yield from plan.shortages
-    if any(place.total > place.free_bytes for place in plan.places) and plan.job.drives is None:
-        yield "a larger disk: --nvme DIR for swap files, --out OUT for outputs"
-    yield from _way_lines(plan)
-
-
-def _what_lines(plan: FolderPlan) -> Iterator[str]:
-    job, units = plan.job, plan.planned.job.work
-    trained = sum(each.numel.trained for each in units)
-    whole = trained + sum(each.numel.frozen for each in units)
-    what = f"{job.folder.path.name}: {whole:,} parameters in {len(units)} units"
-    if trained < whole:
-        rank = f"LoRA of rank {job.lora.rank}" if job.lora is not None else "an adapter"
-        what += f", {trained:,} of them trained ({rank})"
-    if job.ranks > 1:
-        what += f", on {job.ranks} ranks"
-    yield what
-    yield f"a step: {_step_text(job)}"
-
-
-def _step_text(job: FolderJob) -> str:
-    pairs = "pairs of samples" if job.method == "dpo" else "sequences" if job.is_packed else "samples"
-    length = f"of {job.seq:,} tokens" if job.is_packed else f"of {format_number(job.mean_length)} tokens on average"
-    text = f"{job.batch} {pairs} {length}"
-    if job.accumulate > 1:
-        text += f", {job.accumulate} times"
-    if job.ranks > 1:
-        text += f", on {job.ranks} ranks"
-    return f"{text}: {job.tokens * job.accumulate * job.ranks:,} tokens"
-
-
-_KINDS = {StateKind.PARAMS: "parameters", StateKind.GRADS: "gradients", StateKind.OPTIMIZER: "optimizer"}
-
-
-def _rows(plan: FolderPlan) -> dict[str, dict[Tier, int]]:
-    """Bytes of one rank by what they are, and by tier."""
-    memory = plan.planned.memory
-    rows = {name: {tier: memory.rest_bytes[tier, kind] for tier in Tier} for kind, name in _KINDS.items()}
-    generations = plan.generation_bytes
-    rows["optimizer"][Tier.NVME] -= generations
-    rows["generations"] = {Tier.NVME: generations}
-    rows["in flight"] = dict(memory.staging_bytes)
-    rows["activations"] = plan.activations
-    rows["reference"] = {tier: plan.reference_bytes[tier] for tier in (Tier.DEVICE, Tier.CPU)}
-    rows["program"] = {Tier.CPU: plan.program_bytes + BESIDE_BYTES}
-    return rows
-
-
-def _size_lines(plan: FolderPlan) -> Iterator[str]:
-    has_gpu, has_nvme = plan.device_bytes > 0, bool(plan.offload.nvme_dirs)
-    columns: list[tuple[str, tuple[Tier, ...]]] = [("memory", (Tier.DEVICE, Tier.CPU))]
-    if has_gpu:
-        columns = [("gpu", (Tier.DEVICE,)), ("memory", (Tier.CPU,))]
-    columns += [("nvme", (Tier.NVME,))] if has_nvme else []
-    yield _row("of one rank:" if plan.job.ranks > 1 else "", [name for name, _ in columns])
-    for name, sizes in _rows(plan).items():
-        cells = [sum(sizes.get(tier, 0) for tier in tiers) for _, tiers in columns]
-        if any(cells):
-            yield _row(name, [format_bytes(each) if each else "" for each in cells])
-    used, available = plan.used, plan.available
-    nvme = [plan.planned.memory.used_bytes(Tier.NVME)] if has_nvme else []
-    yield _row("total", [format_bytes(each) for each in (*used.values(), *nvme)])
-    yield _row("available", [format_bytes(available[name]) for name in used])
-
-
-def _row(label: str, cells: Sequence[str]) -> str:
-    return (f"  {label:<12}" + "".join(f"{cell:>11}" for cell in cells)).rstrip()
-
-
-def _disk_lines(plan: FolderPlan) -> Iterator[str]:
-    if plan.problem:
-        yield f"activations are estimated: the model does not run on tensors without values ({plan.problem})"
-    for place in plan.places:
-        parts = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in place.needed.items() if nbytes)
-        if parts:
-            yield f"{place.name}: {parts}; {format_bytes(place.free_bytes)} free"
-
-
-def _time_lines(plan: FolderPlan) -> Iterator[str]:
-    speed = format_number(plan.prediction.tokens_per_s)
-    yield f"a step takes {format_duration(plan.step_s)}, {speed} tokens/s, bound by {plan.bottleneck.title}"
-    if plan.run_s is not None:
-        ends = "" if plan.job.is_elsewhere else f", until {_clock(plan.run_s)}"
-        yield f"{plan.job.steps:,} steps take {format_duration(plan.run_s)}{ends}"
-    yield f"rates: {plan.planned.machine.source}"
-
-
-def _clock(seconds: float) -> str:
-    """When so many seconds are over, by the clock here."""
-    days = seconds / 86400
-    form = "%H:%M" if days < 0.5 else "%a %d %b, %H:%M" if days < 180 else "%d %b %Y"
-    return time.strftime(form, time.localtime(time.time() + seconds))
-
-
-def _wear_lines(plan: FolderPlan) -> Iterator[str]:
-    if not plan.written_per_step:
-        return
-    most = "up to " if plan.wear.is_bound else ""
-    text = f"written to drives: {most}{format_written(plan.written_per_step)} per step"
-    if plan.written_bytes is not None:
-        share = plan.written_bytes / plan.num_drives / (plan.job.tbw * 1e12)
-        rated = f"{_percent(share)} of a drive of {plan.job.tbw:g} TBW"
-        text += f", {most}{format_written(plan.written_bytes)} in the run ({rated})"
-    if plan.life_days is not None:
-        text += f"; day and night a drive lasts {format_duration(plan.life_days * 86400)}"
-    yield text
-    if plan.chosen_every is not None and plan.chosen_every > 1:
-        yield f"a generation every {plan.chosen_every} steps, which spares the drives; a crash costs as many at most"
-
-
-def _token_lines(plan: FolderPlan) -> Iterator[str]:
-    """What a step of fewer or more tokens costs."""
-    if len(plan.by_tokens) < 2:
-        return
-    job = plan.job
-    per_step = max(job.tokens * job.accumulate * job.ranks, 1)
-    yield "tokens per step decide how often states are read and written:"
-    what = "an epoch writes" if job.rows else "1M tokens write"
-    yield _cells("--accumulate", "tokens", "a step", "tokens/s", what, "a drive lasts")
-    for each in plan.by_tokens:
-        tokens = each.job.tokens * each.job.accumulate * job.ranks
-        steps = job.rows / (job.batch * job.ranks * each.job.accumulate) if job.rows else 1e6 / tokens
-        life = "" if each.life_days is None else format_duration(each.life_days * 86400)
-        yield _cells(
-            ("> " if tokens == per_step else "") + str(each.job.accumulate),
-            f"{tokens:,}",
-            format_duration(each.step_s),
-            format_number(each.prediction.tokens_per_s),
-            format_written(steps * each.written_per_step),
-            life,
-        )
-
-
-def _cells(*cells: str) -> str:
-    return (
-        "  " + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (12, 11, 13, 10, 16, 16), strict=True)).rstrip()
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{format_number(100 * share)}%" if share >= 1e-4 else "less than 0.01%"
-
-
-def _way_lines(plan: FolderPlan) -> Iterator[str]:
-    if not plan.ways:
-        yield "nothing that was tried fits: LoRA, compact states, smaller batches, shorter sequences"
-        return
-    yield "what would fit:"
-    flags = [" ".join(way.flags) for way in plan.ways]
-    for words, way in zip(flags, plan.ways, strict=True):
-        parts = [f"{format_duration(way.plan.step_s)} a step"]
-        if way.plan.run_s is not None:
-            parts.append(f"{format_duration(way.plan.run_s)} in all")
-        if way.plan.written_bytes is not None:
-            parts.append(f"{format_written(way.plan.written_bytes)} written")
-        elif way.plan.written_per_step:
-            parts.append(f"{format_written(way.plan.written_per_step)} written per step")
-        yield f"  {words:<{max(map(len, flags))}}  {', '.join(parts)}"
-
-
-def _as_dict(plan: FolderPlan) -> dict[str, Any]:
-    job, wear = plan.job, plan.wear
-    units = plan.planned.job.work
-    return {
-        "fits": plan.fits,
-        "reasons": list(plan.shortages),
-        "model": str(job.folder.path),
-        "parameters": sum(each.numel.trained + each.numel.frozen for each in units),
-        "trained_parameters": sum(each.numel.trained for each in units),
-        "bytes": {
-            name: {tier.value: nbytes for tier, nbytes in sizes.items() if nbytes}
-            for name, sizes in _rows(plan).items()
-        },
-        "used_bytes": plan.used,
-        "available_bytes": plan.available,
-        "disks": [{"name": each.name, "needed": each.needed, "free_bytes": each.free_bytes} for each in plan.places],
-        "tokens_per_step": job.tokens * job.accumulate * job.ranks,
-        "step_s": plan.step_s,
-        "tokens_per_s": plan.prediction.tokens_per_s,
-        "bottleneck": plan.bottleneck.title,
-        "rates": plan.planned.machine.source,
-        "steps": job.steps or None,
-        "run_s": plan.run_s,
-        "written_bytes_per_step": plan.written_per_step,
-        "written_bytes": plan.written_bytes,
-        "written_is_upper_bound": wear.is_bound,
-        "drive_life_days": plan.life_days,
-        "commit_every": plan.offload.commit_every,
-        "command": plan.command(),
-        "by_tokens": [
-            {
-                "accumulate": each.job.accumulate,
-                "step_s": each.step_s,
-                "tokens_per_s": each.prediction.tokens_per_s,
-                "written_bytes_per_step": each.written_per_step,
-                "drive_life_days": each.life_days,
-            }
-            for each in plan.by_tokens
-        ],
-        "ways": [
-            {
-                "flags": list(way.flags),
-                "step_s": way.plan.step_s,
-                "run_s": way.plan.run_s,
-                "written_bytes": way.plan.written_bytes,
-            }
-            for way in plan.ways
-        ],
-    }

@@ -18,6 +18,7 @@ from zero_offload.cli import measure
 from zero_offload.cli.finetune.folder import ModelFolder, need_packages, open_folder
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
+from zero_offload.cli.folder_text import as_json, as_text, command
 from zero_offload.cli.recipes.gpt import PRESETS
 from zero_offload.hardware.machines import ONE_DRIVE, Drives
 from zero_offload.plan.shapes import SHAPES
@@ -118,11 +119,11 @@ def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: M
     job, out, note = _job(args, folder, drives, places)
     plan = plan_job(job, out, tokens=True)
     if args.json:
-        print(json.dumps(plan.to_dict(), indent=2))
+        print(json.dumps(as_json(plan), indent=2))
     else:
-        lines = [*note, plan.text()]
+        lines = [*note, as_text(plan)]
         where = " on that machine" if job.is_elsewhere else ""
-        lines += [f"the run{where}:", f"  {plan.command()}"] if plan.fits else []
+        lines += [f"the run{where}:", f"  {command(plan)}"] if plan.fits else []
         print("\n".join(lines))
     return 0 if plan.fits else CapacityError.exit_code
 

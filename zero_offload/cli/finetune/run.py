@@ -32,6 +32,7 @@ from zero_offload.cli.finetune.outputs import BEST, MERGED, is_published, model_
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
 from zero_offload.cli.folder_plan import FolderJob, plan_job
+from zero_offload.cli.folder_text import as_json, as_text
 from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.train import Ending
@@ -164,8 +165,8 @@ def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadC
             FolderJob.of(config, job.folder, job.prepared, job.ranks.size), config.out, tries=progress is not None
         )
         if progress is not None:
-            progress.note(plan.text())
-        found = plan.to_dict(), plan.offload if plan.fits else config.offload
+            progress.note(as_text(plan))
+        found = as_json(plan), plan.offload if plan.fits else config.offload
     planned: tuple[dict[str, Any], OffloadConfig] = job.ranks.of_first(found)
     return planned
 
