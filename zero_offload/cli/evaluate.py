@@ -1,17 +1,15 @@
 """`zero-offload evaluate DIR --data FILES`: the loss of a folder's model on data, its weights streamed.
 
-Owns the flags and the mean over all data: each token with a loss counts once, whatever its batch and rank. Data become
-tokens as in `finetune`, and each batch's loss is the model's own, as in training.
+Owns the flags, and what a batch is measured by: the model's own loss. Data become tokens as in `finetune`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, open_folder, quiet_libraries
+from zero_offload.cli.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.cli.reading import add_tier_flags, open_for_reading
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime
@@ -29,7 +28,6 @@ conversations only the assistant's words count, as in `finetune`. Weights stream
 torchrun too."""
 _TASKS = {"sft": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
 _SEQ, _SAMPLE_TOKENS = 1024, 128
-_NO_LABEL = -100
 
 Row = dict[str, Any]
 
@@ -75,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         torch.manual_seed(args.seed)
         started = time.monotonic()
         collate = prepared.collator or Padded(folder.tokenizer.pad_token_id)
-        score = mean_loss(model, prepared.train, collate, args.batch)
+        device = need_runtime(model, "evaluate").device.torch_device
+        score = mean_loss(prepared.train, collate, args.batch, partial(_measured, model), device)
         seconds = time.monotonic() - started
         answers = list(_answers(model, folder, prepared.train, args.eval_samples))
     finally:
@@ -92,21 +91,6 @@ def _check_labels(folder: ModelFolder, labels: Sequence[str]) -> None:
             f"the data have the classes {', '.join(labels)}, and the model {', '.join(map(str, known))}; "
             "give data of the model's classes"
         )
-
-
-@dataclass(frozen=True)
-class Score:
-    """A mean over all ranks."""
-
-    loss: float
-    count: int
-    """Tokens with a loss; of classes, samples."""
-    num_correct: int
-    """Of these, those whose likeliest token or class is the right one."""
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 class Padded:
@@ -127,47 +111,20 @@ class Padded:
         return {
             "input_ids": filled(ids, self._pad),
             "attention_mask": filled([[1] * len(each) for each in ids], 0),
-            "labels": filled([row["labels"] for row in rows], _NO_LABEL),
+            "labels": filled([row["labels"] for row in rows], NO_LABEL),
         }
 
 
-def mean_loss(model: Any, rows: Any, collate: Any, batch: int) -> Score:
-    """The mean of the model's loss over all of `rows`, a datasets.Dataset. Every rank must call, with the same rows.
-
-    Each rank computes its part, `batch` rows at once, longest first. All run as many forwards: where rows run out, a
-    rank repeats one, which does not count.
-    """
-    device = need_runtime(model, "evaluate").device.torch_device
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
-    total = torch.zeros(3, dtype=torch.float64, device="cpu")
-    for begin in range(0, len(order), batch * num_ranks):
-        mine = order[begin : begin + batch * num_ranks][rank::num_ranks]
-        inputs = collate([rows[index] for index in mine or order[:1]])
-        with torch.no_grad():
-            found = model(**{name: value.to(device) for name, value in inputs.items()})
-        total += _sums(model, found, inputs["labels"].to(device)) if mine else 0
-    if num_ranks > 1:
-        total = total.to(device)
-        dist.all_reduce(total)
-    loss, count, correct = total.tolist()
-    return Score(loss / count if count else math.nan, int(count), int(correct))
-
-
-def _sums(model: Any, found: Any, labels: torch.Tensor) -> torch.Tensor:
-    """(3,) of losses, what has one, and what is right."""
-    guesses = found.logits.argmax(-1)
-    if guesses.dim() == 2 and _predicts_next(model):
-        guesses, labels = guesses[:, :-1], labels[:, 1:]
-    has_loss = labels != _NO_LABEL
-    count = int(has_loss.sum())
-    loss = found.loss.double().item() * count if count else 0.0
-    correct = int((guesses[has_loss] == labels[has_loss]).sum())
-    return torch.tensor([loss, count, correct], dtype=torch.float64, device="cpu")
-
-
-def _predicts_next(model: Any) -> bool:
-    return bool(model.can_generate())
+def _measured(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, int]:
+    """The loss of a batch, what has one, and what is right."""
+    inputs = {name: value.to(need_runtime(model, "evaluate").device.torch_device) for name, value in inputs.items()}
+    with torch.no_grad():
+        found = model(**inputs)
+    labels, guesses, predicts_next = inputs["labels"], found.logits.argmax(-1), bool(model.can_generate())
+    if predicts_next:
+        labels, guesses = labels[:, 1:], guesses[:, :-1]
+    counts = labels != NO_LABEL
+    return found.loss, int(counts.sum()), int((guesses[counts] == labels[counts]).sum())
 
 
 def _answers(model: Any, folder: ModelFolder, rows: Any, num: int) -> Iterator[tuple[str, str]]:
@@ -177,7 +134,7 @@ def _answers(model: Any, folder: ModelFolder, rows: Any, num: int) -> Iterator[t
     device = need_runtime(model, "evaluate").device.torch_device
     for index in range(min(num, len(rows))):
         row = rows[index]
-        learned = next(at for at, label in enumerate(row["labels"]) if label != _NO_LABEL)
+        learned = next(at for at, label in enumerate(row["labels"]) if label != NO_LABEL)
         ids = torch.tensor([row["input_ids"][: max(learned, 1)]], dtype=torch.long, device=device)
         with torch.no_grad():
             written = model.generate(

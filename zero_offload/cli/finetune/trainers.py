@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
@@ -33,6 +34,7 @@ from zero_offload.checkpoint.format import History
 from zero_offload.cli.finetune.data import Prepared
 from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder
 from zero_offload.cli.finetune.outputs import Weights
+from zero_offload.cli.finetune.scores import has_loss, loss_of_labels, mean_loss
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.recipes.loop import Progress, Ranks, StopRequest
 from zero_offload.integrations.transformers import OffloadMixin
@@ -181,9 +183,31 @@ class FinetuneMixin(OffloadMixin):
         restore_rng(generators)
         return metrics
 
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's counts each batch's mean alike, whatever its tokens; see scores.py. Of preferences it is right."""
+        if self._job.config.method == "dpo":
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        self.model.eval()
+        rows: Any = self._job.prepared.evaluation
+        score = mean_loss(rows, self.data_collator, self._job.config.batch, self._measured, self.args.device)
+        metrics = {"eval_loss": score.loss}
+        if self._job.config.method == "classify":
+            metrics["eval_accuracy"] = score.num_correct / score.count
+        none: Any = None
+        return EvalLoopOutput(predictions=none, label_ids=None, metrics=metrics, num_samples=len(rows))
+
+    def _measured(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, int]:
+        """The loss of a batch, how many labels have one, and how many classes are right."""
+        labels, classifies = inputs["labels"], self._job.config.method == "classify"
+        loss, logits, _ = self.prediction_step(self.model, inputs, prediction_loss_only=not classifies)
+        num_correct = int((logits.argmax(-1).cpu() == labels).sum()) if classifies else 0
+        return loss, int(has_loss(labels, predicts_next=self._job.folder.task == CAUSAL).sum()), num_correct
+
     def _still_needed(self) -> list[int]:
         """The step of the weights that a resume from the newest generation would look for."""
         owner = need_runtime(self.model, "finetune")
+        with owner.together("finetune"):
+            owner.drain()  # a generation that is being written would become the newest while the export runs
         if owner.keeper is None or not self._job.ranks.is_first:
             return []
         with RunDirectory.look(owner.config.nvme_dirs[0]) as home:
@@ -331,11 +355,5 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         made = kind(args=DPOConfig(**args, **data.trainer_settings), ref_model=base or nn.Module(), **given)
         made.ref_model = reference  # TRL has given the base another forward, as in the model that is trained
         return made
-    given["data_collator"] = data.collator
-    if config.method == "classify":
-        given["compute_metrics"] = _accuracy
+    given |= {"data_collator": data.collator, "compute_loss_func": loss_of_labels}
     return FinetuneTrainer(args=TrainingArguments(**args), **given)
-
-
-def _accuracy(found: Any) -> dict[str, float]:
-    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}

@@ -1,0 +1,66 @@
+"""Losses of `zero-offload finetune`: each label counts once, in training and in evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.helpers.tools as tools  # before transformers  # isort: skip
+from tests.helpers import folders
+from zero_offload.cli.main import main
+
+pytestmark = pytest.mark.tools
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def run(command: str, *words: object) -> None:
+    tools.reset_accelerate()
+    assert main([command, *map(str, words), "--precision", "fp32"]) == 0
+
+
+def finetune(model: Path, data: Path, out: Path, *flags: object) -> list[dict[str, Any]]:
+    run("finetune", model, "--data", data, "--out", out, "--seq", 64, "--commit-every", 1, *flags)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def labelled(path: Path, num: int) -> Path:
+    texts = [text for _, text in folders.descriptions()[:num]]
+    return folders.write_rows(path, [{"text": text, "label": f"{len(text) % 3}"} for text in texts])
+
+
+@pytest.mark.parametrize("method", ["mlm", "classify"])
+def test_micro_batches_of_encoders_do_not_add_up(tmp_path: Path, method: str) -> None:
+    model, data = folders.write_folder(tmp_path / "bert", "bert", **NO_DROPOUT), labelled(tmp_path / "rows.jsonl", 16)
+    flags = ["--method", method, "--steps", 2, "--warmup", 0, "--clip", 1e9]
+    whole = finetune(model, data, tmp_path / "whole", *flags, "--batch", 8, "--accumulate", 1)
+    parts = finetune(model, data, tmp_path / "parts", *flags, "--batch", 2, "--accumulate", 4)
+    if method == "classify":
+        for name in ("loss", "grad_norm"):
+            assert [row[name] for row in parts] == pytest.approx([row[name] for row in whole], rel=1e-4)
+    else:  # other words are masked
+        assert [row["loss"] for row in parts] == pytest.approx([math.log(folders.VOCAB)] * 2, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "mlm", "classify"])
+def test_evaluate_says_what_the_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    method = {"mlm": "mlm", "classify": "classify"}.get(kind, "sft")
+    is_chat = method == "sft"
+    model = folders.write_folder(tmp_path / "model", "llama" if is_chat else "bert")
+    write = folders.write_instructions if is_chat else labelled
+    data, held_out = write(tmp_path / "rows.jsonl", 16), write(tmp_path / "held_out.jsonl", 7)
+    flags = ["--method", method, "--steps", 3, "--batch", 2, "--eval-data", held_out, "--eval-every", 3, "--lr", 1e-3]
+    rows = finetune(model, data, tmp_path / "out", *flags, *(["--lora", 4] if kind == "lora" else []))
+    capsys.readouterr()
+    method_flags = ["--method", method, "--seq", 64, "--batch", 2]
+    run("evaluate", tmp_path / "out", "--data", held_out, *method_flags, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(rows[-1]["val_loss"], rel=1e-5)
+    if kind == "classify":
+        assert found["accuracy"] == rows[-1]["val_accuracy"]
+    else:
+        assert found["perplexity"] == pytest.approx(rows[-1]["perplexity"], rel=1e-5)
