@@ -64,3 +64,15 @@ def test_evaluate_says_what_the_run_says(tmp_path: Path, capsys: pytest.CaptureF
         assert found["accuracy"] == rows[-1]["val_accuracy"]
     else:
         assert found["perplexity"] == pytest.approx(rows[-1]["perplexity"], rel=1e-5)
+
+
+def test_a_resume_masks_the_same_words(tmp_path: Path) -> None:
+    """Over the end of an epoch, and from within one; so small a rate keeps the losses apart from the schedule."""
+    model, data = folders.write_folder(tmp_path / "bert", "bert"), labelled(tmp_path / "rows.jsonl", 20)
+    flags = ["--method", "mlm", "--batch", 2, "--accumulate", 2, "--lr", 1e-12]
+    whole = finetune(model, data, tmp_path / "whole", *flags, "--steps", 8)
+    for steps in (2, 5, 8):
+        rows = finetune(model, data, tmp_path / "out", *flags, "--steps", steps)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-6)
+    epochs = [[row["loss"] for row in whole[begin : begin + 5]] for begin in (0, 5)]
+    assert not {*epochs[0]} & {*epochs[1]}

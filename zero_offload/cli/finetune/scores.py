@@ -66,7 +66,7 @@ def has_loss(labels: torch.Tensor, *, predicts_next: bool) -> torch.Tensor:
     return (labels[:, 1:] if predicts_next else labels) != NO_LABEL
 
 
-def loss_of_labels(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def loss_of_labels(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
     """The loss of encoders, for Trainer: the mean over all labels of an optimizer step, or of a batch without one.
 
     Trainer takes it that models divide by `num_items_in_batch`. Most encoders in transformers ignore it and return the
@@ -75,4 +75,4 @@ def loss_of_labels(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
     logits = outputs["logits"].float()
     total = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="sum", ignore_index=NO_LABEL)
     count = (labels != NO_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+    return total / count.clamp(min=1)

@@ -7,9 +7,10 @@ is in Trainer's history, which is part of the generation: which one was best, an
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ class FinetuneMixin(OffloadMixin):
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
         self.model.eval()
         rows: Any = self._job.prepared.evaluation
-        score = mean_loss(rows, self.data_collator, self._job.config.batch, self._measured, self.args.device)
+        collate = self._job.prepared.collator or self.data_collator
+        score = mean_loss(rows, collate, self._job.config.batch, self._measured, self.args.device)
         metrics = {"eval_loss": score.loss}
         if self._job.config.method == "classify":
             metrics["eval_accuracy"] = score.num_correct / score.count
@@ -285,6 +287,21 @@ class FinetuneTrainer(FinetuneMixin, Trainer):
     """Of encoders: masked words, or classes."""
 
 
+class FinetuneMasked(FinetuneTrainer):
+    """Which words of a batch are masked follows from its rows and the epoch.
+
+    Drawn from torch's generators they would change with a resume: a batch is made before the step before it commits.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(data_collator=self._masked, **kwargs)
+
+    def _masked(self, rows: list[Any]) -> Any:
+        drawn_by = self._job.config.seed, int(self.state.epoch or 0), [row["input_ids"] for row in rows]
+        seed = int.from_bytes(hashlib.blake2b(repr(drawn_by).encode(), digest_size=7).digest())
+        return replace(self._job.prepared.collator, seed=seed)(rows)
+
+
 class FinetuneSFT(FinetuneMixin, SFTTrainer):
     pass
 
@@ -355,5 +372,5 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         made = kind(args=DPOConfig(**args, **data.trainer_settings), ref_model=base or nn.Module(), **given)
         made.ref_model = reference  # TRL has given the base another forward, as in the model that is trained
         return made
-    given |= {"data_collator": data.collator, "compute_loss_func": loss_of_labels}
-    return FinetuneTrainer(args=TrainingArguments(**args), **given)
+    given |= {"args": TrainingArguments(**args), "compute_loss_func": loss_of_labels}
+    return FinetuneMasked(**given) if config.method == "mlm" else FinetuneTrainer(data_collator=data.collator, **given)
