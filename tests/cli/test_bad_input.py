@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +17,10 @@ from typing import NamedTuple
 import pytest
 
 import zero_offload.cli.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
-from zero_offload.base.errors import StorageError
+from zero_offload.base.errors import ConfigError, StorageError
 from zero_offload.checkpoint.metrics import Metrics
 from zero_offload.cli.main import main
+from zero_offload.cli.report import command as report
 from zero_offload.storage.files.directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_endings")
@@ -282,3 +285,17 @@ def test_commands_that_look_at_a_run_refuse_what_is_none(tmp_path: Path, capsys:
         assert done.code == 2 and _is_one_message(done.err)
         assert str(tmp_path) in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_warning_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(path: Path) -> None:
+        warnings.warn(f"{path} looks odd", stacklevel=1)
+        raise ConfigError("nothing is there")
+
+    def show(message: Warning | str, category: type[Warning], file: str, line: int, *_: object) -> None:
+        sys.stderr.write(warnings.formatwarning(message, category, file, line))
+
+    monkeypatch.setattr(report, "read_run", look)
+    monkeypatch.setattr(warnings, "showwarning", show)  # as without pytest, which collects them
+    assert _run(capsys, "report", "here") == (2, "", "warning: here looks odd\nerror: nothing is there\n")
+    assert warnings.formatwarning("x", UserWarning, "file.py", 3).startswith("file.py:3")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -425,16 +426,19 @@ def test_each_moment_of_the_end_leaves_a_whole_model_or_none(place: Place, tmp_p
 def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     rows = run(place, out, "--lora", RANK, steps=2)
+    tokens = {each.name: each.read_bytes() for each in (out / "tokens").iterdir()}
     for flags, changes, words in (
         (["--lora", 8], {}, "holds a run with lora=4, this one has lora=8"),
         ([], {}, "holds a run with lora=4, this one has lora=0"),
         (["--lora", RANK], {"data": place.held_out}, "holds a run with data="),
         (["--lora", RANK, "--seq", 64], {}, "holds a run with seq=96, this one has seq=64"),
+        (["--lora", RANK], {"data": tmp_path / "chta.jsonl"}, "holds a run with data="),
         (["--lora", RANK], {"steps": 1}, "is at step 2 already, beyond --steps 1"),
     ):
         run(place, out, *flags, code=2, **{"steps": 2, **changes})
         assert words in capsys.readouterr().err
     assert rows_of(out) == rows
+    assert {each.name: each.read_bytes() for each in (out / "tokens").iterdir()} == tokens
     then = run(place, out, "--lora", RANK, "--lr", "1e-4", steps=3)
     assert then[:2] == rows
     assert then[2]["lr"] == pytest.approx(1e-4 * 0.25)  # of a cosine over three steps
@@ -442,6 +446,44 @@ def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: 
     run(place, out, "--seq", 64, "--discard", steps=2)
     assert (out / "model.safetensors").is_file()
     assert not (out / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "run.toml"])
+def test_files_that_no_run_has_written_stay(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    assert main(words(place, tmp_path)) == 2
+    assert f"holds no run, and {name}, which a run writes; give another --out" in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir() if each.is_file()} - {"lock"} == {name}
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_other_ways_to_train_on_the_same_data_do_not_meet() -> None:
+    def out(**settings: object) -> str:
+        return str(FinetuneConfig.from_tables({"model": "m/Qwen3", "data": ["d/chat.jsonl"], **settings}, {}).out)
+
+    assert out() == out(method="sft") == out(method="auto") == "runs/Qwen3-chat"
+    assert out(lora=16) == "runs/Qwen3-chat-lora16"
+    assert out(method="mlm") == "runs/Qwen3-chat-mlm"
+    assert out(method="classify", lora=8) == "runs/Qwen3-chat-classify-lora8"
+    with pytest.raises(zo.ConfigError, match="lora='16' is not a whole number"):
+        out(lora="16")
+
+
+def test_the_length_and_the_rate_are_said_first(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--eval-data", place.held_out, "--epochs", 2, "--warmup", 3, "--dry-run")
+    assert main(words(place, tmp_path / "out", *flags, steps=0)) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"^sft: (\d+) steps, 2 epochs of (\d+) sequences; evaluated every (\d+)$", said, re.M)
+    assert found is not None
+    steps, rows, every = map(int, found.groups())
+    assert steps == 2 * math.ceil(rows / 4) and every == max(1, steps // 10)
+    assert "\nlearning rate 0.001 at step 4, then down to 0 by a cosine\n" in said
+    lr = column(run(place, tmp_path / "out", "--warmup", 3), "lr")
+    assert lr.index(max(lr)) + 1 == 4 and max(lr) == 0.001
 
 
 def test_settings_come_back_from_the_file_of_the_run(place: Place, tmp_path: Path) -> None:

@@ -224,7 +224,9 @@ def test_every_template_that_trl_knows(path: Path) -> None:
     special = sorted(set(re.findall(r"<[|｜]\S+?[|｜]>|</?\w*think>|<\w+_of_turn>|<turn\|>|<\|turn>", template)))
     tokenizer.add_special_tokens({"additional_special_tokens": special, "bos_token": "<s>"})
     if path.stem.removesuffix("_training") in ("idefics3", "llava_next", "smolvlm"):
-        with pytest.raises(zo.ConfigError, match="the chat template cannot be used"):
+        with pytest.raises(
+            zo.ConfigError, match="the chat template of .* cannot be used: .*; copy chat_template.jinja"
+        ):
             ChatTemplate(tokenizer)
         return
     found = ChatTemplate(tokenizer).samples(talk("Q1", "one", "Q2", "two"))
@@ -766,7 +768,7 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, folder: ModelFolder) -> N
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not JSON: .*, at character 11; mend the line"),
         ("a.jsonl", "[1]\n", "a.jsonl, line 1: an array, not an object"),
         ("a.jsonl", '[\n{"text": "x"}]', "a.jsonl, line 1: not JSON: .* a file of one array has the ending .json"),
         ("a.json", '[{"prompt": "q", "completion": "a", "label": false}]', "completions with a label each"),
@@ -797,6 +799,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, folder: ModelFolder, name: st
         ({"split": 1.5}, "split=1.5"),
         ({"data": []}, "there are no data"),
         ({"data": ["none.jsonl"]}, "none.jsonl does not exist"),
+        ({"data": [f"{Path(__file__).parent}/test_finetune_dta.jsonl"]}, r"; did you mean /.*/test_finetune_data.py\?"),
         ({"data": ["/proc/1/mem.jsonl"]}, "mem.jsonl does not exist"),
         ({"data": ["someone/chats"]}, "someone/chats is no file or folder here, and the hub .* cannot be reached"),
         ({"seq": 8}, "no row of .* has a token to train on: all 4 are left out"),

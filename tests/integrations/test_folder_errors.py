@@ -180,16 +180,27 @@ def test_a_head_that_no_file_has_is_trained_whole(architecture: str, tmp_path: P
     assert any("cls." in name for name in trained if "lora_" not in name) == (architecture == "BertModel")
 
 
+def test_an_empty_chat_template_is_none(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "folder")
+    (tmp_path / "folder" / "chat_template.jinja").write_text("\n")
+    with pytest.raises(zo.ConfigError, match="has no chat template.* Copy chat_template.jinja"):
+        check_chat_template(open_folder(tmp_path / "folder"))
+
+
 def test_places_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "Qwen3-0.6B", "runs/chat-lora16"):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "models--a--b" / "snapshots" / "12ab").mkdir(parents=True)
     for given, says in {
-        "Qwen/Qwen3-8B": "Qwen/Qwen3-8B does not exist.* hf download Qwen/Qwen3-8B --local-dir ./Qwen3-8B",
-        "gpt2": "hf download gpt2 --local-dir ./gpt2",
-        "./Qwen3-8B": "Qwen3-8B does not exist; give a folder with config.json",
+        "Qwen/Qwen3-8B": "Qwen/Qwen3-8B does not exist here.* hf download Qwen/Qwen3-8B --local-dir ./Qwen3-8B",
+        "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B does not exist here. Give ./Qwen3-0.6B",
+        "gpt2": "gpt2 does not exist; give a folder with config.json",
+        "./Qwen3-06B": r"Qwen3-06B does not exist; did you mean ./Qwen3-0.6B\?",
+        "runs/chat-lora6": r"runs/chat-lora6 does not exist; did you mean runs/chat-lora16\?",
+        "runs/other": "runs/other does not exist; give a folder",
         "/nowhere/Qwen3-8B": "/nowhere/Qwen3-8B does not exist; give a folder",
         "config.json": "config.json is a file; give the folder",
         "weights.gguf": "a GGUF file",
@@ -205,7 +216,7 @@ def test_an_encoder_writes_no_text(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(zo.ConfigError, match=r"a 'bert' encoder \(BertForMaskedLM\).*--method mlm"):
         open_folder(bert)
     assert open_folder(bert, "masked").task == "masked"
-    with pytest.raises(zo.ConfigError, match="no masked model of 'llama'"):
+    with pytest.raises(zo.ConfigError, match="no masked model of 'llama'.* sft or dpo"):
         open_folder(llama, "masked")
 
 

@@ -64,9 +64,11 @@ def _what_lines(plan: FolderPlan) -> Iterator[str]:
 
 
 def _step_text(job: FolderJob) -> str:
-    pairs = "pairs of samples" if job.method == "dpo" else "sequences" if job.is_packed else "samples"
+    one, many = ("pair of samples", "pairs of samples") if job.method == "dpo" else ("sample", "samples")
+    if job.is_packed:
+        one, many = "sequence", "sequences"
     length = f"of {job.seq:,} tokens" if job.is_packed else f"of {format_number(job.mean_length)} tokens on average"
-    text = f"{job.batch} {pairs} {length}"
+    text = f"{job.batch} {one if job.batch == 1 else many} {length}"
     if job.accumulate > 1:
         text += f", {job.accumulate} times"
     if job.ranks > 1:

@@ -10,7 +10,9 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
@@ -33,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal has every letter
     try:
-        code: int = args.run(args)
+        with _plain_warnings():
+            code: int = args.run(args)
         sys.stdout.flush()
     except ZeroOffloadError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,6 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename}: {error.strerror}; check its permissions, or name another", file=sys.stderr)
         return StorageError.exit_code
     return code
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A warning is one line: which line of which file led to it is of no use to who typed a command."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def build_parser() -> argparse.ArgumentParser:

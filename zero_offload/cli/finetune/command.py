@@ -33,6 +33,7 @@ with _ for -) and [offload] (the fields of OffloadConfig); OUT/run.toml has all 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "finetune",
+        usage="%(prog)s MODEL --data FILE [FILE ...] [flags]",
         help="fine-tune a Hugging Face folder, whole or by LoRA",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,7 +90,11 @@ def _add_flags(group: argparse._ArgumentGroup) -> None:
     add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
     add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
     add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
-    add("--out", "run directory, which gets the model (default: runs/NAME_OF_MODEL-NAME_OF_DATA)", metavar="OUT")
+    add(
+        "--out",
+        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK)",
+        metavar="OUT",
+    )
     add("--steps", "optimizer steps (default: as many as --epochs has)", type=int)
     add("--epochs", "passes over the data", type=float)
     add("--batch", "sequences per micro-batch and rank", type=int)

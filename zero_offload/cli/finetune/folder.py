@@ -24,6 +24,7 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
+from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
 from zero_offload.integrations.peft import adapter_file_names
 from zero_offload.integrations.pretrained import AdapterFile, FileNames, Joined, load_weights, state_names
@@ -35,7 +36,7 @@ CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
 CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
 _GENERATION_NAME = "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,20 @@ def _check_is_folder(path: Path, given: str) -> None:
             f"{path} is a file; give the folder with {CONFIG_NAME} and *.safetensors, here perhaps {path.parent}"
         )
     how = f"{given} does not exist"
-    if _HUB_NAME.fullmatch(given):
-        name = given.split("/")[-1]
-        raise ConfigError(
-            f"{how}. If {given} is a name on huggingface.co, download it first: "
-            f"hf download {given} --local-dir ./{name}; then give ./{name}"
-        )
+    beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    if hint := did_you_mean(path.name, beside, f"{given.removesuffix(path.name)}"):
+        raise ConfigError(f"{how}; {hint.strip()}")
+    if _HUB_NAME.fullmatch(given) and not path.parent.exists():
+        raise ConfigError(f"{how} here. {_of_hub(given)}")
     raise ConfigError(f"{how}; give a folder with {CONFIG_NAME} and *.safetensors")
+
+
+def _of_hub(name: str) -> str:
+    """How a model of the hub becomes a folder here."""
+    here = Path(name.split("/")[-1])
+    if here.is_dir():
+        return f"Give ./{here}, if that is where it was downloaded to"
+    return f"Download the model from huggingface.co: hf download {name} --local-dir ./{here}; then give ./{here}"
 
 
 def _gguf(path: Path) -> ConfigError:
@@ -301,7 +309,8 @@ def _check_task(folder: Path, config: Any, task: str) -> None:
             "Give a causal model, or train the encoder: --method mlm on text, --method classify on labelled text"
         )
     if type(config) not in known:
-        raise ConfigError(f"transformers has no {task} model of {kind!r}, which {folder} is; give another folder")
+        hint = "give another folder" if type(config) not in _mapping(CAUSAL) else "a causal model takes sft or dpo"
+        raise ConfigError(f"transformers has no {task} model of {kind!r}, which {folder} is; {hint}")
 
 
 def _mapping(task: str) -> Any:
@@ -347,6 +356,8 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
             f"the tokenizer in {found[0]} has {len(tokenizer):,} tokens, and the model's embedding {num_rows:,} rows; "
             "use the model's own tokenizer, or resize the embedding first (resize_token_embeddings)"
         )
+    if isinstance(template := tokenizer.chat_template, str) and not template.strip():
+        tokenizer.chat_template = None  # an empty file
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

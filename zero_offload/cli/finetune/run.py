@@ -27,8 +27,8 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError,
 from zero_offload.base.types import KIB, Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import build_model, open_folder, quiet_libraries
-from zero_offload.cli.finetune.outputs import BEST, MERGED, is_published, model_card, reading
+from zero_offload.cli.finetune.folder import ModelFolder, build_model, open_folder, quiet_libraries
+from zero_offload.cli.finetune.outputs import BEST, CARD, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
 from zero_offload.cli.folder_plan import FolderJob, plan_job
@@ -42,6 +42,7 @@ from zero_offload.storage.files.directory import RunDirectory
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
 _MAY_CHANGE = ("epochs", "patience", "samples", "merge", "recompute")
 """What a run may go on with, beside what every run may."""
+_TOLD_BY_DATA = ("method", "text")
 _HOW_FAR = ("steps", "epochs", "patience")
 
 
@@ -76,7 +77,10 @@ def finetune(
         progress, run_dir = Progress(stream, 0), RunDir(config.out)
         with run_dir.held() if ranks.is_first and not dry_run else nullcontext() as place:
             ranks.wait()  # the first one has made the directory
-            job = _read(config, ranks, None if dry_run else config.out / TOKENS)
+            config, folder = _open(config)
+            if existing is not Existing.DISCARD:
+                _refuse_another(config, run_dir)
+            job = _read(config, folder, ranks, None if dry_run else config.out / TOKENS)
             progress.note(job.prepared.note)
             existing = _look(job, run_dir, existing)
             ranks.wait()  # every rank has looked before the first one writes
@@ -100,13 +104,40 @@ def finetune(
             return _train(job, offload, outputs, place, progress, Progress(stream, job.num_steps))
 
 
-def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
-    """The folder and the data; `tokens` is where the data's tokens are kept for the next start."""
+def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
     folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
-    is_adapter = config.lora > 0 or folder.adapter is not None
-    config = config.with_length(folder.num_positions)
-    if config.merge and not is_adapter:
+    if config.merge and not _is_adapter(config, folder):
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
+    return config.with_length(folder.num_positions), folder
+
+
+def _is_adapter(config: FinetuneConfig, folder: ModelFolder) -> bool:
+    return config.lora > 0 or folder.adapter is not None
+
+
+def _refuse_another(config: FinetuneConfig, run_dir: RunDir) -> None:
+    """Raise ConfigError for an OUT that this run may not write to, as far as the data need not be read for it.
+
+    Tokens of other data would replace those of the run that is there.
+    """
+    try:
+        if find_existing(run_dir, config.arguments(), (*_MAY_CHANGE, *_TOLD_BY_DATA)) is Existing.RESUME:
+            return
+    except IntegrityError:
+        return  # states are missing: `_look` knows whether the run is finished, and needs none
+    if is_published(run_dir.path):
+        raise ConfigError(
+            f"{run_dir.path} holds a model, and no run that could go on; give another --out, or --discard to replace it"
+        )
+    if names := [name for name in (CARD, SETTINGS_FILE) if (run_dir.path / name).exists()]:
+        raise ConfigError(
+            f"{run_dir.path} holds no run, and {' and '.join(names)}, which a run writes; give another --out, or "
+            "--discard to replace what is there"
+        )
+
+
+def _read(config: FinetuneConfig, folder: ModelFolder, ranks: Ranks, tokens: Path | None) -> Job:
+    """The data; `tokens` is where their tokens are kept for the next start."""
     prepared = prepare(
         config.data,
         folder,
@@ -120,7 +151,8 @@ def _read(config: FinetuneConfig, ranks: Ranks, tokens: Path | None) -> Job:
     )
     if prepared.labels:
         folder = open_folder(config.model, folder.task, prepared.labels)
-    return Job(config.with_method(prepared.method, is_adapter=is_adapter), folder, prepared, ranks)
+    config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
+    return Job(config, folder, prepared, ranks)
 
 
 def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
@@ -132,11 +164,6 @@ def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
             if not _is_finished(job, _outputs(run_dir)):
                 raise
             existing = Existing.RESUME  # `clean` has deleted what a run would go on from
-        if existing is not Existing.RESUME and is_published(run_dir.path):
-            raise ConfigError(
-                f"{run_dir.path} holds a model, and no run that could go on; give another --out, or --discard to "
-                "replace it"
-            )
     if job.config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
         raise ConfigError(f"--generation {job.config.offload.generation} goes on from an earlier run, but {why}")
@@ -165,10 +192,21 @@ def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadC
             FolderJob.of(config, job.folder, job.prepared, job.ranks.size), config.out, tries=progress is not None
         )
         if progress is not None:
-            progress.note(as_text(plan))
+            progress.note(f"{_schedule_text(job)}\n{as_text(plan)}")
         found = as_json(plan), plan.offload if plan.fits else config.offload
     planned: tuple[dict[str, Any], OffloadConfig] = job.ranks.of_first(found)
     return planned
+
+
+def _schedule_text(job: Job) -> str:
+    """How long the run is, and at which rate it learns."""
+    config, steps, rows = job.config, job.num_steps, len(job.prepared.train)
+    epochs = f"{steps / config.steps_per_epoch(rows, job.ranks.size):.3g}"
+    many = "sequences" if "seq_lengths" in job.prepared.train.column_names else "samples"
+    length = f"{steps:,} step{'s'[: steps != 1]}, {epochs} epoch{'s'[: epochs != '1']} of {rows:,} {many}"
+    evaluated = f"; evaluated every {job.eval_every:,}" if job.prepared.evaluation is not None else ""
+    rate = f"learning rate {config.lr:g} at step {config.warmup_steps(steps) + 1:,}, then down to 0 by a cosine"
+    return f"{config.method}: {length}{evaluated}\n{rate}"
 
 
 def _train(

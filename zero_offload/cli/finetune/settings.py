@@ -31,6 +31,8 @@ TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
 """By method, what the model does."""
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classify": (2e-5, 5e-4)}
 """By method, the learning rate of all parameters and of adapters."""
+_ASKED = ("mlm", "classify")
+"""Methods that no data tell: without `method` the same data are trained by another one."""
 _SEQ = 1024
 _HOW_IT_STARTS = ("existing", "generation")
 RECOMPUTE = ("block", "none")
@@ -132,9 +134,15 @@ class FinetuneConfig:
 
     def num_steps(self, num_rows: int, num_ranks: int) -> int:
         """Optimizer steps of the whole run on so many ranks."""
+        return self.steps or max(1, math.ceil(self.epochs * self.steps_per_epoch(num_rows, num_ranks)))
+
+    def steps_per_epoch(self, num_rows: int, num_ranks: int) -> int:
         num_batches = math.ceil(num_rows / (self.batch * num_ranks))
-        per_epoch = max(1, math.ceil(num_batches / self.accumulate))
-        return self.steps or max(1, math.ceil(self.epochs * per_epoch))
+        return max(1, math.ceil(num_batches / self.accumulate))
+
+    def warmup_steps(self, num_steps: int) -> int:
+        """Steps until the peak, as Trainer counts them."""
+        return int(self.warmup) if self.warmup >= 1 else math.ceil(num_steps * self.warmup)
 
     def adapters(self) -> Lora | None:
         if not self.lora:
@@ -165,10 +173,14 @@ class FinetuneConfig:
 
 
 def _default_out(settings: Mapping[str, Any]) -> Path:
-    """Where a run goes unless told: runs of other models or on other data do not meet."""
+    """Where a run goes unless told: runs of other models, on other data, or by LoRA of another rank do not meet."""
     model, data = settings.get("model", Path("model")), settings.get("data", ())
-    of = Path(data[0]).absolute().stem if data else "data"
-    return RUNS / f"{model.absolute().name}-{of}"
+    names = [model.absolute().name, Path(data[0]).absolute().stem if data else "data"]
+    if (method := settings.get("method")) in _ASKED:
+        names.append(method)
+    if is_count(rank := settings.get("lora", 0), least=1):
+        names.append(f"lora{rank}")
+    return RUNS / "-".join(names)
 
 
 def default_offload() -> OffloadConfig:

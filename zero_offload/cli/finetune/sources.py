@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.base.problems import did_you_mean
 from zero_offload.cli.finetune.rows import Form, form_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -87,7 +88,10 @@ def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
                 raise ConfigError(f"{path} has none of the endings {', '.join(SUFFIXES)}; convert it to one of them")
             found.append(Source(str(path), path))
         elif path.suffix in SUFFIXES or not _HUB_NAME.fullmatch(word):
-            raise ConfigError(f"{path} does not exist; give a file ({', '.join(SUFFIXES)}) or a folder of such files")
+            beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+            hint = did_you_mean(path.name, beside, word.removesuffix(path.name)).strip()
+            what = f"give a file ({', '.join(SUFFIXES)}) or a folder of such files"
+            raise ConfigError(f"{path} does not exist; {hint or what}")
         else:
             found.append(Source(word, None))
     return found, left
@@ -168,8 +172,10 @@ def _object_of(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        hint = "; a file of one array has the ending .json" if line.strip() in (b"[", b"{") else ""
-        raise ConfigError(f"{place}: not JSON: {error}{hint}") from error
+        is_part = line.strip() in (b"[", b"{")
+        hint = "a file of one array has the ending .json" if is_part else "mend the line, or delete it"
+        why = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise ConfigError(f"{place}: not JSON: {why}; {hint}") from error
     if not isinstance(row, dict):
         raise ConfigError(f'{place}: {_kind(row)}, not an object such as {{"messages": [...]}}')
     return row

@@ -66,7 +66,10 @@ class ChatTemplate:
         try:
             self._probe()
         except BadRow as error:
-            raise ConfigError(f"the chat template cannot be used: {error}") from error
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path} cannot be used: {error}; "
+                "copy chat_template.jinja of the model's instruct version there"
+            ) from error
 
     def _probe(self) -> None:
         prompt, text = self._render([_QUESTION], is_prompt=True), self._render([_QUESTION, _ANSWER])
