@@ -8,18 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
-from zero_offload.base.spans import Cause
-from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.run_dir import METRICS_FILE, PAGE_FILE, PICTURE_FILE, RUN_FILE
 from zero_offload.cli.recipes.run_dir import Run, read_run
 from zero_offload.cli.report.page import write_page
 from zero_offload.cli.report.picture import write_picture
-from zero_offload.cli.report.summary import WAITS, require_rows, summarize
+from zero_offload.cli.report.summary import IN_TABLES, require_rows, summarize, tables
 from zero_offload.cli.report.watch import PORT, watch
 from zero_offload.plan.wear import TBW_USUAL
 
@@ -58,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     summary = summarize(found)
     pages, failure = _write(found, args.tbw, lambda text: print(f"note: {text}", file=sys.stderr))
-    _print(args, summary | pages, found.description["identity"].get("ranks", 1))
+    if args.json:
+        print(json.dumps(summary | pages))
+    else:
+        _print(found, summary, pages)
     if failure is not None:
         raise failure
     return 0
@@ -104,47 +105,14 @@ def _write(
     return pages, failure
 
 
-def _print(args: argparse.Namespace, summary: Mapping[str, Any], num_ranks: int) -> None:
-    if args.json:
-        print(json.dumps(summary))
-        return
-    tables = ("step_time_s", "bytes_per_step", "memory", "traced_steps", "update_overlap")
-    figures = {name: value for name, value in summary.items() if name not in tables}
+def _print(run: Run, summary: Mapping[str, Any], pages: Mapping[str, str | None]) -> None:
+    figures = {name: value for name, value in {**summary, **pages}.items() if name not in IN_TABLES}
     width = max(map(len, figures))
     for name, value in figures.items():
         print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
-    for line in _tables(summary, " of rank 0" if num_ranks > 1 else ""):
-        print(line)
-
-
-def _tables(summary: Mapping[str, Any], of_rank: str) -> Iterator[str]:
-    """`of_rank` stands behind the titles of bytes and memory."""
-    if times := summary["step_time_s"]:
-        yield from ("", f"{'where the step went':<34}{'s per step':>12}{'share':>8}")
-        yield _time_line("forward, backward and the rest", times["compute"], times["step"])
-        yield from (_time_line(WAITS[cause], times[cause], times["step"]) for cause in Cause if times[cause])
-        yield _time_line("step", times["step"], times["step"])
-        if summary["update_overlap"] is not None:
-            yield f"{summary['update_overlap']:.1%} of the update was hidden"
-    if traced := summary["traced_steps"]:
-        yield from ("", f"{'steps {first} to {last}, traced'.format(**traced):<34}{'s per step':>12}{'share':>8}")
-        for name in ("forward", "backward", "waited", "other", "step"):
-            yield _time_line(name, traced[f"{name}_s"], traced["step_s"])
-        for name, words in (("update", "the update's time,"), ("transfer", "the time of transfers,")):
-            seconds, overlap = traced[f"{name}_s"], traced[f"{name}_overlap"]
-            yield f"of {words} {seconds:.4g} s per step, {overlap:.1%} lay beside compute"
-    yield from ("", f"{'bytes per step' + of_rank:<34}{'read':>12}{'written':>12}")
-    for tier, moved in summary["bytes_per_step"].items():
-        if any(moved.values()):
-            yield f"{tier:<34}{format_bytes(moved['read']):>12}{format_bytes(moved['written']):>12}"
-    yield from ("", f"{'memory' + of_rank:<34}{'planned':>12}{'at most':>12}{'ratio':>10}")
-    for place, each in summary["memory"].items():
-        planned, measured = each["planned_bytes"], each["measured_bytes"]
-        if planned or measured:
-            ratio = f"{measured / planned:.2f}" if planned else "-"
-            yield f"{place:<34}{format_bytes(planned):>12}{format_bytes(measured):>12} {ratio:>9}"
-    yield "(process: its resident set, activations included, against what it was before the model and the plan)"
-
-
-def _time_line(words: str, seconds: float, whole: float) -> str:
-    return f"{words:<34}{seconds:>12.4g}{seconds / whole:>8.1%}"
+    for table in tables(run, summary):
+        print()
+        for label, *cells in ((table.title, *table.head), *table.rows):
+            print(f"{label:<34}" + "".join(f"{cell:>12}" for cell in cells))
+        for note in table.notes:
+            print(note)

@@ -572,6 +572,7 @@
     for (const row of rows) {
       const line = make("tr");
       for (const cell of row) line.append(make("td", "", cell));
+      if (row.length === 1) line.firstChild.colSpan = 9;
       body.append(line);
     }
     scroll.append(body);

@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.metrics import NUM_STEPS, Row
 from zero_offload.checkpoint.run_dir import PAGE_FILE, RunDir
+from zero_offload.cli.human import format_duration, format_written
 from zero_offload.cli.recipes.run_dir import Run
 from zero_offload.cli.report.summary import (
     WAITS,
     host_tiers,
     of_last_start,
     summarize,
+    tables,
     title_of,
     whole_s,
 )
@@ -333,11 +336,14 @@ def _is_figure(name: str, value: object) -> bool:
 # Drives
 
 
+@dataclass(frozen=True)
 class _Wear:
     """What rank 0 has written to its drives: as far as the rows tell, and at the rate of the last start."""
 
-    def __init__(self, total: float, per_day: float, num_drives: int, tbw: float) -> None:
-        self.total, self.per_day, self.num_drives, self.tbw = total, per_day, num_drives, tbw
+    total: float
+    per_day: float
+    num_drives: int
+    tbw: float
 
     @classmethod
     def of(cls, run: Run, tbw: float) -> _Wear | None:
@@ -356,23 +362,14 @@ class _Wear:
         """In words, for one drive of those that are striped over."""
         each = " on each of them" if self.num_drives > 1 else ""
         per_day = self.per_day / self.num_drives
-        life = ""
-        if per_day:
-            days = self.tbw * TB / per_day
-            life = f"; {self.tbw:g} TBW{each} last " + (
-                f"{days:,.0f} days" if days < 730 else f"{days / 365:,.0f} years"
-            )
+        life = f"; {self.tbw:g} TBW{each} last {format_duration(self.tbw * TB / per_day * _DAY_S)}" if per_day else ""
         over = f" over {self.num_drives} directories" if self.num_drives > 1 else ""
-        return f"{_tb(self.total)} written{over}, {_tb(self.per_day)} per day at this rate{life}"
+        return f"{format_written(self.total)} written{over}, {format_written(self.per_day)} per day at this rate{life}"
 
 
 def _written(row: Row) -> float:
     """The row's bytes are those of its last step."""
     return float(row["written_bytes"].get(Tier.NVME.value, 0)) * int(row.get(NUM_STEPS, 1))
-
-
-def _tb(nbytes: float) -> str:
-    return f"{nbytes / TB:.3g} TB" if nbytes >= TB / 100 else f"{nbytes / 1e9:.3g} GB"
 
 
 def _wear_panel(wear: _Wear | None, rows: Sequence[Row]) -> Panel | None:
@@ -489,7 +486,7 @@ def _headline(run: Run, summary: Mapping[str, Any], wear: _Wear | None) -> Itera
     state = state_of(run)
     words = state
     if state == "running" and planned is not None and planned > step:
-        words = f"{words}, {_duration((planned - step) * summary['step_s'])} left"
+        words = f"{words}, {format_duration((planned - step) * summary['step_s'])} left"
     yield "step", f"{step:,}", (f"of {planned:,}, " if planned is not None else "") + words
     if summary["loss"] is not None:
         yield "training loss", f"{summary['loss']:.4g}", _range_of(run.rows, "loss")
@@ -512,7 +509,7 @@ def _headline(run: Run, summary: Mapping[str, Any], wear: _Wear | None) -> Itera
     peak = summary["peak_rss_bytes"]
     yield "peak memory", format_bytes(peak), f"process and plan {format_bytes(plan)}" if plan else "of the process"
     if wear is not None:
-        yield "written to drives", _tb(wear.total), f"{_tb(wear.per_day)} per day at this rate"
+        yield "written to drives", format_written(wear.total), f"{format_written(wear.per_day)} per day at this rate"
 
 
 def _range_of(rows: Sequence[Row], name: str) -> str:
@@ -520,35 +517,12 @@ def _range_of(rows: Sequence[Row], name: str) -> str:
     return f"from {values[0]:.4g}; the least is {min(values):.4g}" if values else ""
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
 def _tables(run: Run, summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    description = run.description
-    if times := summary["step_time_s"]:
-        words = {"compute": "forward, backward and the rest", **WAITS, "step": "step"}
-        rows = [
-            [words[name], f"{s:.4g} s", f"{s / times['step']:.1%}"] for name, s in times.items() if s or name == "step"
-        ]
-        yield {"title": "where the step went, mean of the last start", "rows": rows, "open": True}
-    if traced := summary["traced_steps"]:
-        names = ("forward", "backward", "waited", "other", "step")
-        rows = [
-            [name, f"{traced[f'{name}_s']:.4g} s", f"{traced[f'{name}_s'] / traced['step_s']:.1%}"] for name in names
-        ]
-        for name in ("update", "transfer"):
-            rows.append([f"{name}s beside compute", f"{traced[f'{name}_s']:.4g} s", f"{traced[f'{name}_overlap']:.1%}"])
-        yield {"title": f"traced steps {traced['first']:,} to {traced['last']:,}", "rows": rows, "open": True}
+    for table in tables(run, summary):
+        rows = [["", *table.head], *map(list, table.rows), *([note] for note in table.notes)]
+        yield {"title": table.title, "rows": rows, "open": True}
     yield from _texts(run)
-    rows = []
-    for place, each in summary["memory"].items():
-        planned, most = each["planned_bytes"], each["measured_bytes"]
-        if planned or most:
-            rows.append([place, f"{format_bytes(planned)} planned" if planned else "", f"{format_bytes(most)} at most"])
-    yield {"title": "memory against the plan" + _of_rank(run), "rows": rows, "open": True}
+    description = run.description
     yield {"title": "settings", "rows": [[name, _text(value)] for name, value in description["identity"].items()]}
     counts = {"parameters": "num_parameters", "trained": "num_trained", "frozen": "num_frozen"}
     rows = [[words, f"{description[name]:,}"] for words, name in counts.items() if _is_count(description.get(name))]
@@ -574,11 +548,6 @@ _MACHINE = {"data": "data", "device": "device_name", "computes on": "device", "h
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _of_rank(run: Run) -> str:
-    ranks = run.description["identity"].get("ranks", 1)
-    return f", rank 0 of {ranks}" if isinstance(ranks, int) and ranks > 1 else ""
 
 
 def _text(value: object) -> str:

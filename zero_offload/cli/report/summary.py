@@ -1,19 +1,20 @@
 """The figures of a run that a report prints and shows, from its metrics alone.
 
-Never draws. The calls: `summarize(read_run(run_dir))`; `WAITS` has the words for what compute waits for; the functions
-below read one figure of rows.
+Never draws. The calls: `summarize(read_run(run_dir))`, then `tables`; `WAITS` has the words for what compute waits for;
+the functions below read one figure of rows.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.spans import Cause
 from zero_offload.base.stats import update_overlap
-from zero_offload.base.types import Tier
+from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import RunDir
 from zero_offload.cli.recipes.run_dir import Run
@@ -27,6 +28,8 @@ WAITS = {
 }
 """For each cause."""
 
+IN_TABLES = ("step_time_s", "update_overlap", "bytes_per_step", "memory", "traced_steps")
+"""What of a summary `tables` has."""
 _WARM_UP_STEPS = 2
 
 
@@ -60,6 +63,60 @@ def summarize(run: Run) -> dict[str, Any]:
         "memory": _memory(run),
         "traced_steps": _traced_steps(run),
     }
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures that belong together, as text."""
+
+    title: str
+    head: Sequence[str]
+    """Of the columns behind the first."""
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+def tables(run: Run, summary: Mapping[str, Any]) -> Iterator[Table]:
+    """What `summarize` has found, beside single figures."""
+    shares = ("s per step", "share")
+    if times := summary["step_time_s"]:
+        words = {"compute": "forward, backward and the rest", **WAITS, "step": "step"}
+        rows = [_time_row(words[name], s, times["step"]) for name, s in times.items() if s or name not in WAITS]
+        hidden = (
+            [f"{overlap:.1%} of the update was hidden"] if (overlap := summary["update_overlap"]) is not None else []
+        )
+        yield Table("where the step went", shares, rows, hidden)
+    if traced := summary["traced_steps"]:
+        names = ("forward", "backward", "waited", "other", "step")
+        rows = [_time_row(name, traced[f"{name}_s"], traced["step_s"]) for name in names]
+        notes = [
+            f"of {words}, {traced[f'{name}_s']:.4g} s per step, {traced[f'{name}_overlap']:.1%} lay beside compute"
+            for name, words in (("update", "the update's time"), ("transfer", "the time of transfers"))
+        ]
+        yield Table("steps {first} to {last}, traced".format(**traced), shares, rows, notes)
+    ranks = run.description["identity"].get("ranks", 1)
+    of_rank = " of rank 0" if isinstance(ranks, int) and ranks > 1 else ""
+    moved = [
+        (tier, format_bytes(each["read"]), format_bytes(each["written"]))
+        for tier, each in summary["bytes_per_step"].items()
+        if any(each.values())
+    ]
+    yield Table("bytes per step" + of_rank, ("read", "written"), moved)
+    memory = [
+        _memory_row(place, each["planned_bytes"], each["measured_bytes"])
+        for place, each in summary["memory"].items()
+        if any(each.values())
+    ]
+    note = "process: its resident set, activations included, against what it was before the model and the plan"
+    yield Table("memory" + of_rank, ("planned", "at most", "ratio"), memory, [note])
+
+
+def _time_row(words: str, seconds: float, whole: float) -> Sequence[str]:
+    return words, f"{seconds:.4g}", f"{seconds / whole:.1%}"
+
+
+def _memory_row(place: str, planned: int, measured: int) -> Sequence[str]:
+    return place, format_bytes(planned), format_bytes(measured), f"{measured / planned:.2f}" if planned else "-"
 
 
 def _step_time(rows: Sequence[Row]) -> dict[str, float]:

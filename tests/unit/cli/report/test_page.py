@@ -102,7 +102,9 @@ def test_the_page_has_each_figure_of_each_row(tmp_path: Path) -> None:
     assert headline["step"] == ("30", "of 40, stopped")
     assert headline["best validation loss"] == ("0.5", "at step 20; the last is 0.7")
     assert headline["waited"][0] == "6.0%" and "most of it waiting for parameters" in headline["waited"][1]
-    (settings,) = [table for table in data["tables"] if table["title"] == "settings"]
+    where, settings = [table for table in data["tables"] if table["title"] in ("where the step went", "settings")]
+    assert where["rows"][0] == ["", "s per step", "share"] and where["rows"][-2][0] == "step"
+    assert len(where["rows"][-1]) == 1 and "of the update was hidden" in where["rows"][-1][0]
     assert ["steps", "40"] in settings["rows"] and ["offload.params", "cpu"] in settings["rows"]
 
 
@@ -174,7 +176,7 @@ def test_drive_wear_is_counted_and_foretold(tmp_path: Path) -> None:
     assert series(data, "written to drives, in all")["written"] == [1e11, 2e11, 3e11, 4e11]
     # Ten steps in 20 s: 432 TB a day, of which each drive gets a half.
     assert panel(data, "written to drives, in all")["note"] == (
-        "0.4 TB written over 2 directories, 432 TB per day at this rate; 432 TBW on each of them last 2 days"
+        "400 GB written over 2 directories, 432 TB per day at this rate; 432 TBW on each of them last 2 days"
     )
 
 
