@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import itertools
 import json
 import math
 import os
@@ -30,12 +31,14 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.disk import small_disk
 from tests.helpers.ext4 import ext4_disk
 from tests.helpers.ranks import wait_until
 from tests.helpers.tool_runs import in_processes
 from tests.helpers.trainer import fork_server
 from zero_offload.cli.finetune.data import Prepared, prepare
 from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
+from zero_offload.cli.finetune.outputs import Weights, is_published
 from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig
 from zero_offload.cli.main import main
 from zero_offload.cli.recipes.settings import read_tables
@@ -302,6 +305,33 @@ def test_a_full_disk_is_one_message_and_leaves_the_last_generation(
         filler.unlink()
         assert main(["verify", str(out)]) == 0
         assert run(place, out, *flags) == whole
+
+
+@pytest.mark.parametrize("lora", [None, Lora(RANK, 2.0 * RANK)], ids=["full", "lora"])
+def test_a_disk_that_is_full_at_any_file_of_the_end(place: Place, tmp_path: Path, lora: Lora | None) -> None:
+    """Files are written by libraries that raise errors of their own."""
+    folder = open_folder(place.model)
+    model, errors = build_model(folder, zo.OffloadConfig(), lora), []
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        weights = Weights(disk / "out")
+        for room in itertools.count(0, 4096):
+            with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            os.truncate(disk / "filler", max((disk / "filler").stat().st_size - room, 0))
+            try:
+                weights.keep(model, 1)
+                weights.publish(1, "card", folder)
+            except zo.StorageError as error:
+                errors.append(str(error))
+                assert not is_published(disk / "out")
+                shutil.rmtree(disk / "out", ignore_errors=True)
+            else:
+                break
+        assert is_published(disk / "out")
+    zo.close(model)
+    assert len(errors) > 5 and all("No space left" in each for each in errors)
+    assert len({re.sub("[0-9a-f]{12}", "", each) for each in errors}) > 1
 
 
 def test_losses_that_are_not_finite_end_the_run(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.storage.files.system import naming_errors
 
 Named = Iterable[tuple[str, Tensor]]
 _RANDOM_INITS = (True, False, "gaussian", "orthogonal")
@@ -130,7 +131,8 @@ def write_adapters(
         found = get_peft_model_state_dict(twin, state_dict=state, adapter_name=adapter)
         state |= {blanks[id(each)]: read(blanks[id(each)]) for each in found.values() if id(each) in blanks}
     if folder is not None:
-        twin.save_pretrained(folder, state_dict=state)
+        with naming_errors("write", folder):
+            twin.save_pretrained(folder, state_dict=state)
 
 
 def _twin(module: nn.Module, prefix: str, state: Mapping[str, Tensor], made: dict[int, nn.Module]) -> nn.Module:

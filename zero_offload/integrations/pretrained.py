@@ -55,6 +55,7 @@ from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.shards.registry import Recipe
 from zero_offload.storage.shards.shard import Component
@@ -503,14 +504,16 @@ def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
     for attribute in CONFIGS:
         save = getattr(getattr(base, attribute, None), "save_pretrained", None)
         if callable(save):
-            save(folder)
+            with naming_errors("write", folder):
+                save(folder)
     file, dtype = folder / "config.json", _usual_dtype(contents.params.values())
     if dtype is not None and file.is_file():
         words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         words["dtype" if "dtype" in words else "torch_dtype"] = str(dtype).removeprefix("torch.")
         if words.get("tie_word_embeddings") and _are_both_written(model, contents):
             words["tie_word_embeddings"] = False
-        file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+        with naming_errors("write", file):
+            file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
 
 
 def _are_both_written(model: Any, contents: _Contents) -> bool:

@@ -324,7 +324,8 @@ def _publish(
         run_dir.write(RUN_FILE, json.dumps(described | {"outputs": told | {"asked": asked}}, indent=1))
         _list_files(config.out, is_finished=True)
         weights.clear()
-    progress.note(f"the model of step {chosen} is in {config.out}")
+    merged = f", and merged into its base in {config.out / MERGED}" if config.merge else ""
+    progress.note(f"the model of step {chosen} is in {config.out}{merged}")
     return FinetuneResult(Ending.FINISHED, last_step, best, config.out)
 
 

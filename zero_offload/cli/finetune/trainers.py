@@ -140,7 +140,9 @@ class FinetuneMixin(OffloadMixin):
             raise NonFiniteError(
                 f"loss or gradients were not finite in steps {step + 1 - _NON_FINITE_STEPS_MAX} to {step}; none of "
                 f"them changed the parameters. Go on with a smaller --lr (now {self._job.config.lr:g}), which may "
-                "change from start to start, or begin anew with --precision fp32 and another --out"
+                "change from start to start, and if that does not help from an earlier --generation "
+                f"(zero-offload verify {self._job.config.out} lists them); or begin anew with --precision fp32 and "
+                "another --out"
             )
 
     def _get_learning_rate(self) -> float:

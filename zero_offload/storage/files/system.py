@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,20 +19,22 @@ from pathlib import Path
 from zero_offload.base.errors import StorageError
 
 REMEDIES = {
-    errno.ENOSPC: "Free space there (or inodes: see 'df -i') or name another directory in nvme=",
-    errno.EDQUOT: "Raise the quota or name another directory in nvme=",
+    errno.ENOSPC: "Free space there (or inodes: see 'df -i') or name another directory",
+    errno.EDQUOT: "Raise the quota or name another directory",
     errno.EEXIST: "No run.json names it: if it is left over from a run that is not needed, delete it by hand, "
-    "or name another directory in nvme=",
+    "or name another directory",
     errno.EFBIG: "Files may not grow that far: see 'ulimit -f', and type 'ulimit -f unlimited'",
     errno.EMFILE: "Too many files are open in this process: see 'ulimit -n', and type 'ulimit -n 4096'",
     errno.ENFILE: "Too many files are open on this machine: see /proc/sys/fs/file-max",
     errno.EIO: "The drive reports a fault: see 'dmesg' and its SMART data",
-    errno.EROFS: "The file system is read-only: see 'dmesg' and 'mount', or name another directory in nvme=",
-    errno.ENAMETOOLONG: "Name a directory with a shorter path in nvme=",
+    errno.EROFS: "The file system is read-only: see 'dmesg' and 'mount', or name another directory",
+    errno.ENAMETOOLONG: "Name a directory with a shorter path",
     errno.EBADF: "The file was closed while it was in use",
     errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
 }
 """What to do about an errno of the file system."""
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+"""How safetensors and tokenizers say it."""
 
 
 class FileSystem:
@@ -114,18 +117,23 @@ REAL = FileSystem()
 
 
 def remedy_of(code: int) -> str:
-    return REMEDIES.get(code, "Check the disk and its permissions, or name another directory in nvme=")
+    return REMEDIES.get(code, "Check the disk and its permissions, or name another directory")
 
 
 @contextlib.contextmanager
 def naming_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path and the reason."""
+    """Turn an OSError into a StorageError that names the path and the reason; libraries in Rust raise others."""
     try:
         yield
     except OSError as error:
         raise StorageError(
             f"cannot {action} {path}: {error.strerror} (errno {error.errno}). {remedy_of(error.errno or 0)}"
         ) from error
+    except Exception as error:
+        if (found := _RUST_ERRNO.search(str(error))) is None:
+            raise
+        code = int(found[1])
+        raise StorageError(f"cannot {action} {path}: {os.strerror(code)} (errno {code}). {remedy_of(code)}") from error
 
 
 def check_ours(path: Path, info: os.stat_result) -> None:
