@@ -545,6 +545,16 @@ def test_all_problems_of_settings_come_at_once(capsys: pytest.CaptureFixture[str
         assert words in errors
 
 
+@pytest.mark.parametrize("flag", ["--steps", "--seq", "--lr", "--lora-alpha", "--eval-every"])
+def test_a_zero_is_not_taken_for_the_default(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["finetune", "model", "--data", "chat.jsonl", flag, "0"])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: zero-offload finetune MODEL --data FILE [FILE ...] [flags]"
+    assert error.endswith(f"argument {flag}: 0 is no value of it; give another, or leave it out for the default")
+
+
 def test_clean_leaves_the_model_of_a_finished_run(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

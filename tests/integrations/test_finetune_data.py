@@ -23,6 +23,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.disk import small_disk
 from tests.helpers.resident import peak_bytes, reset_peak
 from tests.helpers.templates import HABITS, OPEN_THOUGHT, THINKING, Habit, Segments
 from zero_offload.cli.finetune import sources
@@ -340,6 +341,17 @@ def test_a_name_without_a_network(folder: ModelFolder, monkeypatch: pytest.Monke
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(zo.ConfigError, match=r"chats is no file or folder here, .* \(huggingface.co is not known\)"):
         prepare(["chats"], folder, seq=64)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["full", "broken"])
+def test_tokens_of_data_that_end_in_an_error_are_deleted(tmp_path: Path, folder: ModelFolder, broken: bool) -> None:
+    path = folders.write_instructions(tmp_path / "chat.jsonl", 4000 if not broken else 1500)
+    path.write_text(path.read_text() + "{" * broken)
+    says = r"chat.jsonl, line 1501: not JSON" if broken else "cannot write the data's tokens to .*No space left .* Free"
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        with pytest.raises(zo.ConfigError if broken else zo.StorageError, match=says):
+            prepare([str(path)], folder, seq=256, cache=disk / "tokens")
+        assert sum(each.stat().st_size for each in (disk / "tokens").iterdir()) == 0
 
 
 def test_text_is_divided(tmp_path: Path, folder: ModelFolder) -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,17 @@ def _where(out: Path) -> list[str]:
     return [f"talk to it: zero-offload chat {out}", f"measure it: zero-offload evaluate {out} --data FILES"]
 
 
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """What reads a flag that has its default by being left out: 0, which a file has for that, is not typed."""
+
+    def number(text: str) -> float:
+        if (value := kind(text)) == 0:
+            raise argparse.ArgumentTypeError("0 is no value of it; give another, or leave it out for the default")
+        return value
+
+    return number
+
+
 def _add_flags(group: argparse._ArgumentGroup) -> None:
     def add(flag: str, help: str, **options: Any) -> None:
         name = flag.removeprefix("--").replace("-", "_")
@@ -95,25 +107,30 @@ def _add_flags(group: argparse._ArgumentGroup) -> None:
         "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK)",
         metavar="OUT",
     )
-    add("--steps", "optimizer steps (default: as many as --epochs has)", type=int)
+    add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
     add("--epochs", "passes over the data", type=float)
     add("--batch", "sequences per micro-batch and rank", type=int)
     add("--accumulate", "micro-batches per step", type=int)
-    add("--seq", "the most tokens of a sequence", type=int)
+    add("--seq", "the most tokens of a sequence (default 1024, or what the model takes)", type=_above_zero(int))
     add(
         "--lr",
         "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
-        type=float,
+        type=_above_zero(float),
     )
     add("--warmup", "steps until the peak; below 1 a share of all steps", type=float)
     add("--weight-decay", "decay of the matrices (default 0)", type=float)
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of new weights and of the data's order (default 0)", type=int)
     add("--lora", "train adapters of this rank (default: all parameters)", type=int, metavar="RANK")
-    add("--lora-alpha", "adapters are scaled by ALPHA / RANK (default: twice the rank)", type=float, metavar="ALPHA")
+    add(
+        "--lora-alpha",
+        "adapters are scaled by ALPHA / RANK (default: twice the rank)",
+        type=_above_zero(float),
+        metavar="ALPHA",
+    )
     add("--lora-targets", "ends of layers' names (default: all linear layers)", nargs="+", metavar="NAME")
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
-    add("--eval-every", "steps between evaluations (default: ten in a run)", type=int, metavar="STEPS")
+    add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
     add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
     add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")
     for flag, name, value, help in (

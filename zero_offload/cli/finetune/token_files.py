@@ -21,12 +21,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_offload.base.errors import ConfigError, StorageError
+from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Counts, Tally
 from zero_offload.cli.finetune.methods import Maker
 from zero_offload.cli.finetune.packing import pack
 from zero_offload.cli.finetune.rows import BadRow, Form
 from zero_offload.cli.finetune.sources import Known, Row, Source
+from zero_offload.storage.files.system import naming_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -102,17 +103,19 @@ class TokenFiles:
 
         path = self._folder / f"{use.name}-{self.key(use)}.arrow"
         said = path.with_suffix(".json")
-        try:
+        with naming_errors("write the data's tokens to", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _is_whole(path, said):
                     for old in [*self._folder.glob(f"{use.name}-*"), *self._folder.glob("cache-*.arrow")]:
                         old.unlink()  # the latter are TRL's, of the tokens before
-                    self._write(path, said, use)
+                    try:
+                        self._write(path, said, use)
+                    except BaseException:
+                        path.with_suffix(".tmp").unlink(missing_ok=True)  # it may be as large as the disk
+                        raise
             return Dataset.from_file(str(path)), Counts(**_read(said)["counts"])
-        except OSError as error:
-            raise StorageError(f"tokens cannot be written to {self._folder}: {error}") from error
 
     def _write(self, path: Path, said: Path, use: Use) -> None:
         import pyarrow
