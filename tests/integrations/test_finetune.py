@@ -457,7 +457,7 @@ def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: 
     out = tmp_path / "out"
     rows = run(place, out, "--lora", RANK, steps=2)
     tokens = {each.name: each.read_bytes() for each in (out / "tokens").iterdir()}
-    for flags, changes, words in (
+    for flags, changes, says in (
         (["--lora", 8], {}, "holds a run with lora=4, this one has lora=8"),
         ([], {}, "holds a run with lora=4, this one has lora=0"),
         (["--lora", RANK], {"data": place.held_out}, "holds a run with data="),
@@ -466,9 +466,16 @@ def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: 
         (["--lora", RANK], {"steps": 1}, "is at step 2 already, beyond --steps 1"),
     ):
         run(place, out, *flags, code=2, **{"steps": 2, **changes})
-        assert words in capsys.readouterr().err
+        assert says in capsys.readouterr().err
     assert rows_of(out) == rows
     assert {each.name: each.read_bytes() for each in (out / "tokens").iterdir()} == tokens
+    data = place.chat.read_bytes()
+    place.chat.write_bytes(data[: data.rindex(b"\n", 0, -1) + 1])
+    run(place, out, "--lora", RANK, code=2, steps=2)
+    assert "its data or the model's tokenizer have changed since it began" in capsys.readouterr().err
+    place.chat.write_bytes(data)
+    assert main(words(place, tmp_path / "other", "--nvme", out / "nvme")) == 2
+    assert f"{out}/nvme holds the states of a run, and {tmp_path}/other none" in capsys.readouterr().err
     then = run(place, out, "--lora", RANK, "--lr", "1e-4", steps=3)
     assert then[:2] == rows
     assert then[2]["lr"] == pytest.approx(1e-4 * 0.25)  # of a cosine over three steps
@@ -579,6 +586,8 @@ def test_clean_deletes_an_unfinished_run_whole(place: Place, tmp_path: Path) -> 
     run(place, out, "--eval-data", place.held_out, "--eval-every", 1, code=130)
     thread.join()
     assert (out / "best").is_dir()
+    with pytest.raises(zo.ConfigError, match=f"no model yet: .* zero-offload finetune --config {out}/run.toml"):
+        open_folder(out)
     assert main(["clean", str(out), "--yes"]) == 0
     assert not out.exists()
 

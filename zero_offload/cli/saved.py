@@ -28,7 +28,7 @@ def find_home(path: Path) -> Path:
     """The directory that has the manifests of the generations."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; give a {RUN_HELP}")
-    if _has_generation(path):
+    if has_generation(path):
         return path.absolute()
     identity = described(path).get("identity")
     identity = identity if isinstance(identity, dict) else {}
@@ -40,7 +40,7 @@ def find_home(path: Path) -> Path:
     out = Path(str(identity.get("out")))
     if home.is_relative_to(out):
         home = path.absolute() / home.relative_to(out)  # wherever the run directory has been moved or copied to
-    if not home.is_dir() or not _has_generation(home):
+    if not home.is_dir() or not has_generation(home):
         raise ConfigError(f"the run in {path} has no generation in {home}: it has not committed, or was cleaned")
     return home
 
@@ -64,7 +64,7 @@ def alone() -> CommitGroup:
     return CommitGroup(RankGroup.of(OffloadConfig()))
 
 
-def _has_generation(path: Path) -> bool:
+def has_generation(path: Path) -> bool:
     """True if a generation is here, or was; the caller says what is missing."""
     if any((path / name).is_file() for name in GENERATION_NAMES):
         return True

@@ -234,6 +234,11 @@ def _check_files(folder: Path, needs_weights: bool) -> bool:
         raise ConfigError(f"{folder} is empty; give a folder with {CONFIG_NAME} and *.safetensors")
     if snapshots := sorted(folder.glob("snapshots/*/")):
         raise ConfigError(f"{folder} is a cache of downloads; give the folder in it: {snapshots[-1]}")
+    if CONFIG_NAME not in names and {"run.toml", "metrics.jsonl"} <= {*names}:
+        raise ConfigError(
+            f"{folder} has no model yet: it is a run without its end. It goes on by zero-offload finetune --config "
+            f"{folder / 'run.toml'}"
+        )
     if CONFIG_NAME not in names:
         inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_NAME}"))]
         hint = f"; give {inner[0]}" if inner else "; get it from where the weights are from"

@@ -36,6 +36,7 @@ from zero_offload.cli.folder_text import as_json, as_text
 from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.train import Ending
+from zero_offload.cli.saved import has_generation
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 
@@ -129,6 +130,12 @@ def _refuse_another(config: FinetuneConfig, run_dir: RunDir) -> None:
         raise ConfigError(
             f"{run_dir.path} holds a model, and no run that could go on; give another --out, or --discard to replace it"
         )
+    nvme = config.offload.nvme_dirs[0] if config.offload.nvme_dirs else None
+    if nvme is not None and has_generation(nvme):
+        raise ConfigError(
+            f"{nvme} holds the states of a run, and {run_dir.path} none that goes on from them; give another --nvme, "
+            "or the --out of that run, or --discard to delete them"
+        )
     if names := [name for name in (CARD, SETTINGS_FILE) if (run_dir.path / name).exists()]:
         raise ConfigError(
             f"{run_dir.path} holds no run, and {' and '.join(names)}, which a run writes; give another --out, or "
@@ -159,11 +166,16 @@ def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
     """How this start meets what lies in OUT."""
     if existing is not Existing.DISCARD:
         try:
-            existing = find_existing(run_dir, _identity(job), _MAY_CHANGE)
+            existing = find_existing(run_dir, _identity(job), (*_MAY_CHANGE, "text"))
         except IntegrityError:
             if not _is_finished(job, _outputs(run_dir)):
                 raise
             existing = Existing.RESUME  # `clean` has deleted what a run would go on from
+        if existing is Existing.RESUME and (earlier_identity(run_dir) or {}).get("text") != job.prepared.key:
+            raise ConfigError(
+                f"the tokens of the run in {run_dir.path} are others: its data or the model's tokenizer have changed "
+                "since it began; put back what was there, or give another --out, or --discard to start over"
+            )
     if job.config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
         raise ConfigError(f"--generation {job.config.offload.generation} goes on from an earlier run, but {why}")
