@@ -382,11 +382,15 @@ def test_the_best_weights_are_what_out_has(place: Place, tmp_path: Path, kind: s
     assert f"| weights of step | {best + 1} |" in card
     assert f"| evaluation loss | {losses[best]:.4f} |" in card
     assert (out / "generation_config.json").is_file()
+    if not lora:
+        assert json.loads((out / "config.json").read_text())["use_cache"]
     assert not (out / "best").exists()
-    # A run that is over has nothing left to do.
+    # A run that is over has nothing left to do, but to delete what a kill has left.
+    (out / "best" / "step-1").mkdir(parents=True)
     before = times_of(out)
     assert run(place, out, *flags, steps=12) == rows
     assert times_of(out) == before
+    assert not (out / "best").exists()
 
 
 def times_of(out: Path) -> dict[str, int]:

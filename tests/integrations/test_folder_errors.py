@@ -101,6 +101,11 @@ CONFIGS = {
 TOKENIZERS = {
     "none": (_without("tokenizer*"), "has no tokenizer", r"hf download ORG/NAME --include '\*token\*'"),
     "damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "cannot be loaded", "get its files again"),
+    "endless": (
+        _words(lambda words: [words.pop("pad_token"), words.pop("eos_token")], "tokenizer_config.json"),
+        "names no token that ends a text",
+        'add "eos_token" to its tokenizer_config.json',
+    ),
     "too large": (
         _words(lambda words: words.update(vocab_size=300)),
         "512 tokens.* 300 rows",

@@ -363,6 +363,11 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
         )
     if isinstance(template := tokenizer.chat_template, str) and not template.strip():
         tokenizer.chat_template = None  # an empty file
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ConfigError(
+            f"the tokenizer in {found[0]} names no token that ends a text, and none that fills up shorter rows; add "
+            '"eos_token" to its tokenizer_config.json, a token that its vocabulary has'
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

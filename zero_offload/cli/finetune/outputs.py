@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -52,9 +52,7 @@ class Weights:
         place, stays = self.folder(step), {self.folder(each).name for each in also}
         with need_runtime(model, "finetune").together("finetune"):
             if need_runtime(model, "finetune").ranks.rank == 0 and place.parent.is_dir():
-                for each in place.parent.iterdir():
-                    if each.name not in stays:
-                        shutil.rmtree(each)
+                _delete(place.parent, stays)
         export_pretrained(model, place)
 
     def publish(self, step: int, card: str, folder: ModelFolder) -> None:
@@ -84,7 +82,9 @@ class Weights:
 
     def clear(self) -> None:
         """Delete what is left in OUT/best."""
-        shutil.rmtree(self.out / BEST, ignore_errors=True)
+        if (self.out / BEST).is_dir():
+            _delete(self.out / BEST, set())
+            shutil.rmtree(self.out / BEST, ignore_errors=True)
 
     def merge(self, offload: OffloadConfig, *, is_first: bool) -> None:
         """Write OUT/merged: the base with the adapter in OUT merged into it. Every rank calls."""
@@ -125,10 +125,24 @@ def _complete(place: Path, folder: ModelFolder) -> None:
         words = json.loads(config.read_text(encoding="utf-8"))
         words["base_model_name_or_path"] = str(folder.path.absolute())
         replace_file(config, json.dumps(words, indent=2).encode())
+    if (config := place / CONFIG_NAME).is_file():
+        words = json.loads(config.read_text(encoding="utf-8"))
+        words["use_cache"] = getattr(folder.config, "use_cache", True)  # training has none
+        replace_file(config, json.dumps(words, indent=2).encode())
     (place / CARD).unlink(missing_ok=True)  # peft writes one that says nothing
     generation = folder.path / "generation_config.json"
     if generation.is_file() and not (place / generation.name).is_file():
         shutil.copyfile(generation, place / generation.name)
+
+
+def _delete(parent: Path, stays: Set[str]) -> None:
+    """Delete what is in a folder, but `stays`. Each loses its name first: half of it is not taken for weights."""
+    aside = parent / "deleted"
+    for each in [aside, *parent.iterdir()]:
+        if each.name not in stays and each.is_dir():
+            if each != aside:
+                os.replace(each, aside)
+            shutil.rmtree(aside)
 
 
 def is_published(out: Path) -> bool:

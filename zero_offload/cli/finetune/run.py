@@ -88,6 +88,8 @@ def finetune(
             earlier = earlier_identity(run_dir) if existing is Existing.RESUME else None
             outputs = _outputs(run_dir) if existing is Existing.RESUME else {}
             if _is_finished(job, outputs):
+                if ranks.is_first and not dry_run:
+                    job.weights.clear()  # a kill may have come before
                 progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
                 return FinetuneResult(Ending.FINISHED, outputs["last_step"], outputs["best"], config.out)
             begins = existing is not Existing.RESUME

@@ -167,7 +167,7 @@ class FinetuneMixin(OffloadMixin):
         """True if so many evaluations as `patience` says were not better than the best."""
         found, patience = self.evaluations, self._job.config.patience
         best = best_of(found)
-        return bool(patience and best is not None and len(found) - 1 - found.index(dict(best)) >= patience)
+        return bool(patience and best and sum(each["step"] > best["step"] for each in found) >= patience)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's. Training draws the same numbers with and without it."""
@@ -180,7 +180,8 @@ class FinetuneMixin(OffloadMixin):
         if texts := self._texts():
             self._row["samples"] = texts
             self._progress.note("\n".join(f"  {each}" for each in texts))
-        if best_of(self.evaluations) == newest:
+        best = best_of(self.evaluations)
+        if best is not None and best["step"] == newest["step"]:
             self._job.weights.keep(self.model, newest["step"], self._still_needed())
         self.control.should_training_stop |= self.has_no_patience
         restore_rng(generators)
