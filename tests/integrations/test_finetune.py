@@ -40,6 +40,7 @@ from zero_offload.cli.finetune.data import Prepared, prepare
 from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
 from zero_offload.cli.finetune.outputs import Weights, is_published
 from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig
+from zero_offload.cli.finetune.trainers import FinetuneSFT
 from zero_offload.cli.main import main
 from zero_offload.cli.recipes.settings import read_tables
 
@@ -340,6 +341,21 @@ def test_losses_that_are_not_finite_end_the_run(
     run(place, tmp_path / "out", "--lr", "1e30", *UNCLIPPED, code=7, steps=12)
     assert "loss or gradients were not finite in steps" in capsys.readouterr().err
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_loss_that_is_not_finite_is_that_of_its_step_alone(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = FinetuneSFT.compute_loss
+
+    def spoilt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, *args, **kwargs)
+        return loss * math.nan if self.model.training and self.state.global_step == 1 else loss
+
+    monkeypatch.setattr(FinetuneSFT, "compute_loss", spoilt)
+    rows = run(place, tmp_path / "out", steps=5)
+    assert [row["step"] for row in rows if row["loss"] is None] == [2]
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 # Evaluation, and what a run leaves

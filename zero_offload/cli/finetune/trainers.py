@@ -113,6 +113,7 @@ class FinetuneMixin(OffloadMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
         if "loss" in logs:
+            self._tr_loss.zero_()  # Trainer subtracts it from itself: one NaN would be in the losses of all later steps
             self.state.log_history.pop()  # metrics.jsonl has it; a generation need not
             self._log.measure()
             tokens = self.state.num_input_tokens_seen - self._tokens_before
