@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -204,10 +205,14 @@ class FinetuneMixin(OffloadMixin):
 
     def _measured(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, int]:
         """The loss of a batch, how many labels have one, and how many classes are right."""
-        labels, classifies = inputs["labels"], self._job.config.method == "classify"
-        loss, logits, _ = self.prediction_step(self.model, inputs, prediction_loss_only=not classifies)
-        num_correct = int((logits.argmax(-1).cpu() == labels).sum()) if classifies else 0
-        return loss, int(has_loss(labels, predicts_next=self._job.folder.task == CAUSAL).sum()), num_correct
+        labels, classifies, num_correct = inputs["labels"], self._job.config.method == "classify", 0
+        with torch.no_grad(), self.compute_loss_context_manager():
+            # Not by `prediction_step`, which divides by the labels of all ranks.
+            found = self.compute_loss(self.model, self._prepare_inputs(inputs), return_outputs=classifies)
+        if classifies:
+            found, outputs = found
+            num_correct = int((outputs["logits"].argmax(-1).cpu() == labels).sum())
+        return found, int(has_loss(labels, predicts_next=self._job.folder.task == CAUSAL).sum()), num_correct
 
     def _still_needed(self) -> list[int]:
         """The step of the weights that a resume from the newest generation would look for."""
@@ -303,7 +308,9 @@ class FinetuneMasked(FinetuneTrainer):
     def _masked(self, rows: list[Any]) -> Any:
         drawn_by = self._job.config.seed, int(self.state.epoch or 0), [row["input_ids"] for row in rows]
         seed = int.from_bytes(hashlib.blake2b(repr(drawn_by).encode(), digest_size=7).digest())
-        return replace(self._job.prepared.collator, seed=seed)(rows)
+        collate = copy(self._job.prepared.collator)
+        collate.generator = torch.Generator("cpu").manual_seed(seed)
+        return collate(rows)
 
 
 class FinetuneSFT(FinetuneMixin, SFTTrainer):
