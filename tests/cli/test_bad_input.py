@@ -299,3 +299,11 @@ def test_a_warning_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(warnings, "showwarning", show)  # as without pytest, which collects them
     assert _run(capsys, "report", "here") == (2, "", "warning: here looks odd\nerror: nothing is there\n")
     assert warnings.formatwarning("x", UserWarning, "file.py", 3).startswith("file.py:3")
+
+
+def test_a_flag_that_is_not_known_is_answered_by_one_that_is(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["finetune", "model", "--optmizer-tier", "cpu"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and usage.startswith("usage: zero-offload finetune MODEL")
+    assert error.endswith("unrecognized arguments: --optmizer-tier cpu; did you mean --optimizer-tier?")

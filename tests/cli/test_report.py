@@ -116,7 +116,7 @@ def test_the_directory_of_its_states_is_no_run_directory(run_dir: Path) -> None:
     assert f"{run_dir / 'nvme'} holds the states of a run, and neither" in done.stderr
     assert done.stderr.strip().endswith(f"name {run_dir}")
     (run_dir / "metrics.jsonl").unlink()
-    assert "name the run directory that `train` wrote" in _report(run_dir / "nvme").stderr
+    assert "name the run directory that `train` or `finetune` wrote" in _report(run_dir / "nvme").stderr
 
 
 def test_what_is_no_run_directory_is_said_so(tmp_path: Path) -> None:

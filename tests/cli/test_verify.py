@@ -230,5 +230,5 @@ def test_what_is_no_run(make: str, tmp_path: Path, capsys: Capture) -> None:
         (path / "run.json").write_text("[1]")
     for command in (["verify", str(path)], ["export", str(path), str(tmp_path / "out")]):
         assert main(command) == 2
-        assert "give a run directory of `train`, NVMe directory, or checkpoint" in capsys.readouterr().err
+        assert "give a run directory of `train` or `finetune`, NVMe directory, or checkpoint" in capsys.readouterr().err
     assert not (path / "LOCK").exists()

@@ -425,6 +425,17 @@ def test_more_steps_go_on_and_replace_the_model(place: Place, tmp_path: Path) ->
     assert "| weights of step | 4 |" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_finished_run_goes_on_from_an_earlier_generation(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = run(place, out, steps=4)
+    before = (out / "model.safetensors").read_bytes()
+    then = run(place, out, "--generation", 3, "--lr", "1e-2", steps=4)
+    assert then[:3] == first[:3]
+    assert then[3]["lr"] == pytest.approx(10 * first[3]["lr"])
+    assert (out / "model.safetensors").read_bytes() != before
+    run(place, out, "--generation", 1, steps=4, code=2)
+
+
 def test_merged_weights_can_be_asked_for_later(place: Place, tmp_path: Path) -> None:
     rows = run(place, tmp_path / "out", "--lora", RANK, steps=2)
     assert run(place, tmp_path / "out", "--lora", RANK, "--merge", steps=2) == rows

@@ -333,13 +333,17 @@ def test_a_dataset_of_the_hub(tmp_path: Path, folder: ModelFolder, monkeypatch: 
     assert set(asked) == {("org/name", "main", "train")}
 
 
-def test_a_name_without_a_network(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_a_network(tmp_path: Path, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(host: str, port: None) -> None:
         raise OSError(f"{host} is not known")
 
     monkeypatch.setattr(sources, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(zo.ConfigError, match=r"chats is no file or folder here, .* \(huggingface.co is not known\)"):
+        prepare(["chats"], folder, seq=64)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(zo.ConfigError, match=r"chats is no file or folder here, .*; did you mean chats.jsonl\?"):
         prepare(["chats"], folder, seq=64)
 
 

@@ -108,7 +108,7 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
     """Delete the run's files and the directories that are then empty; or only say which files those are."""
     opened = RunDirectory.look if dry_run else RunDirectory.open
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory; give the run directory that `train` wrote")
+        raise ConfigError(f"{run_dir} is not a directory; give the run directory that `train` or `finetune` wrote")
     if not any(run_dir.glob("*.json")):
         # Before the lock, which would leave its file in a stranger's directory.
         raise _no_run(run_dir)

@@ -131,7 +131,8 @@ def _time_lines(plan: FolderPlan) -> Iterator[str]:
     yield f"a step takes {format_duration(plan.step_s)}, {speed} tokens/s, bound by {plan.bottleneck.title}"
     if plan.run_s is not None:
         ends = "" if plan.job.is_elsewhere else f", until {_clock(plan.run_s)}"
-        yield f"{plan.job.steps:,} steps take {format_duration(plan.run_s)}{ends}"
+        verb = "step takes" if plan.job.steps == 1 else "steps take"
+        yield f"{plan.job.steps:,} {verb} {format_duration(plan.run_s)}{ends}"
     yield f"rates: {plan.planned.machine.source}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 
 import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
+from zero_offload.base.problems import did_you_mean
 from zero_offload.base.startup import interrupts_raise
 from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, plan, train, verify
 from zero_offload.cli.finetune import command as finetune
@@ -30,7 +32,11 @@ _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capaci
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     interrupts_raise()
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        flags = re.findall(r"--[a-z][a-z-]*", args.parser.format_help())
+        hint = did_you_mean(unknown[0], flags).strip()
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal has every letter
@@ -78,4 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (finetune, train, chat, evaluate, plan, doctor, bench, report, verify, export, clean):
         command.add_parser(subparsers)
+    for each in subparsers.choices.values():
+        each.set_defaults(parser=each)
     return parser

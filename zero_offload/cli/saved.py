@@ -21,7 +21,7 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import MAGIC
 from zero_offload.storage.files.system import read_file
 
-RUN_HELP = "run directory of `train`, NVMe directory, or checkpoint"
+RUN_HELP = "run directory of `train` or `finetune`, NVMe directory, or checkpoint"
 
 
 def find_home(path: Path) -> Path:

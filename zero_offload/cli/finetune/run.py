@@ -87,7 +87,7 @@ def finetune(
             ranks.wait()  # every rank has looked before the first one writes
             earlier = earlier_identity(run_dir) if existing is Existing.RESUME else None
             outputs = _outputs(run_dir) if existing is Existing.RESUME else {}
-            if _is_finished(job, outputs):
+            if _is_finished(job, outputs) and config.offload.generation is None:
                 if ranks.is_first and not dry_run:
                     job.weights.clear()  # a kill may have come before
                 progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
@@ -239,6 +239,8 @@ def _train(
     with beside as reference, _closing(build_model(job.folder, offload, config.adapters(), config.seed)) as model:
         if need_runtime(model, "finetune").resume_pending:
             _say_where(job, model, progress)
+        if outputs and outputs["step"] > need_runtime(model, "finetune").step_count:
+            outputs = {}  # OUT has weights of a step that is made again
         with zo.RunLog(
             place or config.out,
             model,

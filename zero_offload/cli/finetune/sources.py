@@ -88,13 +88,19 @@ def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
                 raise ConfigError(f"{path} has none of the endings {', '.join(SUFFIXES)}; convert it to one of them")
             found.append(Source(str(path), path))
         elif path.suffix in SUFFIXES or not _HUB_NAME.fullmatch(word):
-            beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-            hint = did_you_mean(path.name, beside, word.removesuffix(path.name)).strip()
             what = f"give a file ({', '.join(SUFFIXES)}) or a folder of such files"
-            raise ConfigError(f"{path} does not exist; {hint or what}")
+            raise ConfigError(f"{path} does not exist; {_near(word) or what}")
         else:
             found.append(Source(word, None))
     return found, left
+
+
+def _near(word: str) -> str:
+    """A question that offers a file of almost this name, or of this name with an ending; empty if there is none."""
+    path = Path(word).expanduser()
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    named = [name for name in beside if name.removesuffix(Path(name).suffix) == path.name and name != path.name]
+    return did_you_mean(named[0] if named else path.name, beside, word.removesuffix(path.name)).strip()
 
 
 def _of_folder(folder: Path) -> tuple[list[Source], list[str]]:
@@ -238,7 +244,7 @@ def _of_hub(name: str) -> Any:
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"{name} is no file or folder here, and the hub has no such dataset or cannot be reached ({first}); "
-            "give a file, or download the dataset where there is a network"
+            f"{_near(dataset) or 'give a file, or download the dataset where there is a network'}"
         ) from error
 
 

@@ -103,12 +103,14 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run directory that may still be in use."""
     if not os.path.lexists(path / RUN_FILE):
-        raise ConfigError(f"{path} is not a run directory: it has no {RUN_FILE}; name one that `train` wrote")
+        raise ConfigError(
+            f"{path} is not a run directory: it has no {RUN_FILE}; name one that `train` or `finetune` wrote"
+        )
     description = read_json(path / RUN_FILE, "put it back from a copy")
     if "identity" not in description:
         # Storage keeps a file of that name too.
         above = path.absolute().parent
-        run = above if (above / METRICS_FILE).is_file() else "the run directory that `train` wrote"
+        run = above if (above / METRICS_FILE).is_file() else "the run directory that `train` or `finetune` wrote"
         raise ConfigError(f"{path} holds the states of a run, and neither its metrics nor its report; name {run}")
     if problem := _problem(description, _DESCRIPTION) or _problem(description["identity"], _IDENTITY):
         refuse(path / RUN_FILE, problem, "put it back from a copy")
