@@ -309,7 +309,7 @@ def test_plan_and_dry_run_say_the_same(
     planned = capsys.readouterr().out.splitlines()
     assert main(["finetune", *flags, "--dry-run"]) == 0
     told = capsys.readouterr().out.splitlines()
-    changing = ("  total", "  program", "  available", "disk of")
+    changing = ("sft: ", "learning rate ", "  total", "  program", "  available", "disk of")
     same = [line for line in told if not line.startswith(changing) and ", until " not in line]
     assert "it fits" in same and len(same) > 10
     assert [line for line in same if line not in planned] == []

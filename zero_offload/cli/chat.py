@@ -141,8 +141,7 @@ class Conversation:
     ) -> None:
         self._model, self._tokenizer = model, folder.tokenizer
         self._system, self._max_new_tokens = system, max_new_tokens
-        self._room: int | None = getattr(folder.config.get_text_config(), "max_position_embeddings", None)
-        """The most tokens that the model has positions for."""
+        self._num_positions = folder.num_positions
         self._settings = _sampling(temperature) | {"eos_token_id": _end_tokens(model, folder.tokenizer)}
         self._device = need_runtime(model, "chat").device.torch_device
         self.reset()
@@ -171,10 +170,10 @@ class Conversation:
         turns = [*self._turns, {"role": "user", "content": prompt}]
         inputs = self._encoded(turns)
         begin = inputs["input_ids"].shape[1]
-        room = self._max_new_tokens if self._room is None else min(self._max_new_tokens, self._room - begin)
+        room = min(self._max_new_tokens, self._num_positions - begin)
         if room < 1:
             raise ConfigError(
-                f"the conversation takes {begin:,} tokens, and the model has {self._room:,} positions; "
+                f"the conversation takes {begin:,} tokens, and the model has {self._num_positions:,} positions; "
                 f"begin a new one by {_RESET}"
             )
         with _interruptible() as stopped, torch.no_grad():

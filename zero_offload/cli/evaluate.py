@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, open_folder, quiet_libraries
+from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
 from zero_offload.cli.finetune.scores import NO_LABEL, Score, mean_loss
+from zero_offload.cli.finetune.settings import TASKS
 from zero_offload.cli.reading import add_tier_flags, open_for_reading
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime
@@ -26,7 +27,7 @@ _DESCRIPTION = """\
 Compute the loss and the perplexity of a model on data: a Hugging Face folder, or the folder of an adapter. Of
 conversations only the assistant's words count, as in `finetune`. Weights stream from memory and drives. Works under
 torchrun too."""
-_TASKS = {"sft": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
+_METHODS = tuple(method for method in TASKS if method != "dpo")
 _SEQ, _SAMPLE_TOKENS = 1024, 128
 
 Row = dict[str, Any]
@@ -42,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE_OR_DIR", help="as for finetune")
     parser.add_argument(
-        "--method", choices=_TASKS, default="sft", help="mlm and classify are for encoders (default sft)"
+        "--method", choices=_METHODS, default="sft", help="mlm and classify are for encoders (default sft)"
     )
     parser.add_argument("--seq", type=int, metavar="N", help=f"most tokens of a sample (default {_SEQ})")
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="samples of a rank at once (default 4)")
@@ -57,12 +58,11 @@ def run(args: argparse.Namespace) -> int:
     for flag, value, least in (("--batch", args.batch, 1), ("--eval-samples", args.eval_samples, 0)):
         if value < least:
             raise ConfigError(f"{flag} {value} is below {least}")
-    folder = open_folder(args.dir, _TASKS[args.method])
+    folder = open_folder(args.dir, TASKS[args.method])
     quiet_libraries()
     from zero_offload.cli.finetune.data import prepare
 
-    positions = getattr(folder.config.get_text_config(), "max_position_embeddings", _SEQ)
-    seq = min(_SEQ, positions) if args.seq is None else args.seq
+    seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq
     prepared = prepare(args.data, folder, method=args.method, seq=seq, packing=False)
     _check_labels(folder, prepared.labels)
     model = open_for_reading(folder, args)

@@ -34,7 +34,6 @@ _SETTINGS = {
     "commit_every": "between generations: optimizer steps, a duration such as 2min, or auto; where not given, as many "
     "steps as spare the drives",
 }
-_TIERS = ("params", "grads", "optimizer", "activations")
 
 
 def steps_or_duration(text: str) -> int | str:
@@ -86,8 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for name, text in _SETTINGS.items():
         if defaults[name] is not None and name != "commit_every":
             text = f"{text} (default {defaults[name]})"
-        flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
-        parser.add_argument(flag, dest=name, help=text, type=_TYPES.get(name, str))
+        parser.add_argument(plan_folder.flag_of(name), dest=name, help=text, type=_TYPES.get(name, str))
     parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
@@ -96,7 +94,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
     parser.add_argument("--accumulate", type=int, help="micro-batches per step (default 1; of a folder, as finetune)")
     parser.add_argument(
-        "--loop", action="store_true", help="micro-batches one after the other; without it as zo.accumulate has them"
+        "--loop",
+        action="store_true",
+        default=None,
+        help="micro-batches one after the other; without it as zo.accumulate has them",
     )
     parser.add_argument(
         "--recompute", choices=("block", "none"), help="what backward runs again (default: as the model)"

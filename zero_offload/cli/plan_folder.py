@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure
-from zero_offload.cli.finetune.folder import ModelFolder, need_packages, open_folder
+from zero_offload.cli.finetune import settings
+from zero_offload.cli.finetune.folder import need_packages, open_folder
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.folder_text import as_json, as_text, command
@@ -23,41 +24,17 @@ from zero_offload.cli.recipes.gpt import PRESETS
 from zero_offload.hardware.machines import ONE_DRIVE, Drives
 from zero_offload.plan.shapes import SHAPES
 
-if TYPE_CHECKING:
-    from zero_offload.cli.finetune.data import Prepared
-
-FLAGS: Mapping[str, str] = {
-    "data": "--data",
-    "eval_data": "--eval-data",
-    "split": "--split",
-    "method": "--method",
-    "out": "--out",
-    "steps": "--steps",
-    "epochs": "--epochs",
-    "batch": "--batch",
-    "seq": "--seq",
-    "lora": "--lora",
-    "merge": "--merge",
-    "packing": "--no-packing",
-}
-"""Of a run of `finetune` alone."""
-_SHARED = {"accumulate": "--accumulate", "recompute": "--recompute"}
-_PLACES = {
-    "nvme": "--nvme",
-    "params": "--params-tier",
-    "grads": "--grads-tier",
-    "optimizer": "--optimizer-tier",
-    "activations": "--activations-tier",
-    "stage": "--stage",
-    "precision": "--precision",
-    "states": "--states",
-    "cpu_memory": "--cpu-memory",
-    "device_memory": "--device-memory",
-    "durability": "--durability",
-    "commit_every": "--commit-every",
-}
-"""Flags of tiers and storage, as both commands have them."""
-_OF_MODELS = {"tokens": "--tokens", "sequence": "--sequence", "loop": "--loop", "step_time": "--step-time"}
+_OF_RUNS = (
+    *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "merge", "packing"),
+)
+"""Settings of `finetune` whose flags `plan` has for folders alone."""
+_SHARED = ("accumulate", "recompute")
+_PLACES = (
+    *("nvme", "params", "grads", "optimizer", "activations", "stage", "precision", "states"),
+    *("cpu_memory", "device_memory", "durability", "commit_every"),
+)
+"""Settings of tiers and storage that both commands have."""
+_OF_MODELS = ("tokens", "sequence", "loop", "step_time")
 _WIDTH_MAX = 1024
 """Of the block that is timed on a CPU: some seconds."""
 _NO_DATA = "DATA"
@@ -66,28 +43,14 @@ _NO_DATA = "DATA"
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Those of `finetune` alone; defaults are its own."""
+    settings.add_flags(group, _OF_RUNS)
 
-    def add(flag: str, help: str, **options: Any) -> None:
-        name = flag.removeprefix("--").replace("-", "_")
-        default = getattr(FinetuneConfig, name)
-        if default and "default" not in help:
-            help = f"{help} (default {default})"
-        group.add_argument(flag, help=help, **options)
 
-    add("--data", "files, folders or data sets: their tokens are counted", nargs="+", metavar="FILE")
-    add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
-    add("--split", "share of the data that is kept for evaluation", type=float)
-    add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
-    add("--out", "run directory (default: as finetune)", metavar="OUT")
-    add("--steps", "optimizer steps (default: as many as --epochs has)", type=int)
-    add("--epochs", "passes over the data", type=float)
-    add("--batch", "sequences per micro-batch and rank", type=int)
-    add("--seq", "the most tokens of a sequence", type=int)
-    add("--lora", "train adapters of this rank (default: all parameters)", type=int, metavar="RANK")
-    group.add_argument("--merge", action="store_const", const=True, help="write the merged model too")
-    group.add_argument(
-        "--no-packing", dest="packing", action="store_const", const=False, help="one sample per sequence, padded"
-    )
+def flag_of(name: str) -> str:
+    """The flag of a setting, in both commands."""
+    if name == "packing":
+        return "--no-packing"
+    return f"--{name.replace('_', '-')}" + "-tier" * (name in ("params", "grads", "optimizer", "activations"))
 
 
 def folder_of(args: argparse.Namespace) -> Path | None:
@@ -98,7 +61,7 @@ def folder_of(args: argparse.Namespace) -> Path | None:
     named = args.folder or args.model or ""
     # A name of a model, or a typo of it, is a folder only if there is one.
     is_folder = named not in (*PRESETS, *SHAPES) and (Path(named).expanduser().is_dir() or "/" in named)
-    strange = [flag for name, flag in (_OF_MODELS if named and is_folder else FLAGS).items() if _is_given(args, name)]
+    strange = [flag_of(name) for name in _given(args, _OF_MODELS if named and is_folder else _OF_RUNS)]
     if named and is_folder:
         if strange:
             raise ConfigError(f"{', '.join(strange)}: of a folder give --batch, --seq and --accumulate, as to finetune")
@@ -108,9 +71,10 @@ def folder_of(args: argparse.Namespace) -> Path | None:
     return None
 
 
-def _is_given(args: argparse.Namespace, name: str) -> bool:
-    value = getattr(args, name)
-    return value is not None and not (name == "loop" and value is False)
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """What the user typed."""
+    values = {name: vars(args)[f"finetune_{name}" if name in _OF_RUNS else name] for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]) -> int:
@@ -131,7 +95,7 @@ def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: M
 def _job(
     args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]
 ) -> tuple[FolderJob, Path | None, list[str]]:
-    given = {name: getattr(args, name) for name in (*FLAGS, *_SHARED) if getattr(args, name) is not None}
+    given = _given(args, (*_OF_RUNS, *_SHARED))
     is_elsewhere = args.gpu is not None or args.ram is not None or drives is not None
     note = []
     if is_elsewhere and drives is None and args.nvme is None:
@@ -140,7 +104,7 @@ def _job(
     config = FinetuneConfig.from_tables({"model": str(folder.absolute()), "data": _NO_DATA} | given, dict(places))
     config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
     task = TASKS.get(config.method, TASKS["sft"])
-    opened = open_folder(config.model, task, needs_weights=False, needs_tokenizer=args.data is not None)
+    opened = open_folder(config.model, task, needs_weights=False, needs_tokenizer=args.finetune_data is not None)
     if not opened.has_weights:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     if args.measure:
@@ -148,8 +112,10 @@ def _job(
         directories = () if is_elsewhere else config.offload.nvme_dirs
         measure.measure(config.offload, directories, min(width, _WIDTH_MAX))
     config, prepared = config.with_length(opened.num_positions), None
-    if args.data is not None:
-        prepared = _read(config, opened)
+    if args.finetune_data is not None:
+        from zero_offload.cli.finetune.data import prepare  # brings datasets and TRL
+
+        prepared = prepare(config.data, opened, **config.of_data())
         note.append(prepared.note)
     job = replace(
         FolderJob.of(config, opened, prepared, args.ranks),
@@ -163,29 +129,13 @@ def _job(
     return job, None if is_elsewhere else config.out, note
 
 
-def _read(config: FinetuneConfig, folder: ModelFolder) -> Prepared:
-    from zero_offload.cli.finetune.data import prepare  # brings datasets and TRL
-
-    return prepare(
-        config.data,
-        folder,
-        method=config.method,
-        seq=config.seq,
-        eval_data=config.eval_data,
-        split=config.split,
-        seed=config.seed,
-        packing=config.packing,
-    )
-
-
 def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:
     """What the command of the run has beside the folder: what was given that `finetune` takes too."""
-    for name, flag in {**FLAGS, **_SHARED, **_PLACES}.items():
-        value = getattr(args, name)
-        if value is None or (name == "nvme" and drives is not None):
+    for name, value in _given(args, (*_OF_RUNS, *_SHARED, *_PLACES)).items():
+        if name == "nvme" and drives is not None:
             continue
-        yield flag
-        if name not in ("merge", "packing"):
+        yield flag_of(name)
+        if not isinstance(value, bool):
             yield from map(str, value if isinstance(value, list) else [value])
-    if args.data is None:
+    if args.finetune_data is None:
         yield from ("--data", "chat.jsonl")

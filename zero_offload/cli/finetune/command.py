@@ -9,15 +9,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import METRICS_FILE
 from zero_offload.cli.finetune.folder import need_packages
-from zero_offload.cli.finetune.settings import RECOMPUTE, TABLE, TASKS, FinetuneConfig, default_offload
+from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig, add_flags, default_offload
 from zero_offload.cli.plan import with_states
 from zero_offload.cli.recipes.settings import read_tables
 from zero_offload.cli.recipes.train import Ending
@@ -41,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("finetune_model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or an adapter's")
     parser.add_argument("--config", type=Path, metavar="run.toml", help="settings of the run")
-    _add_flags(parser.add_argument_group("the run"))
+    add_flags(parser.add_argument_group("the run"))
     add_offload_flags(parser.add_argument_group("where states rest"), default_offload(), "OUT")
     parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
@@ -77,64 +75,3 @@ def run(args: argparse.Namespace) -> int:
 
 def _where(out: Path) -> list[str]:
     return [f"talk to it: zero-offload chat {out}", f"measure it: zero-offload evaluate {out} --data FILES"]
-
-
-def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """What reads a flag that has its default by being left out: 0, which a file has for that, is not typed."""
-
-    def number(text: str) -> float:
-        if (value := kind(text)) == 0:
-            raise argparse.ArgumentTypeError("0 is no value of it; give another, or leave it out for the default")
-        return value
-
-    return number
-
-
-def _add_flags(group: argparse._ArgumentGroup) -> None:
-    def add(flag: str, help: str, **options: Any) -> None:
-        name = flag.removeprefix("--").replace("-", "_")
-        default = getattr(FinetuneConfig, name)
-        if default and "default" not in help:
-            help = f"{help} (default {default})"
-        group.add_argument(flag, dest=f"finetune_{name}", help=help, **{"metavar": name.upper()} | options)
-
-    add("--data", "files (JSONL, JSON, Parquet, CSV), folders or names of data sets", nargs="+", metavar="FILE")
-    add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
-    add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
-    add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
-    add(
-        "--out",
-        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK)",
-        metavar="OUT",
-    )
-    add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
-    add("--epochs", "passes over the data", type=float)
-    add("--batch", "sequences per micro-batch and rank", type=int)
-    add("--accumulate", "micro-batches per step", type=int)
-    add("--seq", "the most tokens of a sequence (default 1024, or what the model takes)", type=_above_zero(int))
-    add(
-        "--lr",
-        "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
-        type=_above_zero(float),
-    )
-    add("--warmup", "steps until the peak; below 1 a share of all steps", type=float)
-    add("--weight-decay", "decay of the matrices (default 0)", type=float)
-    add("--clip", "largest gradient norm", type=float)
-    add("--seed", "of new weights and of the data's order (default 0)", type=int)
-    add("--lora", "train adapters of this rank (default: all parameters)", type=int, metavar="RANK")
-    add(
-        "--lora-alpha",
-        "adapters are scaled by ALPHA / RANK (default: twice the rank)",
-        type=_above_zero(float),
-        metavar="ALPHA",
-    )
-    add("--lora-targets", "ends of layers' names (default: all linear layers)", nargs="+", metavar="NAME")
-    add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
-    add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
-    add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
-    add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")
-    for flag, name, value, help in (
-        ("--merge", "merge", True, "write OUT/merged too: the base with the adapter merged into it"),
-        ("--no-packing", "packing", False, "one sample per sequence, padded"),
-    ):
-        group.add_argument(flag, dest=f"finetune_{name}", action="store_const", const=value, help=help)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Counts
-from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder
+from zero_offload.cli.finetune.folder import ModelFolder
 from zero_offload.cli.finetune.methods import MAKERS, SFT, Maker, method_of
 from zero_offload.cli.finetune.packing import PACKED, PackedRows
 from zero_offload.cli.finetune.sources import Known, kinds_of, read_forms
@@ -114,10 +114,7 @@ def prepare(
 def _check_numbers(folder: ModelFolder, seq: int, split: float, eval_data: Sequence[str]) -> None:
     if seq < 2:
         raise ConfigError(f"seq={seq}: a row has at least 2 tokens, one to see and one to say")
-    limit = getattr(folder.config.get_text_config(), "max_position_embeddings", None)
-    if folder.task != CAUSAL:
-        limit = min(limit or folder.tokenizer.model_max_length, folder.tokenizer.model_max_length)
-    if limit is not None and 0 < limit < seq:
+    if (limit := folder.num_positions) < seq:
         raise ConfigError(f"seq={seq}, and {folder.path} has positions for {limit} tokens; give --seq {limit}")
     if not 0 <= split < 1:
         raise ConfigError(f"split={split} is the fraction kept for evaluation: from 0 to below 1")

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Tally
-from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, ModelFolder, check_chat_template
+from zero_offload.cli.finetune.folder import ModelFolder, check_chat_template
 from zero_offload.cli.finetune.rows import (
     CONVERSATIONS,
     LABELLED,
@@ -22,19 +22,19 @@ from zero_offload.cli.finetune.rows import (
     text_in,
     tools_of,
 )
+from zero_offload.cli.finetune.settings import TASKS
 from zero_offload.cli.finetune.sources import Known, Row
 from zero_offload.cli.finetune.turns import ChatTemplate, Sample, tokens_of
 
 SFT, DPO, MLM, CLASSES = METHODS = ("sft", "dpo", "mlm", "classify")
 _KINDS = {SFT: (CONVERSATIONS, PAIRS, TEXT, LABELLED), DPO: (PREFERENCES,), MLM: (TEXT, LABELLED), CLASSES: (LABELLED,)}
-_TASKS = {SFT: CAUSAL, DPO: CAUSAL, MLM: MASKED, CLASSES: CLASSIFY}
 
 
 def method_of(known: Sequence[Known], method: str, task: str) -> str:
     """The method that goes with every source. Raises ConfigError where the one that was asked for does not."""
     if method not in ("auto", *METHODS):
         raise ConfigError(f"method={method!r} is none of auto, {', '.join(METHODS)}")
-    fitting = [name for name in METHODS if _TASKS[name] == task and method in ("auto", name)]
+    fitting = [name for name in METHODS if TASKS[name] == task and method in ("auto", name)]
     for each in known:
         kind = each.form.kind
         fitting = [name for name in fitting if kind in _KINDS[name]]

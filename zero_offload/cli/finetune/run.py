@@ -147,17 +147,7 @@ def _refuse_another(config: FinetuneConfig, run_dir: RunDir) -> None:
 
 def _read(config: FinetuneConfig, folder: ModelFolder, ranks: Ranks, tokens: Path | None) -> Job:
     """The data; `tokens` is where their tokens are kept for the next start."""
-    prepared = prepare(
-        config.data,
-        folder,
-        method=config.method,
-        seq=config.seq,
-        eval_data=config.eval_data,
-        split=config.split,
-        seed=config.seed,
-        packing=config.packing,
-        cache=tokens,
-    )
+    prepared = prepare(config.data, folder, **config.of_data(), cache=tokens)
     if prepared.labels:
         folder = open_folder(config.model, folder.task, prepared.labels)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
