@@ -36,6 +36,7 @@ from tests.helpers.ext4 import ext4_disk
 from tests.helpers.ranks import wait_until
 from tests.helpers.tool_runs import in_processes
 from tests.helpers.trainer import fork_server
+from zero_offload.cli.finetune import run as finetune_run
 from zero_offload.cli.finetune.data import Prepared, prepare
 from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
 from zero_offload.cli.finetune.outputs import Weights, is_published
@@ -425,7 +426,9 @@ def test_more_steps_go_on_and_replace_the_model(place: Place, tmp_path: Path) ->
     assert "| weights of step | 4 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_finished_run_goes_on_from_an_earlier_generation(place: Place, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_from_an_earlier_generation(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     first = run(place, out, steps=4)
     before = (out / "model.safetensors").read_bytes()
@@ -434,6 +437,18 @@ def test_a_finished_run_goes_on_from_an_earlier_generation(place: Place, tmp_pat
     assert then[3]["lr"] == pytest.approx(10 * first[3]["lr"])
     assert (out / "model.safetensors").read_bytes() != before
     run(place, out, "--generation", 1, steps=4, code=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_run, "_publish", _fails)
+        run(place, out, "--generation", 3, steps=4, code=4)
+    capsys.readouterr()
+    then = run(place, out, steps=4)
+    assert "this run is finished" not in capsys.readouterr().out
+    assert then == first
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def _fails(*_: object) -> None:
+    raise zo.StorageError("pulled out")
 
 
 def test_merged_weights_can_be_asked_for_later(place: Place, tmp_path: Path) -> None:

@@ -231,6 +231,8 @@ def _train(
             _say_where(job, model, progress)
         if outputs and outputs["step"] > need_runtime(model, "finetune").step_count:
             outputs = {}  # OUT has weights of a step that is made again
+        # Until its end the run is not finished, whatever it was before.
+        outputs = {name: value for name, value in outputs.items() if name != "asked"}
         with zo.RunLog(
             place or config.out,
             model,
