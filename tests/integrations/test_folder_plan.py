@@ -283,6 +283,20 @@ def test_it_says_what_would_fit(too_large: FolderPlan) -> None:
     assert as_json(too_large)["fits"] is False
 
 
+def test_a_run_that_wears_drives_out_names_what_does_not(folder: ModelFolder, tmp_path: Path) -> None:
+    """The same run is a small part of a large drive's life, and most of a small one's."""
+    job = _job(folder, tmp_path / "nvme", steps=1000)
+    job = replace(job, offload=replace(job.offload, params="nvme", optimizer="nvme"))
+    quiet = plan_job(job, tmp_path)
+    share = quiet.endured_share
+    assert quiet.fits and quiet.written_bytes and share is not None
+    assert not quiet.ways and "drives are written less:" not in as_text(quiet)
+    loud = plan_job(replace(job, tbw=job.tbw * share / 0.5), tmp_path)
+    assert loud.fits and ("--lora", "16") in [way.flags for way in loud.ways]
+    assert all(2 * way.plan.written_per_step <= loud.written_per_step for way in loud.ways)
+    assert "drives are written less:" in as_text(loud)
+
+
 def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_offload.cli.folder_plan.nvme_free_bytes", lambda _: 4 * MIB)
     plan = plan_job(_job(folder, tmp_path / "nvme"), tmp_path)

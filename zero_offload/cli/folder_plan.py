@@ -65,6 +65,7 @@ _INSIDE_WIDTHS = 50
 """Values of a token that a block keeps, over its width: 26 in Llama-8B, 40 in Qwen3, by rehearsals; and some more."""
 _LORA = Lora(16, 32.0)
 _SEQ_LEAST = 128
+_MUCH_WEAR, _FEW_DAYS = 0.05, 90
 _TOKEN_FACTORS = (0.25, 0.5, 1, 2, 4, 8)
 """Micro-batches of a step, over those that were asked for."""
 _MORE = "MORE"
@@ -360,6 +361,23 @@ class FolderPlan:
         """Days until a drive is written what it is rated for, day and night; None where nothing is."""
         return self.wear.days_to(self.job.tbw, self.step_s) if self.wear.bytes_per_step else None
 
+    @property
+    def endured_share(self) -> float | None:
+        """What the run writes to a drive, as a part of what it is rated for; None where its steps are not known."""
+        return None if self.written_bytes is None else self.written_bytes / self.num_drives / (self.job.tbw * 1e12)
+
+    @property
+    def wears_out(self) -> bool:
+        """True if the run takes much of a drive's life; of an unknown number of steps, if a drive lasts some weeks."""
+        if self.endured_share is not None:
+            return self.endured_share > _MUCH_WEAR
+        return self.life_days is not None and self.life_days < _FEW_DAYS
+
+    def spares(self, other: FolderPlan) -> bool:
+        """True if a token of this plan writes at most half as much as one of the other."""
+        mine, others = (each.written_per_step / each.job.tokens_per_step for each in (self, other))
+        return 2 * mine <= others
+
 
 def _shortage(where: str, needed: int, available: int) -> str:
     missing = format_bytes(needed - available)
@@ -369,15 +387,16 @@ def _shortage(where: str, needed: int, available: int) -> str:
 def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
     """Plan a run that writes its outputs to `out`; None where that is not known yet. No weights are read.
 
-    With `tries` a plan that does not fit has `ways`; with `tokens` one that fits has `by_tokens`. Raises what `zo.plan`
+    With `tries` a plan that does not fit, or that wears drives out, has `ways`; with `tokens` one that fits has `by_tokens`. Raises what `zo.plan`
     raises for a model that cannot be offloaded.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT and Trainer use
         known = _Known(job.folder)
         plan = _Planner(job, out, known).plan()
-        if tries and not plan.fits:
-            plan = replace(plan, ways=tuple(_ways(job, out, known)))
+        if tries and (not plan.fits or plan.wears_out):
+            ways = (way for way in _ways(job, out, known) if not plan.fits or way.plan.spares(plan))
+            plan = replace(plan, ways=tuple(ways))
         if tokens and plan.fits:
             plan = replace(plan, by_tokens=tuple(_by_tokens(plan, out, known)))
     return plan

@@ -41,12 +41,19 @@ def _lines(plan: FolderPlan) -> Iterator[str]:
         yield from _time_lines(plan)
         yield from _wear_lines(plan)
         yield from _token_lines(plan)
+        if plan.ways:
+            yield "drives are written less:"
+            yield from _way_lines(plan)
         return
     yield "it does not fit"
     yield from plan.shortages
     if any(place.total > place.free_bytes for place in plan.places) and plan.job.drives is None:
         yield "a larger disk: --nvme DIR for swap files, --out OUT for outputs"
-    yield from _way_lines(plan)
+    if plan.ways:
+        yield "what would fit:"
+        yield from _way_lines(plan)
+    else:
+        yield "nothing that was tried fits: LoRA, compact states, smaller batches, shorter sequences"
 
 
 def _what_lines(plan: FolderPlan) -> Iterator[str]:
@@ -149,7 +156,7 @@ def _wear_lines(plan: FolderPlan) -> Iterator[str]:
     most = "up to " if plan.wear.is_bound else ""
     text = f"written to drives: {most}{format_written(plan.written_per_step)} per step"
     if plan.written_bytes is not None:
-        share = plan.written_bytes / plan.num_drives / (plan.job.tbw * 1e12)
+        share = plan.endured_share or 0.0
         text += f", {most}{format_written(plan.written_bytes)} in the run ({_percent(share)} of what a drive endures)"
     yield f"{text}; at this rate a drive of {plan.job.tbw:g} TBW lasts {_life(plan)}"
     if plan.chosen_every is not None and plan.chosen_every > 1:
@@ -189,10 +196,6 @@ def _percent(share: float) -> str:
 
 
 def _way_lines(plan: FolderPlan) -> Iterator[str]:
-    if not plan.ways:
-        yield "nothing that was tried fits: LoRA, compact states, smaller batches, shorter sequences"
-        return
-    yield "what would fit:"
     what = ("a step writes",) if plan.run_s is None else ("in all", "written")
     rows = [("a step", "tokens/s", *what, f"{plan.job.tbw:g} TBW last", "with")]
     for way in plan.ways:
