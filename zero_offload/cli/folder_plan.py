@@ -387,8 +387,8 @@ def _shortage(where: str, needed: int, available: int) -> str:
 def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
     """Plan a run that writes its outputs to `out`; None where that is not known yet. No weights are read.
 
-    With `tries` a plan that does not fit, or that wears drives out, has `ways`; with `tokens` one that fits has `by_tokens`. Raises what `zo.plan`
-    raises for a model that cannot be offloaded.
+    With `tries` a plan that does not fit, or that wears drives out, has `ways`; with `tokens` one that fits has
+    `by_tokens`. Raises what `zo.plan` raises for a model that cannot be offloaded.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT and Trainer use
