@@ -426,9 +426,7 @@ def test_more_steps_go_on_and_replace_the_model(place: Place, tmp_path: Path) ->
     assert "| weights of step | 4 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_finished_run_goes_on_from_an_earlier_generation(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_goes_on_from_an_earlier_generation(place: Place, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = run(place, out, steps=4)
     before = (out / "model.safetensors").read_bytes()
@@ -437,14 +435,24 @@ def test_a_finished_run_goes_on_from_an_earlier_generation(
     assert then[3]["lr"] == pytest.approx(10 * first[3]["lr"])
     assert (out / "model.safetensors").read_bytes() != before
     run(place, out, "--generation", 1, steps=4, code=2)
+
+
+def test_a_finished_run_that_goes_on_is_not_finished_until_its_end(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where OUT has the best weights already."""
+    out, flags = tmp_path / "out", ("--eval-data", place.held_out, "--eval-every", 1, "--samples", 0, "--lr", 3)
+    first = run(place, out, *flags, steps=4)
+    losses = column(first, "val_loss")
+    assert losses.index(min(losses)) < 3, losses
     with monkeypatch.context() as patch:
         patch.setattr(finetune_run, "_publish", _fails)
-        run(place, out, "--generation", 3, steps=4, code=4)
+        run(place, out, *flags, "--generation", 3, steps=4, code=4)
     capsys.readouterr()
-    then = run(place, out, steps=4)
+    assert run(place, out, *flags, steps=4) == first
     assert "this run is finished" not in capsys.readouterr().out
-    assert then == first
-    assert (out / "model.safetensors").read_bytes() == before
+    assert run(place, out, *flags, steps=4) == first
+    assert "this run is finished" in capsys.readouterr().out
 
 
 def _fails(*_: object) -> None:
