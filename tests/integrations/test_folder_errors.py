@@ -253,6 +253,8 @@ def test_adapters_that_do_not_go_with_it(llama: Path, adapter: Path) -> None:
     for make in (meta_model, lambda folder, lora: build_model(folder, zo.OffloadConfig(), lora)):
         with pytest.raises(zo.ConfigError, match="takes no adapter of rank 4 on wrong: .*down_proj, gate_proj"):
             make(open_folder(llama), Lora(4, 8.0, targets=("wrong",)))
+        with pytest.raises(zo.ConfigError, match="q_proj lm_head has the output's layer among them"):
+            make(open_folder(llama), Lora(4, 8.0, targets=("q_proj", "lm_head")))
         with pytest.raises(zo.ConfigError, match="is an adapter already"):
             make(open_folder(adapter), Lora(4, 8.0))
 

@@ -458,6 +458,7 @@ def _from_config(folder: ModelFolder) -> Any:
 
 def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     kinds = {CAUSAL: TaskType.CAUSAL_LM, CLASSIFY: TaskType.SEQ_CLS}
     # A head that begins with random numbers is trained whole; peft knows those of classifiers.
@@ -474,13 +475,19 @@ def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> 
         "task_type": kinds.get(folder.task),
     }
     try:
-        return get_peft_model(base, LoraConfig(**settings))
+        model = get_peft_model(base, LoraConfig(**settings))
     except ValueError as error:
         linear = {name.split(".")[-1] for name, module in base.named_modules() if isinstance(module, nn.Linear)}
         raise ConfigError(
             f"{folder.path} takes no adapter of rank {lora.rank} on {', '.join(lora.targets) or 'its linear layers'}: "
             f"{error}. Its linear layers are {', '.join(sorted(linear))}"
         ) from error
+    if folder.task == CAUSAL and isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise ConfigError(
+            f"--lora-targets {' '.join(lora.targets)} has the output's layer among them. The loss takes that layer's "
+            "own weight and would never train its adapter; leave the layer out"
+        )
+    return model
 
 
 def _file_names(folder: ModelFolder, base: Any) -> FileNames:
