@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -176,11 +177,14 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(llama: Path, tmp_path: Path) -> 
         deadline = time.monotonic() + 120
         while shown.count(text) < times:
             assert time.monotonic() < deadline and child.poll() is None, shown
+            if not select.select([mine], [], [], 1)[0]:
+                continue
             shown += os.read(mine, 4096).decode(errors="replace")
 
     try:
         until("> ")
         assert "parameters" in shown and "/exit" in shown
+        time.sleep(0.3)  # the prompt is there before readline waits for a line
         os.kill(child.pid, signal.SIGINT)
         until("Ctrl-D or /exit ends")
         os.write(mine, b"What does abs do?\n")
