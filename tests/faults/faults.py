@@ -543,6 +543,20 @@ FAULTS = [
         FINETUNE + "test_an_end_that_failed_is_completed",
     ),
     fault(
+        "micro-batches of encoders add up",
+        "cli/finetune/trainers.py",
+        ', "compute_loss_func": loss_of_labels}',
+        "}",
+        "tests/integrations/test_finetune_losses.py::test_micro_batches_of_encoders_do_not_add_up[classify]",
+    ),
+    fault(
+        "a loss that is not finite stays in those of later steps",
+        "cli/finetune/trainers.py",
+        "            self._tr_loss.zero_()  # Trainer",
+        "            # Trainer",
+        FINETUNE + "test_a_loss_that_is_not_finite_is_that_of_its_step_alone",
+    ),
+    fault(
         "a folder loads while its weights are another model's",
         "cli/finetune/outputs.py",
         "            if all((place / name).exists() for name in names):  # nothing in OUT is of these weights yet\n"
