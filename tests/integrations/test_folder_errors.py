@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import tests.helpers.tools  # before transformers  # noqa: F401
 import zero_offload as zo
@@ -223,6 +225,20 @@ def test_an_encoder_writes_no_text(tmp_path: Path, llama: Path) -> None:
     assert open_folder(bert, "masked").task == "masked"
     with pytest.raises(zo.ConfigError, match="no masked model of 'llama'.* sft or dpo"):
         open_folder(llama, "masked")
+
+
+def test_a_loss_that_leaves_out_other_micro_batches_is_refused(tmp_path: Path, llama: Path) -> None:
+    """All classes of transformers whose loss is not the common one, which divides by `num_items_in_batch`."""
+    classes = {kind.model_type: found for kind, found in transformers.MODEL_FOR_CAUSAL_LM_MAPPING.items()}
+    sources = {name: inspect.getsource(found.forward) for name, found in classes.items() if inspect.isclass(found)}
+    own = {name for name, source in sources.items() if "labels" in source and "loss_function(" not in source}
+    assert own == folders.OWN_LOSS
+    shutil.copytree(llama, tmp_path / "xlnet")
+    (tmp_path / "xlnet/config.json").write_text(
+        json.dumps({"model_type": "xlnet", "architectures": ["XLNetLMHeadModel"]})
+    )
+    with pytest.raises(zo.ConfigError, match="micro-batches would add up to a wrong loss"):
+        open_folder(tmp_path / "xlnet")
 
 
 def test_conversations_need_a_template(tmp_path: Path, llama: Path) -> None:

@@ -300,6 +300,13 @@ def _read_config(folder: Path, task: str) -> Any:
     return config
 
 
+OWN_LOSS = frozenset((
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "musicgen",
+    "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlm", "xlnet",
+))  # fmt: skip
+"""Causal models, by `model_type`, that do not divide their loss by the number of labels that Trainer gives them."""
+
+
 def _check_task(folder: Path, config: Any, task: str) -> None:
     if task not in TASKS:
         raise ConfigError(f"task={task!r} is none of {', '.join(TASKS)}")
@@ -312,6 +319,11 @@ def _check_task(folder: Path, config: Any, task: str) -> None:
         raise ConfigError(
             f"{folder} is a {kind!r} encoder ({', '.join(classes) or 'no architectures'}), which does not write text. "
             "Give a causal model, or train the encoder: --method mlm on text, --method classify on labelled text"
+        )
+    if task == CAUSAL and kind in OWN_LOSS:
+        raise ConfigError(
+            f"{folder} is a {kind!r} model. Its class in transformers averages the loss within a batch by itself, so "
+            "micro-batches would add up to a wrong loss; give another causal model"
         )
     if type(config) not in known:
         hint = "give another folder" if type(config) not in _mapping(CAUSAL) else "a causal model takes sft or dpo"
