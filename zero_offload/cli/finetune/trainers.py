@@ -306,11 +306,17 @@ class FinetuneMasked(FinetuneTrainer):
         super().__init__(data_collator=self._masked, **kwargs)
 
     def _masked(self, rows: list[Any]) -> Any:
-        drawn_by = self._job.config.seed, int(self.state.epoch or 0), [row["input_ids"] for row in rows]
-        seed = int.from_bytes(hashlib.blake2b(repr(drawn_by).encode(), digest_size=7).digest())
-        collate = copy(self._job.prepared.collator)
-        collate.generator = torch.Generator("cpu").manual_seed(seed)
-        return collate(rows)
+        return masked(self._job.prepared.collator, rows, self._job.config.seed, int(self.state.epoch or 0))
+
+
+def masked(collator: Any, rows: list[Any], seed: int, epoch: int) -> Any:
+    """A batch of `rows` by transformers' collator for masked words, which are drawn by the other arguments alone."""
+    drawn_by = seed, epoch, [row["input_ids"] for row in rows]
+    collate = copy(collator)
+    collate.generator = torch.Generator("cpu").manual_seed(
+        int.from_bytes(hashlib.blake2b(repr(drawn_by).encode(), digest_size=7).digest())
+    )
+    return collate(rows)
 
 
 class FinetuneSFT(FinetuneMixin, SFTTrainer):
