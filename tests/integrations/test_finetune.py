@@ -615,7 +615,7 @@ def test_a_zero_is_not_taken_for_the_default(flag: str, capsys: pytest.CaptureFi
     assert ended.value.code == 2
     usage, error = capsys.readouterr().err.splitlines()
     assert usage == "usage: zero-offload finetune MODEL --data FILE [FILE ...] [flags]"
-    assert error.endswith(f"argument {flag}: 0 is no value of it; give another, or leave it out for the default")
+    assert error.endswith(f"argument {flag}: 0 is not a value of it; give another, or leave it out for the default")
 
 
 def test_clean_leaves_the_model_of_a_finished_run(

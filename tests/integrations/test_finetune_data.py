@@ -339,11 +339,11 @@ def test_a_name_without_a_network(tmp_path: Path, folder: ModelFolder, monkeypat
 
     monkeypatch.setattr(sources, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with pytest.raises(zo.ConfigError, match=r"chats is no file or folder here, .* \(huggingface.co is not known\)"):
+    with pytest.raises(zo.ConfigError, match=r"chats is not a file or folder here, .* \(huggingface.co is not known\)"):
         prepare(["chats"], folder, seq=64)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").touch()
-    with pytest.raises(zo.ConfigError, match=r"chats is no file or folder here, .*; did you mean chats.jsonl\?"):
+    with pytest.raises(zo.ConfigError, match=r"chats is not a file or folder here, .*; did you mean chats.jsonl\?"):
         prepare(["chats"], folder, seq=64)
 
 
@@ -741,7 +741,7 @@ def test_labels(tmp_path: Path, encoder: Path, labels: list[Any], names: tuple[s
     assert prepared.counts.empty == 1
     assert prepared.collator(rows_of(prepared))["labels"].shape == (3,)
     rows.append({"text": "x", "label": "other"})
-    with pytest.raises(zo.ConfigError, match="line 4: the label 'other' is none of"):
+    with pytest.raises(zo.ConfigError, match="line 4: the label 'other' is unknown; the data have"):
         prepare(
             [str(path)],
             open_folder(encoder, "classify"),
@@ -809,7 +809,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, folder: ModelFolder, name: st
     ("given", "message"),
     [
         ({"method": "dpo"}, "holds conversations, by messages, which method dpo does not take; .* --method sft"),
-        ({"method": "rlhf"}, "is none of auto, sft"),
+        ({"method": "rlhf"}, "is unknown; use one of auto, sft"),
         ({"seq": 1}, "seq=1"),
         ({"seq": 4096}, "has positions for 256 tokens; give --seq 256"),
         ({"split": 1.5}, "split=1.5"),
@@ -817,7 +817,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, folder: ModelFolder, name: st
         ({"data": ["none.jsonl"]}, "none.jsonl does not exist"),
         ({"data": [f"{Path(__file__).parent}/test_finetune_dta.jsonl"]}, r"; did you mean /.*/test_finetune_data.py\?"),
         ({"data": ["/proc/1/mem.jsonl"]}, "mem.jsonl does not exist"),
-        ({"data": ["someone/chats"]}, "someone/chats is no file or folder here, and the hub .* cannot be reached"),
+        ({"data": ["someone/chats"]}, "someone/chats is not a file or folder here, and the hub .* cannot be reached"),
         ({"seq": 8}, "no row of .* has a token to train on: all 4 are left out"),
     ],
 )

@@ -132,7 +132,7 @@ def test_bad_input_is_one_error(llama: Path, tmp_path: Path, capsys: pytest.Capt
     data = write_instructions(tmp_path / "chat.jsonl", 4)
     for words, says in {
         ("chat", llama, "--max-new-tokens", 0): "--max-new-tokens 0 leaves no answer",
-        ("chat", llama, "--temperature", -1): "--temperature -1.0 is no temperature",
+        ("chat", llama, "--temperature", -1): "--temperature -1.0 is not a number from 0 up",
         ("chat", base, "--system", "Be brief."): "no chat template, so --system has no place",
         ("chat", llama, "--precision", "int4"): "int4",
         ("evaluate", llama, "--data", data, "--batch", 0): "--batch 0 is below 1",

@@ -79,7 +79,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} leaves no answer; give 1 or more")
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise ConfigError(f"--temperature {args.temperature} is no temperature; give 0 or more")
+        raise ConfigError(f"--temperature {args.temperature} is not a number from 0 up; give 0 or more")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("chat runs as one process; start it without torchrun")
 

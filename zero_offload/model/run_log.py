@@ -140,7 +140,7 @@ class RunLog:
 
         `loss`, `val_loss`, `lr` and `grad_norm` are drawn, and None is left out. `tokens`: those of all ranks since the
         last row, in place of `tokens_per_step`. A list of text, such as what the model writes, is kept. A row may stand
-        for several steps. Raises ConfigError where `step` is not above the last row's or a figure is no number,
+        for several steps. Raises ConfigError where `step` is not above the last row's or a figure is not a number,
         StorageError when the row cannot be written, and LockError when another run could come in.
         """
         last, measured = self._last_step, self._figures or self._measured()

@@ -288,7 +288,7 @@ def _read_config(folder: Path, task: str) -> Any:
             ) from error
         if kind is None:
             raise ConfigError(
-                f"{folder / CONFIG_NAME} has no model_type, so it is no model of transformers; get the folder again"
+                f"{folder / CONFIG_NAME} has no model_type, so its kind is unknown; get the folder again"
             ) from error
         if kind not in transformers.CONFIG_MAPPING:
             raise ConfigError(
@@ -309,7 +309,7 @@ OWN_LOSS = frozenset((
 
 def _check_task(folder: Path, config: Any, task: str) -> None:
     if task not in TASKS:
-        raise ConfigError(f"task={task!r} is none of {', '.join(TASKS)}")
+        raise ConfigError(f"task={task!r} is unknown; use one of {', '.join(TASKS)}")
     known, kind, classes = _mapping(task), config.model_type, config.architectures or []
     causal = any("CausalLM" in name or "LMHead" in name for name in classes)
     if getattr(config, "is_encoder_decoder", False) and task != CLASSIFY:

@@ -33,7 +33,7 @@ _KINDS = {SFT: (CONVERSATIONS, PAIRS, TEXT, LABELLED), DPO: (PREFERENCES,), MLM:
 def method_of(known: Sequence[Known], method: str, task: str) -> str:
     """The method that goes with every source. Raises ConfigError where the one that was asked for does not."""
     if method not in ("auto", *METHODS):
-        raise ConfigError(f"method={method!r} is none of auto, {', '.join(METHODS)}")
+        raise ConfigError(f"method={method!r} is unknown; use one of auto, {', '.join(METHODS)}")
     fitting = [name for name in METHODS if TASKS[name] == task and method in ("auto", name)]
     for each in known:
         kind = each.form.kind
@@ -236,7 +236,7 @@ class _Classify(Maker):
     def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
         text, label = text_in(row.get("text"), "text"), _label(row)
         if label not in self._numbers:
-            raise BadRow(f"the label {label!r} is none of {', '.join(self.labels)}")
+            raise BadRow(f"the label {label!r} is unknown; the data have {', '.join(self.labels)}")
         if not text.strip():
             tally.empty += 1
             return []

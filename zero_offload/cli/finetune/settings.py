@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import Existing, UpdateOverlap
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, Lora
-from zero_offload.cli.recipes.settings import RUNS, is_count, is_real
+from zero_offload.cli.recipes.settings import RUNS, is_count, is_real, with_offload
 
 TABLE = "finetune"
 TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
@@ -110,20 +111,11 @@ class FinetuneConfig:
                     settings[name] = _path(settings[name]) if name in _PATHS else _texts(settings[name])
             except TypeError:
                 problems.append(
-                    f"{name}={settings.pop(name)!r} is {'no path' if name in _PATHS else 'no list of text'}"
+                    f"{name}={settings.pop(name)!r} is not {'a path' if name in _PATHS else 'a list of text'}"
                 )
         settings.setdefault("out", _default_out(settings))
-        messages: list[str] = []
-        try:
-            settings["offload"] = _offload_config(offload, settings["out"])
-        except ConfigError as error:
-            messages.append(str(error))
-        problems += _find_problems(SimpleNamespace(**{f.name: settings.get(f.name, f.default) for f in fields(cls)}))
-        if problems:
-            messages.insert(0, list_problems("the settings have", problems))
-        if messages:
-            raise ConfigError("\n".join(messages))
-        return cls(**settings)
+        make = partial(_offload_config, offload, settings["out"])
+        return cls(**with_offload(cls, settings, make, problems, _find_problems, "the settings have"))
 
     def with_length(self, num_positions: int) -> FinetuneConfig:
         """With a length that a model of so many positions takes."""
@@ -215,7 +207,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _whole_name(name: str) -> str:
-    """A path that holds from any directory; what is no path here stays as it is."""
+    """A path that holds from any directory; a name of anything else stays as it is."""
     path = Path(name).expanduser()
     return str(path.absolute()) if os.path.lexists(path) else name
 
@@ -284,7 +276,7 @@ def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         if (value := kind(text)) == 0:
-            raise argparse.ArgumentTypeError("0 is no value of it; give another, or leave it out for the default")
+            raise argparse.ArgumentTypeError("0 is not a value of it; give another, or leave it out for the default")
         return value
 
     return number

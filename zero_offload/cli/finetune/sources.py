@@ -207,7 +207,7 @@ def _kind(value: Any) -> str:
 
 
 def _of_csv(path: Path) -> Iterator[tuple[str, Row]]:
-    """All of it is text: 007 stays 007, and NA is no missing value."""
+    """All of it is text: 007 stays 007, and NA is not a missing value."""
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -243,7 +243,7 @@ def _of_hub(name: str) -> Any:
     except Exception as error:  # of several libraries
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"{name} is no file or folder here, and the hub has no such dataset or cannot be reached ({first}); "
+            f"{name} is not a file or folder here, and the hub has no such dataset or cannot be reached ({first}); "
             f"{_near(dataset) or 'give a file, or download the dataset where there is a network'}"
         ) from error
 

@@ -13,8 +13,9 @@ import difflib
 import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,17 +79,8 @@ class TrainConfig:
         except TypeError:
             problems.append("data and out are paths: data = ['FILE or DIR', ...], out = 'DIR'")
             settings = {name: value for name, value in settings.items() if name not in ("data", "out")}
-        messages: list[str] = []
-        try:
-            settings["offload"] = _offload_config(offload, settings.get("out", cls.out))
-        except ConfigError as error:
-            messages.append(str(error))
-        problems += _find_problems(SimpleNamespace(**{f.name: settings.get(f.name, f.default) for f in fields(cls)}))
-        if problems:
-            messages.insert(0, list_problems("the training settings have", problems))
-        if messages:
-            raise ConfigError("\n".join(messages))
-        return cls(**settings)
+        make = partial(_offload_config, offload, settings.get("out", cls.out))
+        return cls(**with_offload(cls, settings, make, problems, _find_problems, "the training settings have"))
 
     def gpt(self) -> GPTConfig:
         config = preset(self.model, seq_max=self.seq)
@@ -99,6 +91,31 @@ class TrainConfig:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("offload", "trace")}
         values |= {"data": [str(path.absolute()) for path in self.data], "out": str(self.out.absolute())}
         return values | offload_settings(self.offload)
+
+
+def with_offload(
+    cls: type[Any],
+    settings: Mapping[str, Any],
+    make: Callable[[], OffloadConfig],
+    problems: Sequence[str],
+    find_problems: Callable[[Any], Iterator[str]],
+    words: str,
+) -> dict[str, Any]:
+    """Settings of a config class, and the `OffloadConfig` that `make` gives.
+
+    Raises one ConfigError with `problems`, under `words`, with those of the settings, and with those of `make`.
+    """
+    found, messages = dict(settings), []
+    try:
+        found["offload"] = make()
+    except ConfigError as error:
+        messages.append(str(error))
+    values = {each.name: found.get(each.name, each.default) for each in fields(cls)}
+    if problems := [*problems, *find_problems(SimpleNamespace(**values))]:
+        messages.insert(0, list_problems(words, problems))
+    if messages:
+        raise ConfigError("\n".join(messages))
+    return found
 
 
 def read_tables(path: Path, name: str = "train") -> tuple[dict[str, Any], dict[str, Any]]:

@@ -65,7 +65,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def watch(path: Path, tbw: float, port: int | None, tell: Callable[[str], None]) -> None:
-    """Serve the page until the run ends. Raises ConfigError where the port is taken, or `path` is no run directory."""
+    """Serve the page until the run ends. Raises ConfigError if the port is taken or `path` is not a run directory."""
     source = Source(path, tbw)
     while not _has_rows(source):
         time.sleep(EVERY_S / 4)
