@@ -20,7 +20,7 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.dtypes import ComputeDtypes
-from zero_offload.plan.model_spec import ModelSpec, ParamSpec
+from zero_offload.plan.model_spec import Experts, ModelSpec, ParamSpec
 
 ALIGN_NUMEL = 256
 SHARD_NUMEL = 4096
@@ -123,6 +123,8 @@ class UnitLayout:
 
     name: str
     sections: tuple[SectionLayout, ...]
+    experts: Experts | None = None
+    """As `UnitSpec.experts`."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -171,7 +173,7 @@ def make_layout(
                 )
             )
             index += 1
-        units.append(UnitLayout(unit.name, tuple(sections)))
+        units.append(UnitLayout(unit.name, tuple(sections), unit.experts))
     return ShardLayout(tuple(units), num_shards, dtypes.states)
 
 

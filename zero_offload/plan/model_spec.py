@@ -9,7 +9,7 @@ or a leftover such as the embedding. Calls, in order: `find_units` picks the mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,15 +46,39 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How a module of experts is used: `size` of them at a time, in order. Entry i of its parameters' first dimension is
+    expert i's."""
+
+    num_experts: int
+    size: int
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_experts // self.size)
+
+    def group(self, index: int) -> range:
+        """The experts of a group; the last one may have fewer."""
+        return range(index * self.size, min((index + 1) * self.size, self.num_experts))
+
+
+@dataclass(frozen=True)
 class UnitSpec:
     """Parameters that move together."""
 
     name: str
     params: tuple[ParamSpec, ...]
+    experts: Experts | None = None
+    """Of a unit that no forward fetches whole: its experts come in groups."""
 
     @property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
+
+    @property
+    def group_numel(self) -> int:
+        """Elements of a group of experts; 0 where the unit is fetched whole."""
+        return 0 if self.experts is None else self.numel // self.experts.num_experts * self.experts.size
 
 
 @dataclass(frozen=True)
@@ -74,11 +98,16 @@ class ModelSpec:
 
     @classmethod
     def from_module(
-        cls, root: nn.Module, units: UnitChoice | None = None, only: Collection[nn.Parameter] | None = None
+        cls,
+        root: nn.Module,
+        units: UnitChoice | None = None,
+        only: Collection[nn.Parameter] | None = None,
+        experts: Mapping[str, Experts] | None = None,
     ) -> ModelSpec:
         """Read `root`; `units` names the unit modules (names, classes or modules), else they are found.
 
-        Of its parameters those in `only`, by default all. Raises ConfigError when a named unit is not in the model or
+        Of its parameters those in `only`, by default all. The parameters of modules of `experts`, by name, are units of
+        their own, which no module fetches. Raises ConfigError when a named unit is not in the model or
         the model has no parameter.
         """
         anchors = _resolve(root, units) if units is not None else find_units(root)
@@ -88,10 +117,15 @@ class ModelSpec:
         if problems := [*_scripted(root), *_overlaps(root)]:
             raise ConfigError("\n".join(problems))
         owner = {name: _anchor_of(name, anchors) for name in specs}
-        groups: dict[str, list[str]] = {}
-        for name in specs:
-            groups.setdefault(owner[name] or _leftover_group(root, name, owner), []).append(name)
-        built = tuple(UnitSpec(key, tuple(specs[n] for n in names)) for key, names in groups.items())
+        grouped = experts or {}
+        groups: dict[tuple[str, Experts | None], list[str]] = {}
+        for name, spec in specs.items():
+            module = name.rpartition(".")[0]
+            if (of_module := grouped.get(module)) is not None and spec.shape[:1] == (of_module.num_experts,):
+                groups.setdefault((module, of_module), []).append(name)
+            else:
+                groups.setdefault((owner[name] or _leftover_group(root, name, owner), None), []).append(name)
+        built = tuple(UnitSpec(key, tuple(specs[n] for n in names), of) for (key, of), names in groups.items())
         return cls(built, _hook_points(root, anchors, built))
 
     @property
@@ -269,6 +303,9 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
     unit_of = {name: i for i, unit in enumerate(units) for p in unit.params for name in (p.name, *p.aliases)}
     needed: dict[str, dict[int, None]] = {}
     for name, index in unit_of.items():
+        if units[index].experts is not None:
+            needed.setdefault(name.rpartition(".")[0], {})  # its forward is one of the model's, and fetches nothing
+            continue
         anchor = _anchor_of(name, anchors)
         point = name.rpartition(".")[0] if anchor is None else _called(root, anchor, name)
         needed.setdefault(point, {})[index] = None
