@@ -47,8 +47,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Experts:
-    """How a module of experts is used: `size` of them at a time, in order. Entry i of its parameters' first dimension is
-    expert i's."""
+    """How a module's experts are used: `size` of them at a time, in order. Along the first dimension of its parameters
+    entry i is expert i's."""
 
     num_experts: int
     size: int
@@ -107,8 +107,8 @@ class ModelSpec:
         """Read `root`; `units` names the unit modules (names, classes or modules), else they are found.
 
         Of its parameters those in `only`, by default all. The parameters of modules of `experts`, by name, are units of
-        their own, which no module fetches. Raises ConfigError when a named unit is not in the model or
-        the model has no parameter.
+        their own, which no module fetches. Raises ConfigError when a named unit is not in the model or the model has no
+        parameter.
         """
         anchors = _resolve(root, units) if units is not None else find_units(root)
         specs = _param_specs(root, only)
