@@ -15,12 +15,12 @@ from zero_offload.base.types import FRAME, StateKind, Tier, whole_sectors
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
-    UNITS_IN_FLIGHT,
     Placement,
     UnitNumel,
     activations_ahead_bytes,
     beside_made_bytes,
     divide_up,
+    in_flight_sum,
     measure_units,
     ring_bytes,
     sent_grad_bytes,
@@ -87,7 +87,7 @@ class BufferPlan:
         for section in self.layout.sections:
             frames[self.home(section)][section.unit] += divide_up(section.nbytes, FRAME)
         passing = frames[Home.AWAY]
-        in_flight = units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
+        in_flight = units = in_flight_sum(passing, self.layout.units)
         if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
             budget_frames = divide_up(budget, FRAME)
             most = budget_frames - divide_up(self._device_bytes_at_rest(state_bytes), FRAME)
@@ -97,7 +97,8 @@ class BufferPlan:
         on_drives = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in self.placement.tiers)
         if sums or on_drives:
             # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
-            unit_frames = (sum(divide_up(s.numel * 4, FRAME) for s in unit.sections) for unit in self.layout.units)
+            trained = ((s for s in unit.sections if s.trainable) for unit in self.layout.units)
+            unit_frames = (sum(divide_up(s.numel * 4, FRAME) for s in sections) for sections in trained)
             grads = GRADS_IN_FLIGHT * (1 + (sums and on_drives)) * max(unit_frames)
         unlimited = config.device_memory is None and config.cpu_memory is None
         host = grads + (units if self.is_host else 0)
@@ -129,7 +130,7 @@ class BufferPlan:
         """Host memory for units on their way to a device."""
         whole = self.partition.replicates_params
         sizes = [sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in self.layout.units]
-        return sum(sorted(sizes)[-UNITS_IN_FLIGHT:])
+        return in_flight_sum(sizes, self.layout.units)
 
     def grad_ring_bytes(self) -> int:
         """Host memory for the gradients that pass through while backward updates."""

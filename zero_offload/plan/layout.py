@@ -125,6 +125,8 @@ class UnitLayout:
     sections: tuple[SectionLayout, ...]
     experts: Experts | None = None
     """As `UnitSpec.experts`."""
+    is_trained_part: bool = False
+    """As in `UnitSpec`."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -173,7 +175,7 @@ def make_layout(
                 )
             )
             index += 1
-        units.append(UnitLayout(unit.name, tuple(sections), unit.experts))
+        units.append(UnitLayout(unit.name, tuple(sections), unit.experts, unit.is_trained_part))
     return ShardLayout(tuple(units), num_shards, dtypes.states)
 
 

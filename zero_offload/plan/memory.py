@@ -110,6 +110,8 @@ class UnitNumel:
     """Bytes of the host's pages under whole values, where they are fetched; every section has its own."""
     in_use_with: tuple[tuple[int, ...], ...] = ()
     """As `ModelSpec.in_use_with`."""
+    is_trained_part: bool = False
+    """As in `UnitSpec`."""
 
     @classmethod
     def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
@@ -122,7 +124,7 @@ class UnitNumel:
                 dtype = str(section.dtype).removeprefix("torch.")
                 state_bytes += math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
         sizes = (nbytes[True], nbytes[False], state_bytes)
-        return cls(unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with)
+        return cls(unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with, unit.is_trained_part)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class UnitBytes:
     frame_bytes: int = 0
     in_use_with: tuple[tuple[int, ...], ...] = ()
     """Both as in `UnitNumel`; without them nothing is known of the least that a run needs."""
+    is_trained_part: bool = False
+    """As in `UnitSpec`."""
 
     @property
     def trained_bytes(self) -> int:
@@ -178,6 +182,7 @@ def measure_units(
             passing_grads_bytes=divide_up(summed, partition.optimizer_shards) if passes else 0,
             frame_bytes=unit.frame_bytes,
             in_use_with=unit.in_use_with,
+            is_trained_part=unit.is_trained_part,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -400,20 +405,20 @@ def _kept_params_bytes(
 ) -> int:
     """What is left of a device beside all else that is there, and no more than all parameters that come and go."""
     arriving = _arriving(units, placement, partition)
-    in_flight = sum_of_largest(arriving, UNITS_IN_FLIGHT)
+    in_flight = in_flight_sum(arriving, units)
     whole = plan.budget.device_bytes
     margin = margin_bytes(whole, partition.world_size, is_measured=False) if config.device_memory is None else 0
     return max(min(sum(arriving), in_flight + plan.left_bytes(Tier.DEVICE) - margin), min(in_flight, whole))
 
 
 def _arriving(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> list[int]:
-    """Bytes of each unit that comes to the compute device for its uses."""
-    shared, found = placement.budget.shared_memory, [0]
+    """Bytes of each unit on the compute device for its uses; 0 of one that is always there."""
+    shared, found = placement.budget.shared_memory, list[int]()
     for unit, tiers in zip(units, placement.tiers, strict=True):
         in_place = tiers[StateKind.PARAMS] is Tier.DEVICE or (shared and tiers[StateKind.PARAMS] is Tier.CPU)
-        if partition.param_shards > 1 or not in_place:
-            stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
-            found.append(unit.frozen_bytes if stays else unit.params_bytes * partition.param_shards)
+        stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
+        comes = partition.param_shards > 1 or not in_place
+        found.append(comes * (unit.frozen_bytes if stays else unit.params_bytes * partition.param_shards))
     return found
 
 
@@ -432,15 +437,15 @@ def _staging_bytes(
     units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
 ) -> dict[Tier, int]:
     shared = placement.budget.shared_memory
-    landing, made, staged, sent, to_drives, on_device, on_host = ([0] for _ in range(7))
+    landing = list[int]()
+    made, staged, sent, to_drives, on_device, on_host = ([0] for _ in range(6))
     sources_of_device = set()
     """Where gradients rest, of each unit that a device updates in its own memory."""
     reads_states = reads_grads = False
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params, grads, optimizer = (tiers[kind] for kind in PLACED_KINDS)
         made_bytes = unit.trained_bytes * partition.param_shards
-        if params is Tier.NVME and not shared:
-            landing.append(unit.params_bytes)
+        landing.append(unit.params_bytes * (params is Tier.NVME and not shared))
         leaves = grads is not Tier.DEVICE and not shared
         staged.append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
         sent.append(sent_grad_bytes(unit, partition) * leaves)
@@ -467,14 +472,14 @@ def _staging_bytes(
     blocks_back = max(ahead_bytes // ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + blocks_back)
     return {
-        Tier.DEVICE: sum_of_largest(_arriving(units, placement, partition), UNITS_IN_FLIGHT)
+        Tier.DEVICE: in_flight_sum(_arriving(units, placement, partition), units)
         + max(made)
         + beside_made_bytes(made, sent)
         + ahead_bytes
         + to_drives_bytes * shared
         + ring_bytes(on_device)
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE}),
-        Tier.CPU: sum_of_largest(landing, UNITS_IN_FLIGHT)
+        Tier.CPU: in_flight_sum(landing, units)
         + sum_of_largest(staged, STAGED_SECTIONS)
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)
@@ -538,6 +543,15 @@ def margin_bytes(total_bytes: int, num_ranks: int, *, is_measured: bool) -> int:
 def ring_bytes(unit_bytes: Iterable[int]) -> int:
     """Gradients in memory at once, of units that are updated inside of backward and have so many each."""
     return sum_of_largest(unit_bytes, GRAD_RING_UNITS)
+
+
+def in_flight_sum(sizes: Sequence[int], units: Sequence[UnitBytes | UnitLayout]) -> int:
+    """The sum of the `UNITS_IN_FLIGHT` largest sizes of units; each has its trained part beside it."""
+    is_part = [unit.is_trained_part for unit in units]
+    return sum(
+        sum_of_largest((size for size, part in zip(sizes, is_part, strict=True) if part is which), UNITS_IN_FLIGHT)
+        for which in (False, True)
+    )
 
 
 def sum_of_largest(sizes: Iterable[int], count: int) -> int:

@@ -4,13 +4,19 @@ Owns `ModelSpec`: a frozen picture of a module, made once and valid for meta ten
 touches parameter data. A unit is what is fetched, used and released together: one transformer block,
 or a leftover such as the embedding. Calls, in order: `find_units` picks the modules,
 `ModelSpec.from_module` reads the parameters.
+
+[Note: trained parts]
+Adapters are a small share of a block, and all that a step changes. In one unit with the frozen weights they would rest
+on the same tier. So where a unit has frozen and trained parameters, and at most one element in `TRAINED_PART` is
+trained, the trained ones are a unit of their own. The same modules use both. It follows or precedes the frozen part as
+its first parameter does. So sections keep the order that they have in one unit, if all frozen ones are of one dtype.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,6 +27,9 @@ from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num
 
 SMALL_NUMEL = 1 << 18
 """Leftover modules below this many elements share one unit: a fetch of a few KiB is all latency."""
+
+TRAINED_PART = 8
+"""See [Note: trained parts]."""
 
 UnitChoice = Sequence["str | type[nn.Module] | nn.Module"] | str | type[nn.Module]
 """Names, classes or modules; one name or class stands for itself."""
@@ -70,6 +79,8 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
     experts: Experts | None = None
     """Of a unit that no forward fetches whole: its experts come in groups."""
+    is_trained_part: bool = False
+    """True if the modules that use it use a frozen part too."""
 
     @property
     def numel(self) -> int:
@@ -79,6 +90,15 @@ class UnitSpec:
     def group_numel(self) -> int:
         """Elements of a group of experts; 0 where the unit is fetched whole."""
         return 0 if self.experts is None else self.numel // self.experts.num_experts * self.experts.size
+
+    def parts(self) -> tuple[UnitSpec, ...]:
+        """Itself, or its frozen and its trained part: see [Note: trained parts]."""
+        trained = tuple(param for param in self.params if param.trainable)
+        if self.experts is not None or not 0 < TRAINED_PART * sum(param.numel for param in trained) <= self.numel:
+            return (self,)
+        frozen = replace(self, params=tuple(param for param in self.params if not param.trainable))
+        part = UnitSpec(f"{self.name} (trained)", trained, is_trained_part=True)
+        return (part, frozen) if self.params[0].trainable else (frozen, part)
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,8 @@ class ModelSpec:
                 groups.setdefault((module, of_module), []).append(name)
             else:
                 groups.setdefault((owner[name] or _leftover_group(root, name, owner), None), []).append(name)
-        built = tuple(UnitSpec(key, tuple(specs[n] for n in names), of) for (key, of), names in groups.items())
+        whole = (UnitSpec(key, tuple(specs[n] for n in names), of) for (key, of), names in groups.items())
+        built = tuple(part for unit in whole for part in unit.parts())
         return cls(built, _hook_points(root, anchors, built))
 
     @property

@@ -330,6 +330,8 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words) -> UnitWork:
     products = [param for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
     met = [param.numel * _share_met(param, unit, words.active_experts) for param in products]
     is_block = sum(param.numel for param in products) > unit.numel // 2 and len(unit.params) > 1
+    if unit.is_trained_part:  # attention and what is kept for backward are the frozen part's
+        return replace(whole, matmul_numel=float(sum(met)), attention_width=0, boundary_values=0, inside_values=0)
     return replace(
         whole,
         matmul_numel=float(sum(met)),

@@ -34,14 +34,13 @@ from zero_offload.base.types import Durability, StateKind, Tier, UpdateOverlap
 from zero_offload.hardware.machines import Lane, Machine
 from zero_offload.plan.memory import (
     PLACED_KINDS,
-    UNITS_IN_FLIGHT,
     Budget,
     Placement,
     UnitBytes,
     UnitNumel,
+    in_flight_sum,
     margin_bytes,
     measure_units,
-    sum_of_largest,
     value_bytes,
 )
 from zero_offload.plan.partition import ONE_RANK, Partition
@@ -500,7 +499,7 @@ def _as_run(job: Job, totals: Totals, machine: Machine, budget: Budget, is_besid
 def _room_bytes(job: Job, sizes: Numbers, machine: Machine, budget: Budget) -> Numbers:
     """For units on their way through: for the largest in flight, or what a budget leaves beside all that rests there;
     where a device's memory has none, what activations and a margin leave, as from the second step on."""
-    least = sum_of_largest((unit.params_bytes * job.partition.param_shards for unit in job.units), UNITS_IN_FLIGHT)
+    least = in_flight_sum([unit.params_bytes * job.partition.param_shards for unit in job.units], job.units)
     limit = job.config.budget_bytes(Tier.DEVICE)
     if limit is not None:
         least = min(least, limit)

@@ -101,6 +101,54 @@ def test_a_block_that_borrows_a_tied_parameter_needs_both_units() -> None:
     assert {point.module: point.units for point in spec.hook_points} == {"0": (0,), "1": (0, 1)}
 
 
+class Adapted(nn.Module):
+    """A frozen layer of 16 x 16 and two trained ones of rank 1."""
+
+    def __init__(self, rank: int = 1) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, 16, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, rank, bias=False), nn.Linear(rank, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def test_the_few_trained_parameters_of_a_unit_are_one_of_their_own() -> None:
+    spec = ModelSpec.from_module(nn.ModuleList([Adapted(), Adapted()]))
+    assert {unit.name: [param.name for param in unit.params] for unit in spec.units} == {
+        "0": ["0.base.weight"],
+        "0 (trained)": ["0.down.weight", "0.up.weight"],
+        "1": ["1.base.weight"],
+        "1 (trained)": ["1.down.weight", "1.up.weight"],
+    }
+    assert [unit.is_trained_part for unit in spec.units] == [False, True, False, True]
+    assert {point.module: point.units for point in spec.hook_points} == {"0": (0, 1), "1": (2, 3)}
+    assert spec.in_use_with(0) == spec.in_use_with(1) == ((0, 1),)
+
+
+@pytest.mark.parametrize(("rank", "apart"), [(1, True), (2, False)])  # 32 and 64 trained elements beside 256
+def test_few_is_one_element_in_eight(rank: int, apart: bool) -> None:
+    assert (len(ModelSpec.from_module(nn.ModuleList([Adapted(rank), Adapted(rank)])).units) == 4) is apart
+
+
+def test_parts_are_in_the_order_of_their_first_parameters() -> None:
+    """A generation names sections by number, and holds those of a model whose adapters were in the units."""
+    first = nn.Sequential(nn.Linear(4, 1), nn.Linear(16, 16).requires_grad_(False))
+    for model in (nn.ModuleList([first, Adapted()]), nn.ModuleList([Adapted(), first])):
+        spec = ModelSpec.from_module(model, [""])
+        assert [param.name for unit in spec.units for param in unit.params] == sorted(
+            (name for name, _ in model.named_parameters()),
+            key=lambda name: model.get_parameter(name).requires_grad is not next(model.parameters()).requires_grad,
+        )
+
+
+def test_units_without_trained_parameters_and_without_frozen_ones_stay_whole() -> None:
+    frozen, trained = Block(4).requires_grad_(False), Block(4)
+    spec = ModelSpec.from_module(nn.ModuleList([frozen, trained]))
+    assert [unit.name for unit in spec.units] == ["0", "1"]
+    assert not any(unit.is_trained_part for unit in spec.units)
+
+
 @pytest.mark.parametrize("naming", ["names", "class", "modules"])
 def test_units_named_by_the_user(naming: str) -> None:
     model = TinyLM(8, 3)
