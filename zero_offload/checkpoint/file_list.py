@@ -98,13 +98,19 @@ class FileList:
     def _committed(self) -> list[str]:
         return list(self._said.get(COMMITTED, []))
 
-    def note_committed(self) -> None:
-        """Record the generations that there are, once a commit is complete; warn of what others have deleted meanwhile.
+    def note_committed(self, base: Mapping[str, Any] | None) -> None:
+        """Record the generations that there are, once a commit is complete, and the base that the last one rests on;
+        warn of what others have deleted meanwhile.
 
         Each name is made once, so later commits write nothing here. A checkpoint has one generation: without it, it is
         none.
         """
+        named = None if base is None else {key: base[key] for key in ("folder", "fingerprint")}
+        is_new = self._said.get("base") != named
+        self._said["base"] = named
         if self._said.get("kind") == CHECKPOINT_KIND:
+            if is_new:
+                self._write()
             return
         present = self._home.names()
         if gone := [name for name in (RUN_NAME, *self._committed) if name not in present]:
@@ -113,7 +119,7 @@ class FileList:
                 "generation that was committed just now is whole; leave the files of a run alone",
                 stacklevel=2,
             )
-        self.note_present(RUN_NAME in gone)
+        self.note_present(RUN_NAME in gone or is_new)
 
     def note_present(self, anew: bool = False) -> None:
         """Record the generations that there are.

@@ -21,6 +21,14 @@ from typing import Any
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.base.spans import Lane
 from zero_offload.base.types import Durability, Existing
+from zero_offload.checkpoint.base_record import (
+    KEY,
+    base_hashes,
+    base_record,
+    base_sections,
+    open_base,
+    places_of,
+)
 from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
     FORMAT,
@@ -39,6 +47,7 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.storage.files.base_files import BaseFile, check_in_place
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
@@ -270,27 +279,45 @@ class GenerationKeeper:
             if remedy and remedy not in str(error):
                 error.args = (f"{error}. {remedy}",)
 
-    def restore(self, payload: dict[str, Any], shards: Sequence[Shard]) -> None:
-        """Point these shards at the committed slots; what rests in memory is read into it."""
+    def restore(self, shards: Sequence[Shard], shard_index: int) -> None:
+        """Point these shards at the committed slots, or at the base; what rests in memory is read into it."""
         assert self._store is not None and self._swap is not None and self.found is not None
+        payload = self.rank_payload()
         sections, known = payload.get("sections"), sections_of(self.found)
         if not isinstance(sections, list) or len(sections) != len(known):
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
+        resting = base_sections(self.found)
         with self.explaining(), reading(str(self._home.path)):
             for shard in shards:
                 entry = sections[shard.layout.index]
+                if shard.layout.index in resting:
+                    continue
                 self._store.restore(shard, entry["slot"], entry["components"], entry.get("spare"))
             # Before anything is allocated: it goes where no extent is known to be.
             for section, entry in zip(known, sections, strict=True):
+                if section.index in resting:
+                    continue
                 if section.index >= len(self._store.shards) and not self._store.has_reserved(section.index):
                     layout = replace(section, shard_numel=entry["shard_numel"], num_shards=self.found.num_shards)
                     self._store.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
+        if any(shard.layout.index in resting for shard in shards):
+            places = places_of(self.found, self._open_base())
+            for shard in shards:
+                if (spans := places.get(shard.layout.index)) is not None:
+                    self._store.rest_in_base(shard, spans, shard_index)
         for shard in shards:
-            self._store.load_memory(shard, shard.current)
+            if shard.base is None:
+                self._store.load_memory(shard, shard.current)
         self._flush_found(self._swap)
         for shard in shards:
-            shard.committed = shard.current
+            shard.committed = shard.current if shard.base is None else None
         self.rng = payload.get("rng")
+
+    def _open_base(self) -> list[BaseFile]:
+        """The files of the base of the generation found, with the checksums of all ranks."""
+        assert self._store is not None and self.found is not None
+        ranks = range(self.found.world_size)
+        return open_base(self._store.base, self.found, [read_rank_manifest(self._home, self.found, r) for r in ranks])
 
     def _flush_found(self, swap: SwapFile) -> None:
         """Make what was found survive power loss before the slots of the generation before it are written to.
@@ -333,6 +360,7 @@ class GenerationKeeper:
             digest = write_manifest(self._home, name, self._rank_payload(snapshot.slots, record), self._durability)
             # Last: what has lost its name until now would make a generation that no start finds.
             self._swap.check_in_place()
+            check_in_place(self._store.base_files)
         words = ranks.gather_digests(f"{digest}{record.step:016x}")
         digests, steps = [word[:-16] for word in words], [int(word[-16:], 16) for word in words]
         if len({*steps}) > 1:
@@ -344,7 +372,7 @@ class GenerationKeeper:
             if ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
                 write_manifest(self._home, generation_name(number), payload, self._durability)
-                self.files.note_committed()
+                self.files.note_committed(payload[KEY])
         self._number = number
         self._store.mark_committed(snapshot.slots)
 
@@ -352,8 +380,10 @@ class GenerationKeeper:
         assert self._store is not None
         sections = []
         for shard, slot in zip(self._store.shards, slots, strict=True):
-            entry = {"slot": slot, "shard_numel": shard.layout.shard_numel, "components": _records(shard.slots[slot])}
-            if not shard.layout.trainable and len(shard.slots) > 1:
+            has_slot = shard.base is None and bool(shard.slots)
+            components = _records(shard.slots[slot]) if has_slot else {}
+            entry = {"slot": slot, "shard_numel": shard.layout.shard_numel, "components": components}
+            if has_slot and not shard.layout.trainable and len(shard.slots) > 1:
                 entry["spare"] = _records(shard.slots[1 - slot])
             sections.append(entry)
         return {
@@ -362,9 +392,11 @@ class GenerationKeeper:
             "step": record.step,
             "rng": record.rng,
             "sections": sections,
+            KEY: base_hashes(self._store),
         }
 
     def _global_payload(self, number: int, digests: Sequence[str], record: StepRecord) -> dict[str, Any]:
+        assert self._store is not None
         return {
             "run_id": self.run_id,
             "format": FORMAT,
@@ -378,6 +410,7 @@ class GenerationKeeper:
             "directories": [str(directory.path) for directory in self._directories],
             "weights": list(self.weights) or [1 / len(self._directories)] * len(self._directories),
             "params": fingerprint(self.layout),
+            KEY: base_record(self._store),
             "calls": self._calls,
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,

@@ -26,10 +26,11 @@ from zero_offload.base.host import host_empty
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.extras import decoded
 from zero_offload.checkpoint.format import reading
-from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, LENGTH_NBYTES, adapter_names, shard_name
+from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, adapter_names, shard_name
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.checkpoint.values import master_of
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.storage.files.base_files import LENGTH_NBYTES
 from zero_offload.storage.shards.shard import Component, component_dtype
 
 HEADER_ALIGN = 8

@@ -11,6 +11,7 @@ then `StoredTensor.read` as often as wanted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -23,11 +24,12 @@ import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError, StorageError
 from zero_offload.base.host import host_empty
-from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.hardware.probe import is_remote
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
+from zero_offload.storage.files.base_files import LENGTH_NBYTES, BaseFiles, BaseSpan
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-LENGTH_NBYTES = 8
 HEADER_NBYTES_MAX = 100_000_000
 """What the format allows."""
 
@@ -141,6 +143,41 @@ class JoinedTensor:
 
 
 FileTensor = StoredTensor | JoinedTensor
+
+
+def parts_of(tensor: FileTensor) -> tuple[StoredTensor, ...]:
+    """What follows each other in row-major order."""
+    return tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
+
+
+def rests_in_files(tensor: FileTensor, dtype: torch.dtype) -> bool:
+    """True if a parameter of this dtype can be read where the files have it, and is worth it: remote file systems are
+    read once."""
+    parts = parts_of(tensor)
+    return tensor.dtype == dtype and not any(_is_remote(path) for path in dict.fromkeys(p.path.parent for p in parts))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_remote(folder: Path) -> bool:
+    return is_remote(folder)
+
+
+def base_spans(section: SectionLayout, sources: Mapping[ParamSlice, FileTensor], base: BaseFiles) -> list[BaseSpan]:
+    """Where files have the parameters of a section, all of which `rests_in_files` allows."""
+    spans = []
+    for piece, source in sources.items():
+        begin = piece.begin * section.dtype.itemsize
+        for part in parts_of(source):
+            nbytes = part.numel * section.dtype.itemsize
+            if nbytes:
+                spans.append(BaseSpan(begin, nbytes, base.open(part.path), part.offset))
+            begin += nbytes
+    return spans
+
+
+def files_of(path: Path) -> dict[str, Path]:
+    """The files of a folder, or one file, by their names. Raises CheckpointError where there are none."""
+    return _files_of(path)[0]
 
 
 def _read_fully(tensor: StoredTensor, target: memoryview, begin: int) -> None:

@@ -68,14 +68,17 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
             engine = open_engine()
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
-            copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
-            copy.lay_out(copy.shards)
+            copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1, base=store.base)
+            copy.lay_out(copy.shards, [shard.layout.index for shard in store.shards if shard.base is not None])
             for source, target in zip(store.shards, copy.shards, strict=True):
                 copy.add_states(target, source.states)
+                target.base = source.base
             shares = _create(swap, directory, store)
             cleanup.callback(swap.close)
             cleanup.callback(engine.close)  # before its files, whose numbers would soon stand for others
             for source, target in zip(store.shards, copy.shards, strict=True):
+                if target.base is not None:
+                    continue
                 if shares and _cloned(source, target):
                     copy.finish_update(target)
                 else:
@@ -109,7 +112,7 @@ def _join_new(path: Path) -> RunDirectory:
 
 def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:
     """Make the checkpoint's file. True if it can share blocks with the run's."""
-    resting = next((shard for shard in store.shards if shard.on_disk), None)
+    resting = next((shard for shard in store.shards if shard.on_disk and shard.slots), None)
     if resting is None or not can_share(next(iter(resting.slots[resting.current].values())), directory):
         swap.create()
         return False
@@ -126,7 +129,7 @@ def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:
 
 def _cloned(source: Shard, target: Shard) -> bool:
     """True if the blocks of a shard that rests on disk could be shared with the checkpoint's file."""
-    if not source.on_disk:
+    if not source.on_disk or not source.slots:
         return False
     source.wait_for_writes()
     there, here = source.slots[source.current], target.slots[target.current]

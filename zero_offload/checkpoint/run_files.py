@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
@@ -19,6 +19,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Existing, Tier
+from zero_offload.checkpoint.base_record import base_sections
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.saved import SavedGeneration, open_in_turn, take_directories
@@ -26,6 +27,7 @@ from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import EngineSettings, FileEngine
 from zero_offload.storage.files.engines import PROBE_BYTES, WORTH_BYTES, open_engine, pick, shares
@@ -40,9 +42,11 @@ _log = logging.getLogger("zero_offload")
 class RunFiles:
     """The directories, engine, swap file and generations of one model; all None without a directory."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counters | None = None, on_error: Callable[[Exception], None] | None = None) -> None:
         self.keeper: GenerationKeeper | None = None
         self.swap: SwapFile | None = None
+        self.base = BaseFiles(counters, on_error)
+        """Files of others, which frozen shards rest in."""
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
         self._reader: FileEngine | None = None
@@ -67,7 +71,8 @@ class RunFiles:
     ) -> RunFiles:
         """What fails on the way to or from a drive stops the run: `errors` gets it. `counters` get the bytes that move.
         Collective."""
-        files = cls()
+        files = cls(counters, errors.set)
+        files._opened.callback(files.base.close)
         try:
             if config.nvme_dirs:
                 files._open(config, layout, ranks, errors, counters)
@@ -162,14 +167,20 @@ class RunFiles:
     def found(self) -> Generation | None:
         return None if self.keeper is None else self.keeper.found
 
-    def lay_out(self, store: ShardStore, shards: Sequence[Shard], *, awaited: bool = True) -> None:
-        """Plan where these shards are in the files, unless the generation found says it; it has those `awaited`."""
-        if self.swap is not None and not (awaited and self.found is not None and self._earlier is None):
-            store.lay_out(shards)
+    def lay_out(
+        self, store: ShardStore, shards: Sequence[Shard], later: Container[int] = (), *, awaited: bool = True
+    ) -> None:
+        """Plan where these shards are in the files, unless the generation found says it; it has those `awaited`.
 
-    def create(self, store: ShardStore, durability: Durability) -> None:
+        Sections `later`, and those that the generation found has in a base, get their place when they are written.
+        """
+        if self.swap is not None and not (awaited and self.found is not None and self._earlier is None):
+            in_base = base_sections(self.found) if awaited and self.found is not None else {}
+            store.lay_out(shards, {each.layout.index for each in shards if each.layout.index in later} | set(in_base))
+
+    def create(self, store: ShardStore, durability: Durability, later: Container[int] = ()) -> None:
         """Make the files as the store plans them, or open those of the generation found."""
-        self.lay_out(store, store.shards)
+        self.lay_out(store, store.shards, later)
         if self.swap is None:
             return
         if self.scratch is not None:
@@ -188,10 +199,14 @@ class RunFiles:
         if self.keeper is None or self.keeper.found is None:
             return
         if self._earlier is None:
-            self.keeper.restore(self.keeper.rank_payload(), shards)
+            self.keeper.restore(shards, shard_index)
             return
         self._earlier.tell_conversion(self.keeper.layout)
+        resting = self._earlier.base_places(self.base)
         for shard in shards:
+            if (spans := resting.get(shard.layout.index)) is not None:
+                store.rest_in_base(shard, spans, shard_index)
+                continue
             store.add_states(shard, self._earlier.states(shard.layout.index))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 

@@ -22,6 +22,7 @@ from zero_offload.base.errors import CheckpointError, IntegrityError
 from zero_offload.base.host import host_empty
 from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
+from zero_offload.checkpoint.base_record import base_sections, open_base, places_of
 from zero_offload.checkpoint.format import (
     CHECKPOINT_KIND,
     RUN_NAME,
@@ -37,6 +38,7 @@ from zero_offload.checkpoint.generation import read_rank_manifest
 from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, missing_text
 from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
 from zero_offload.storage.files.engines import open_engine
@@ -161,6 +163,9 @@ class SavedGeneration:
         self._payloads: dict[int, dict[str, Any]] = {}
         self._ranks: dict[int, RankFiles] = {}
         self._staging: Region | None = None
+        self._in_base = base_sections(generation)
+        self._base = BaseFiles()
+        self._places: dict[int, list[BaseSpan]] | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -225,6 +230,8 @@ class SavedGeneration:
         records = entry.get("components")
         with reading(str(self.directories[0].path)):
             kept = set(map(Component, records))
+        if section.index in self._in_base:
+            return
         for component in Component:
             if component in kept or component in master_components(section):
                 name = f"section {section.index} {component.value}.{entry.get('slot')}"
@@ -243,6 +250,10 @@ class SavedGeneration:
 
         `out` is (numel,) of the component's dtype, or fp32 for a state.
         """
+        if index in self._in_base and component is Component.VALUE:
+            first = begin * out.itemsize
+            self._base.read(self.base_places()[index], first, first + out.nbytes, out.data_ptr())
+            return
         position, end = begin, begin + out.numel()
         shard_numel = self.rank(self._first_rank).sections[index].shard_numel
         while position < end:
@@ -307,7 +318,25 @@ class SavedGeneration:
         rng: dict[str, Any] | None = self.payload(rank).get("rng")
         return rng
 
+    def base_files(self, base: BaseFiles | None = None) -> list[BaseFile]:
+        """The files of the base, opened by `base`; see `BaseFiles.restore`."""
+        payloads = [self.payload(rank) for rank in range(self.generation.world_size)]
+        return open_base(base or self._base, self.generation, payloads)
+
+    def base_places(self, base: BaseFiles | None = None) -> dict[int, list[BaseSpan]]:
+        """Where each section lies that rests in the base. Raises IntegrityError where it is gone, unless `base`, which
+        is to read it later, is given."""
+        if base is not None:
+            return places_of(self.generation, self.base_files(base))
+        if self._places is None:
+            files = self.base_files()
+            if missing := [file for file in files if not file.is_open]:
+                raise IntegrityError(missing_text(missing))
+            self._places = places_of(self.generation, files)
+        return self._places
+
     def close(self) -> None:
+        self._base.close()
         for files in self._ranks.values():
             files.swap.close()
         self._ranks.clear()

@@ -7,13 +7,16 @@ the `Verdict`; `require_whole` where a caller cannot go on otherwise.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
+from zero_offload.checkpoint.base_record import places_of
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
+from zero_offload.storage.files.base_files import BLOCK_BYTES, BaseFile, BaseFiles, BaseSpan, missing_text
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Component
@@ -70,6 +73,8 @@ def verify(saved: SavedGeneration, ranks: Iterable[int]) -> Verdict:
             verdict.problems.append(error)
             continue
         _verify_rank(saved, rank, files, verdict)
+        if rank == 0:
+            _verify_base(saved, verdict)
     return verdict
 
 
@@ -86,7 +91,9 @@ def require_whole(verdict: Verdict) -> None:
 
 
 def _verify_rank(saved: SavedGeneration, rank: int, files: RankFiles, verdict: Verdict) -> None:
-    largest = max(int(extent.blocks["nbytes"].max()) for extent in files.extents.values())
+    largest = max((int(extent.blocks["nbytes"].max()) for extent in files.extents.values()), default=0)
+    if largest == 0:
+        return  # all of it rests in a base
     region = Arena(0).allocate(READS_IN_FLIGHT * largest)
     blocks = [(key, row) for key, extent in files.extents.items() for row in range(len(extent.blocks))]
     pending: deque[tuple[tuple[int, Component], int, Transfer]] = deque()
@@ -112,6 +119,56 @@ def _verify_rank(saved: SavedGeneration, rank: int, files: RankFiles, verdict: V
         # The memory must not go before the reads are done.
         while pending:
             finish()
+
+
+def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
+    """Read every block of the base that has a checksum."""
+    with contextlib.closing(BaseFiles()) as base:
+        try:
+            files = saved.base_files(base)
+        except ZeroOffloadError as error:
+            verdict.problems.append(error)
+            return
+        if lost := [file for file in files if not file.is_open]:
+            verdict.problems.append(IntegrityError(missing_text(lost)))
+        blocks = [(file, int(block)) for file in files if file.is_open for block in file.known.nonzero()[0]]
+        memory = Arena(0).allocate(READS_IN_FLIGHT * BLOCK_BYTES)
+        pending: deque[tuple[BaseSpan, Transfer]] = deque()
+
+        def finish() -> None:
+            span, transfer = pending.popleft()
+            verdict.num_blocks += 1
+            try:
+                transfer.wait()
+            except ZeroOffloadError as error:
+                verdict.errors.append(error)
+                verdict.bad_blocks.append(_bad_base_block(saved, files, span, error))
+            else:
+                verdict.verified_bytes += span.nbytes
+
+        for number, (file, block) in enumerate(blocks):
+            if len(pending) == READS_IN_FLIGHT:
+                finish()
+            span = BaseSpan(0, file.fds(block)[1], file, block * BLOCK_BYTES)
+            address = memory.address + number % READS_IN_FLIGHT * BLOCK_BYTES
+            pending.append((span, base.launch_read("base", [span], 0, span.nbytes, address)))
+        while pending:
+            finish()
+
+
+def _bad_base_block(saved: SavedGeneration, files: list[BaseFile], bad: BaseSpan, error: Exception) -> BadBlock:
+    names, index = [], -1
+    for place, spans in places_of(saved.generation, files).items():
+        section = saved.sections[place]
+        for span in spans:
+            low = max(span.offset, bad.offset) - span.offset + span.begin
+            high = min(span.offset + span.nbytes, bad.offset + bad.nbytes) - span.offset + span.begin
+            if span.file is not bad.file or low >= high:
+                continue
+            index, itemsize = place, section.dtype.itemsize
+            names += [p.spec.name for p in section.params if p.begin * itemsize < high and low < p.end * itemsize]
+    params = tuple(dict.fromkeys(names))
+    return BadBlock(0, str(bad.file.path), bad.offset, bad.nbytes, index, "base", params, str(error))
 
 
 def _bad_block(

@@ -158,6 +158,11 @@ def file_system_problem(path: Path) -> tuple[str, str] | None:
     return None
 
 
+def is_remote(path: Path) -> bool:
+    """True if another machine has the files."""
+    return file_system_type(path) in _REMOTE
+
+
 def memlock_limit_bytes() -> int | None:
     """Bytes this process may pin; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

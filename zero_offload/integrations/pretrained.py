@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
@@ -33,8 +33,11 @@ from zero_offload.checkpoint.hf_files import (
     StoredTensor,
     Wanted,
     adapter_names,
+    base_spans,
+    files_of,
     match,
     open_weights,
+    rests_in_files,
 )
 from zero_offload.checkpoint.values import (
     ComponentSource,
@@ -53,8 +56,9 @@ from zero_offload.integrations.peft import (
 )
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
-from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.base_files import fingerprint_of
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.shards.registry import Recipe
@@ -110,6 +114,10 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes weights and keeps
     moments). Where existing="resume" has found a generation, its weights stay and a warning says so.
 
+    Frozen parameters that files on a drive of this machine have in their compute dtype are not copied: each use reads
+    them where they are (docs/STORAGE.md). So the folder must stay as it is. Where it has moved, `path` is its new place,
+    also where a generation is resumed.
+
     Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
     damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again.
     """
@@ -121,9 +129,14 @@ def load_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
     owner = need_runtime(model, "zo.load_pretrained")
     with owner.together("zo.load_pretrained"):
         _check_whole(model, owner, "zo.load_pretrained")
-        if not owner.resume_pending:
+        if owner.life.lost_base or owner.resume_pending:
+            is_base = _take_base(owner, Path(path))
+        else:
+            is_base = False
             _check_untrained(owner)
             owner.drain()
+    if is_base:
+        return
     if owner.resume_pending:
         warnings.warn(
             f"the generation of step {owner.step_count} is resumed, so {path} is not loaded. Write "
@@ -132,6 +145,22 @@ def load_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
         )
         return
     _replace(model, owner, path, names)
+
+
+def _take_base(owner: ModelRuntime, path: Path) -> bool:
+    """True if a folder has the base that the generation resumed rests in, which is read there from now on. Raises
+    IntegrityError where that is nowhere else, and not there."""
+    store, lost = owner.store, owner.life.lost_base
+    if not store.base_files:
+        return False
+    try:
+        store.move_base(files_of(path))
+    except ZeroOffloadError as error:
+        if not lost:
+            return False
+        raise IntegrityError(f"{path} is not the base that the generation rests in: {error}. {lost}") from error
+    owner.note_lost_base()
+    return True
 
 
 def replace_weights(model: nn.Module, path: str | Path) -> None:
@@ -144,11 +173,14 @@ def replace_weights(model: nn.Module, path: str | Path) -> None:
         owner.drain()
         owner.states.readers.before_replacing(param for unit in owner.units for param in unit.params)
     owner.note_written(whole=False)
-    _replace(model, owner, path, FileNames())
+    # Such a folder may go: it is one that a training has written.
+    _replace(model, owner, path, FileNames(), may_rest=False)
     owner.states.adopt({})
 
 
-def _replace(model: nn.Module, owner: ModelRuntime, path: str | Path, names: FileNames) -> None:
+def _replace(
+    model: nn.Module, owner: ModelRuntime, path: str | Path, names: FileNames, *, may_rest: bool = True
+) -> None:
     ranks = owner.ranks
     with contextlib.ExitStack() as files:
         with ranks.together():
@@ -162,10 +194,11 @@ def _replace(model: nn.Module, owner: ModelRuntime, path: str | Path, names: Fil
         owner.grads.drop()
         try:
             with ranks.together(), _saying_what_is_left(path):
-                _write_params(owner, params, fresh)
+                _write_params(owner, params, fresh, may_rest=may_rest)
                 with torch.no_grad():
                     for buffer, source in buffers:
                         buffer.copy_(source.read(0, source.numel).view(source.shape))
+            _check_same_base(owner)
         finally:
             torch.autograd.graph.increment_version([param for unit in owner.units for param in unit.params])
             for unit in owner.units:
@@ -330,15 +363,33 @@ def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
         )
 
 
-def _write_params(owner: ModelRuntime, sources: Mapping[int, FileTensor], fresh: Mapping[int, Recipe]) -> None:
-    """Every section of this rank with something new, chunk by chunk; moments become zero."""
+def _check_same_base(owner: ModelRuntime) -> None:
+    if len(set(owner.ranks.gather_digests(fingerprint_of(owner.store.base_files)))) > 1:
+        raise ConfigError(
+            "ranks have found different files, and would train different models. Give all of them copies of one folder"
+        )
+
+
+def _write_params(
+    owner: ModelRuntime, sources: Mapping[int, FileTensor], fresh: Mapping[int, Recipe], *, may_rest: bool
+) -> None:
+    """Every section of this rank with something new, chunk by chunk; moments become zero. Frozen ones that files have
+    as they are rest there."""
     for unit in owner.units:
         for section in unit.sections:
             params = {piece: param for at, piece, param in unit.placed_params if at is section}
-            if any(id(param) in sources or id(param) in fresh for param in params.values()):
+            found = {piece: sources[id(param)] for piece, param in params.items() if id(param) in sources}
+            if may_rest and len(found) == len(params) and _rests_in_files(section.layout, found.values()):
+                spans = base_spans(section.layout, found, owner.store.base)
+                owner.store.rest_in_base(section.shard, spans, owner.collectives.shard_index)
+            elif found or any(id(param) in fresh for param in params.values()):
                 _write_section(owner, section, params, sources, fresh)
                 trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
     owner.store.staging.drop()
+
+
+def _rests_in_files(layout: SectionLayout, sources: Iterable[FileTensor]) -> bool:
+    return not layout.trainable and all(rests_in_files(source, layout.dtype) for source in sources)
 
 
 def _write_section(

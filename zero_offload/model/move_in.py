@@ -26,7 +26,7 @@ from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.model.deferred.recorder import DeferredTensor
-from zero_offload.plan.layout import ParamSlice
+from zero_offload.plan.layout import ParamSlice, ShardLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.units.guard import wrapper_of
@@ -122,6 +122,17 @@ def lacks_values(params: Iterable[nn.Parameter]) -> bool:
     """True if values of some parameter were left out by `deferred_init(values="skip")`."""
     recipes = [recipe_of(param) for param in params]
     return any(recipe is not None and recipe.is_skipped for recipe in recipes)
+
+
+def sections_without_values(layout: ShardLayout, params: Mapping[str, nn.Parameter]) -> set[int]:
+    """Frozen sections of which no value is there yet: they take room on a drive when they are written, and none where
+    files have them as they are."""
+    return {
+        section.index
+        for section in layout.sections
+        if not section.trainable
+        and all(piece.spec.name in params and lacks_values([params[piece.spec.name]]) for piece in section.params)
+    }
 
 
 def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:

@@ -34,6 +34,7 @@ from zero_offload.model.move_in import (
     move_buffers,
     move_in,
     param_problem,
+    sections_without_values,
 )
 from zero_offload.model.prepared import mark_prepared
 from zero_offload.model.runtime import ModelRuntime
@@ -120,6 +121,7 @@ def offload(
         owner.files.finish_resume(owner.ranks)
         if owner.files.found is not None:
             owner.adopt_generation(owner.files.found)
+            owner.note_lost_base()
         else:
             owner.life.lacks_weights = builder.skips_values
         trim_heap()  # the parameters' old storages are free
@@ -189,9 +191,9 @@ class Builder:
         self.frames = FrameBudget(on_device.chosen, on_device.most, on_device.least)
         num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
         self.store = ShardStore(
-            self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device, self.counters
+            self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device, self.counters, files.base
         )
-        files.create(self.store, config.effective_durability)
+        files.create(self.store, config.effective_durability, sections_without_values(self.layout, self.params))
         if files.keeper is not None and files.swap is not None:
             files.keeper.adopt(self.store, files.swap)
         self.units = [
@@ -391,7 +393,7 @@ def _adopt(
             sections = [section for unit in layout.units[first:] for section in unit.sections]
             undo.callback(store.shrink, len(store.shards))
             shards = store.grow(sections, sizes.placement.tiers)
-            files.lay_out(store, shards, awaited=awaited)
+            files.lay_out(store, shards, sections_without_values(layout, added), awaited=awaited)
             new = [
                 _make_unit(index, buffers, store, device, owner.frames, owner.errors, collectives.shard_index)
                 for index in range(first, len(layout.units))
@@ -406,6 +408,7 @@ def _adopt(
             keeper.grow(layout)
             if awaited:
                 files.finish_resume(owner.ranks)
+                owner.note_lost_base()
         if owner.activations is not None:
             owner.activations.keep(root.buffers())
         limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)

@@ -22,7 +22,7 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.ends import at_exit
-from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import CheckpointError, ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user, warning_after
 from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats, StatsKeeper
@@ -54,6 +54,7 @@ from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.storage.files.base_files import BaseSpan, missing_text
 from zero_offload.storage.memory.heap import HeapHole
 from zero_offload.storage.memory.resizable import FrameBudget
 from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
@@ -445,6 +446,11 @@ class ModelRuntime:
         self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start(loaded=loaded)
 
+    def note_lost_base(self) -> None:
+        """Let the model not be used while files that it rests in are gone."""
+        lost = [file for file in self.store.base_files if not file.is_open]
+        self.life.lost_base = missing_text(lost) if lost else ""
+
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})
         if capture is None:
@@ -485,6 +491,8 @@ class ModelRuntime:
         with SavedGeneration.open(path, self.layout, self.ranks) as saved:
             with ranks.together():
                 check(saved.generation)
+                places = saved.base_places(self.store.base)
+                _check_base(saved.generation, self.store, places)
                 same_ranks = saved.generation.world_size == self.ranks.world_size
                 rng = saved.rng_of(self.ranks.rank) if same_ranks else None
                 generation = saved.generation
@@ -496,6 +504,9 @@ class ModelRuntime:
                 saved.tell_conversion(self.layout)
             with ranks.together():
                 for shard in self.store.shards:
+                    if (spans := places.get(shard.layout.index)) is not None:
+                        self.store.rest_in_base(shard, spans, index)
+                        continue
                     source = saved.source(shard.layout, index)
                     if masters_only:
                         replace_masters(self.store, shard, source)
@@ -506,6 +517,7 @@ class ModelRuntime:
         if self._in_backward is not None:
             self._in_backward.reset()
         self.life.lacks_weights, self.life.half_loaded = False, ""
+        self.note_lost_base()
         self.without_values.clear()
         self.resume_pending = False
         if masters_only:
@@ -532,7 +544,7 @@ class ModelRuntime:
         store = self.store
         return {
             "device": store.device_bytes + sum(section.device_bytes for section in self.grads.sections),
-            "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
+            "cpu": store.arena.allocated_bytes + store.arena.frame_bytes + store.base.memory_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.files.scratch) if file is not None),
         }
 
@@ -549,6 +561,22 @@ class ModelRuntime:
 
     def _close_at_exit(self) -> None:
         self._end.close_at_exit(self.close)
+
+
+def _check_base(found: Generation, store: ShardStore, places: Mapping[int, Sequence[BaseSpan]]) -> None:
+    """Raise CheckpointError unless the base that a checkpoint rests in is the model's; or can be read, where the model
+    has none."""
+    files, own = {span.file for spans in places.values() for span in spans}, store.base_files
+    if lost := [file for file in files if not file.is_open]:
+        raise CheckpointError(
+            f"{found} holds the trained part only: {missing_text(lost)}, and load the checkpoint then"
+        )
+    if own and (foreign := files.difference(own)):
+        raise CheckpointError(
+            f"{found} holds the trained part of a model whose base lies in {next(iter(foreign)).path.parent}; the base "
+            f"of this model, in {own[0].path.parent}, is another: their fingerprints differ. Call zo.load_pretrained "
+            "with the folder that the checkpoint was trained on, and load the checkpoint then"
+        )
 
 
 def _is_ordinary(param: nn.Parameter) -> bool:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.spans import Lane, Opened
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import MIB, format_bytes
@@ -78,6 +78,8 @@ class ModelLife:
         """True if nothing but the model's figures can be asked for any more."""
         self.lacks_weights = False
         """True if values were left out, and none have been loaded in their place."""
+        self.lost_base = ""
+        """What is wrong with the files of the base that frozen parts of the model rest in."""
         self.half_loaded = ""
         """The checkpoint of which only a part was loaded, if there is one."""
         self.half_updated = ""
@@ -121,6 +123,8 @@ class ModelLife:
                 "checkpoint by zo.load_checkpoint, or start again with zo.offload (existing='resume' goes on from the "
                 "last generation)"
             )
+        if self.lost_base:
+            raise IntegrityError(self.lost_base)
         if self.lacks_weights:
             raise ConfigError(
                 'this model was built by zo.deferred_init(values="skip") and has no weights yet. Load them by '

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from zero_offload.base.types import SECTOR, Tier
 from zero_offload.hardware.abi import IoOp
 from zero_offload.plan.layout import Dealer
 from zero_offload.storage.files.directory import DataFile, RunDirectory
-from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Lasting, Ticket, Urgency
+from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Lasting, Moved, Ticket, Urgency
 from zero_offload.storage.memory.arena import Region
 
 ALL_ROWS = slice(None)
@@ -193,12 +193,20 @@ def _mix(*words: int) -> int:
     return value
 
 
+class Mover(Protocol):
+    """What moves bytes: a file engine, or the thread that reads a base."""
+
+    def wait(self, ticket: Ticket) -> Moved: ...
+
+    def done(self, ticket: Ticket) -> bool: ...
+
+
 class Transfer:
     """Blocks on their way; any thread may wait, any number of times, and each sees the same outcome."""
 
     def __init__(
         self,
-        engine: FileEngine,
+        engine: Mover,
         ticket: Ticket | None,
         on_error: Callable[[Exception], None],
         tell: Callable[[int, int], None] | None,

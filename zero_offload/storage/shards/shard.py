@@ -12,11 +12,12 @@ A trainable shard is whole in its optimizer components; they alone make a genera
                 before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
                 They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
 
-A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU tier, in host
-memory. A shard that is `on_device` has all of them in the device's memory, the value too, whatever the params tier.
-`slots` are the extents on disk. A shard that can change and takes part in generations has two, so that the committed
-one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is written after every
-update and belongs to no generation.
+A frozen shard has a value and nothing else. If files of a base model hold all of it, byte for byte, they are its
+`base`: it is read from there, has no slot, and generations name the files. A write to it ends that. `memory` holds the
+components that rest on the device or CPU tier, in host memory. A shard that is `on_device` has all of them in the
+device's memory, the value too, whatever the params tier. `slots` are the extents on disk. A shard that can change and
+takes part in generations has two, so that the committed one is never overwritten. A value on NVMe whose other
+components rest in memory is a cache: it is written after every update and belongs to no generation.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from zero_offload.hardware.device import Event
 from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 
@@ -193,6 +195,40 @@ class ShardPlacement:
         return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])
 
 
+@dataclass(frozen=True)
+class InBase:
+    """Where files of a base hold a section, byte for byte."""
+
+    layout: SectionLayout
+    spans: tuple[BaseSpan, ...]
+    """Those of the whole section, by their begin; between them is padding."""
+    shard_index: int
+    files: BaseFiles
+
+    def launch_fetch(self, begin: int, end: int, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
+        """Bring elements [begin, end) of the shard to host memory."""
+        first, itemsize = self.shard_index * self.layout.shard_nbytes, self.layout.dtype.itemsize
+        return self.files.launch_read(
+            self._name, self.spans, first + begin * itemsize, first + end * itemsize, address, urgency
+        )
+
+    def launch_fetch_whole(self, address: int, urgency: Urgency) -> Transfer:
+        """Bring the section, `layout.nbytes`, to host memory."""
+        return self.files.launch_read(self._name, self.spans, 0, self.layout.nbytes, address, urgency)
+
+    def read(self, address: int) -> None:
+        """Bring the shard's values to host memory, and wait. An error is the caller's alone."""
+        first = self.shard_index * self.layout.shard_nbytes
+        self.files.read(self.spans, first, first + self.layout.shard_nbytes, address)
+
+    @property
+    def _name(self) -> str:
+        return f"section {self.layout.index} base"
+
+    def used(self) -> list[BaseFile]:
+        return list(dict.fromkeys(span.file for span in self.spans))
+
+
 class Replica:
     """Whole values of a section that ranks have cut, on this rank and away from the compute device: stages 1 and 2.
 
@@ -208,9 +244,13 @@ class Replica:
         self.memory = memory
         self.fresh = False
         """True if it has the newest values."""
+        self.base: InBase | None = None
+        """Set where they are read from a base instead of the disk."""
 
     def launch_fetch(self, address: int, urgency: Urgency) -> Transfer:
         """Bring the values, `layout.nbytes`, from disk to host memory at `address`."""
+        if self.base is not None:
+            return self.base.launch_fetch_whole(address, urgency)
         assert self._disk is not None and self._extent is not None and self.fresh
         return self._disk.launch_read(self._extent, ALL_ROWS, address, urgency)
 
@@ -236,6 +276,8 @@ class Shard:
     """What optimizers keep, in the order of `Component`."""
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)
     slots: tuple[dict[Component, Extent], ...] = ()
+    base: InBase | None = None
+    """Set if a base has the values, and the slots do not."""
     cache: Extent | None = None
     replica: Replica | None = None
     """Present where parameters are whole on every rank and leave the compute device."""

@@ -232,7 +232,7 @@ class Snapshots:
 
 def _copies_of(shard: Shard) -> list[ChunkCopy]:
     """A shard's chunks, if they changed in memory since they were last written; its newest slot is theirs from now."""
-    if not shard.dirty:
+    if not shard.dirty or shard.base is not None:
         return []
     shard.dirty = False
     if shard.on_disk:

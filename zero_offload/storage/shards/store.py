@@ -3,6 +3,7 @@
 Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
 nothing. The calls, and what makes them:
     `lay_out`, or `restore` each section of a generation; `place_memory`, `write_components`   (offload);
+    `rest_in_base`                             a frozen shard that files have as it is (load, resume);
     `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`                             parameters for forward and backward (runtime);
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +32,14 @@ from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
 from zero_offload.plan.buffers import is_on_device
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.shard import (
     Component,
+    InBase,
     Replica,
     Shard,
     ShardPlacement,
@@ -132,12 +136,15 @@ class ShardStore:
         num_slots: int,
         device: Device = HOST,
         counters: Counters | None = None,
+        base: BaseFiles | None = None,
     ) -> None:
-        """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk."""
+        """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk; `base` the files
+        that frozen shards may rest in."""
         self.arena = arena
         self.swap = swap
         self._lazy: weakref.WeakSet[LazyRead] = weakref.WeakSet()
         self.counters = counters or Counters()
+        self.base = base or BaseFiles(self.counters)
         self._device = device
         self._num_slots = num_slots
         self.shards = [_new_shard(section, placements[section.unit], device) for section in layout.sections]
@@ -173,10 +180,11 @@ class ShardStore:
 
     # What a shard has, and where: memory and extents, taken when there is something to put there
 
-    def lay_out(self, shards: Iterable[Shard]) -> None:
-        """Plan the extents of shards, anew."""
+    def lay_out(self, shards: Iterable[Shard], later: Container[int] = ()) -> None:
+        """Plan the extents of shards, anew; of the sections `later`, which are frozen, when they are written."""
         for shard in shards:
-            self._lay_out(shard, shard.components)
+            if shard.layout.index not in later:
+                self._lay_out(shard, shard.components)
 
     def _lay_out(self, shard: Shard, components: Sequence[Component]) -> None:
         count = self._slots_on_disk(shard)
@@ -336,9 +344,53 @@ class ShardStore:
                 f"section {shard.layout.index} cache", shard.layout.block_sizes(shard.layout.dtype)
             )
 
+    def rest_in_base(self, shard: Shard, spans: Sequence[BaseSpan], shard_index: int) -> None:
+        """From now on a frozen shard's values are those of files, which have all of its section; after a commit under
+        way. What rests in memory is read, unless a file is gone: `move_base` follows then."""
+        self.read_lazy()
+        self.snapshots.wait_for_slots()
+        base = InBase(shard.layout, tuple(sorted(spans, key=lambda span: span.begin)), shard_index, self.base)
+        if all(file.is_open for file in base.used()):
+            self._load_from(base, shard)
+        shard.base, shard.dirty = base, False
+        if shard.replica is not None and shard.replica.memory is None:
+            shard.replica.base, shard.replica.fresh = base, True
+
+    def _load_from(self, base: InBase, shard: Shard) -> None:
+        """Fill what rests in memory."""
+        if (value := shard.memory.get(Component.VALUE)) is not None:
+            shard.wait_for_copies()
+            base.read(value.data_ptr())
+
+    def move_base(self, paths: Mapping[str, Path]) -> None:
+        """Read the files that shards rest in at other places, by their names. Raises IntegrityError where other files
+        are there."""
+        lost = [file for file in self.base_files if not file.is_open]
+        self.base.move(self.base_files, paths)
+        for shard in self.shards if lost else ():
+            if shard.base is not None:
+                self._load_from(shard.base, shard)
+
+    def _leave_base(self, shard: Shard) -> None:
+        """The shard's values are here."""
+        shard.base = None
+        if shard.replica is not None and shard.replica.base is not None:
+            shard.replica.base, shard.replica.fresh = None, False
+
+    @property
+    def base_files(self) -> list[BaseFile]:
+        """The files that shards rest in."""
+        return list(
+            dict.fromkeys(each for shard in self.shards if shard.base is not None for each in shard.base.used())
+        )
+
     def make_writable(self, shard: Shard) -> None:
-        """A frozen shard has one slot; once that is committed, a change needs a second."""
-        if shard.layout.trainable or shard.committed is None:
+        """A frozen shard gets a slot when it is written; once that is committed, a change needs a second."""
+        if shard.layout.trainable:
+            return
+        if not shard.slots:
+            self._lay_out(shard, shard.components)
+        if shard.committed is None:
             return
         slots = [*shard.slots, {}][:2]
         other = 1 - shard.committed
@@ -357,10 +409,14 @@ class ShardStore:
                 self.counters.read(shard.memory_tier, value.nbytes)
                 ctypes.memmove(address, value.data_ptr(), value.nbytes)
             return []
+        if shard.base is not None:
+            return [shard.base.launch_fetch(0, shard.layout.shard_numel, address, urgency)]
         shard.wait_for_writes()
-        assert self.swap is not None
+        if not shard.slots and shard.cache is None:
+            ctypes.memset(address, 0, shard.layout.shard_nbytes)  # it was never written
+            return []
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
-        return [self.swap.launch_read(extent, ALL_ROWS, address, urgency)]
+        return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
@@ -443,6 +499,13 @@ class ShardStore:
         What rests on disk is a view of staging, valid until the next read."""
         if component in shard.memory:
             return _on_host(shard, shard.array(component, row))
+        if shard.base is not None or not shard.slots:
+            begin, end = shard.layout.chunks()[row]
+            values = self.staging.region.tensor(shard.layout.dtype, end - begin)
+            if shard.base is None:
+                return values.zero_()  # it was never written
+            shard.base.launch_fetch(begin, end, values.data_ptr(), Urgency.URGENT).wait()
+            return values
         shard.wait_for_writes()
         extent = shard.slots[shard.current][component]
         return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
@@ -489,7 +552,9 @@ class ShardStore:
 
     def writes_in_place(self, shard: Shard) -> bool:
         """True if what is written takes the place of the newest values: no generation names it."""
-        return not shard.on_disk or shard.writable_slot() == shard.current
+        if not shard.on_disk:
+            return True
+        return shard.base is None and bool(shard.slots) and shard.writable_slot() == shard.current
 
     def write_components(
         self, shard: Shard, source: ChunkSource, changed: tuple[Collection[int], Collection[Component]] | None = None
@@ -503,12 +568,15 @@ class ShardStore:
         if changed is None:
             self.read_lazy()
         self.snapshots.wait_for_slots()
+        in_place = self.writes_in_place(shard)
         self.make_writable(shard)
         self.ensure_cache(shard)
         shard.wait_for_copies()
         staging = self.staging.region
         everything = range(len(shard.layout.chunks())), shard.components
-        rows, components = changed if changed and self.writes_in_place(shard) else everything
+        rows, components = changed if changed and in_place else everything
+        if not shard.on_disk:
+            self._leave_base(shard)  # before its values in memory are others than the files'
         for row, (begin, end) in enumerate(shard.layout.chunks()):
             if row not in rows:
                 continue
@@ -528,6 +596,7 @@ class ShardStore:
             self.close_chunks(chunk)
             shard.wait_for_writes()
         self.finish_update(shard)
+        self._leave_base(shard)
         shard.writes.clear()
 
     # Generations
@@ -550,7 +619,7 @@ class ShardStore:
     def mark_committed(self, slots: Sequence[int]) -> None:
         """The generation that names these slots (one per shard) is durable; older slots may be reused."""
         for shard, slot in zip(self.shards, slots, strict=True):
-            shard.committed = slot
+            shard.committed = slot if shard.base is None and shard.slots else None
 
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:

@@ -1,0 +1,82 @@
+"""What a generation says of the base that frozen sections rest in: its files, what is known of them, and where in them
+each section lies.
+
+Owns the words of these records. The global manifest names files and places; a rank's has the checksums that this rank
+knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections`, and `places_of` once files are open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_offload.checkpoint.format import Generation, reading
+from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, fingerprint_of
+from zero_offload.storage.shards.store import ShardStore
+
+KEY = "base"
+
+
+def base_record(store: ShardStore) -> dict[str, Any] | None:
+    """The base of a model's shards; None without one."""
+    files = store.base_files
+    if not files:
+        return None
+    number = {file: place for place, file in enumerate(files)}
+    return {
+        "folder": str(files[0].path.parent),
+        "fingerprint": fingerprint_of(files),
+        "files": [file.record for file in files],
+        "sections": {
+            str(shard.layout.index): [
+                [span.begin, span.nbytes, number[span.file], span.offset] for span in shard.base.spans
+            ]
+            for shard in store.shards
+            if shard.base is not None
+        },
+    }
+
+
+def base_hashes(store: ShardStore) -> list[dict[str, str]]:
+    """The checksums that this rank knows, in the order of `base_record`'s files."""
+    return [file.hashes for file in store.base_files]
+
+
+def base_of(generation: Generation) -> Mapping[str, Any] | None:
+    """What a generation says of its base; None where it has none."""
+    found = generation.payload.get(KEY)
+    return found if isinstance(found, dict) else None
+
+
+def base_sections(generation: Generation) -> dict[int, list[Any]]:
+    """The places of sections that rest in its base, by their index."""
+    found = base_of(generation)
+    with reading(str(generation)):
+        return {} if found is None else {int(index): list(spans) for index, spans in found["sections"].items()}
+
+
+def folder_of(generation: Generation) -> Path | None:
+    """The folder that its base was in."""
+    found = base_of(generation)
+    return None if found is None else Path(str(found.get("folder")))
+
+
+def open_base(base: BaseFiles, generation: Generation, payloads: Iterable[Mapping[str, Any]]) -> list[BaseFile]:
+    """The files of a generation's base, with the checksums in its ranks' manifests; see `BaseFiles.restore`."""
+    found = base_of(generation)
+    with reading(str(generation)):
+        return [] if found is None else base.restore(found["files"], [payload[KEY] for payload in payloads])
+
+
+def places_of(generation: Generation, files: Sequence[BaseFile]) -> dict[int, list[BaseSpan]]:
+    """Where each section lies that rests in the base, whose files these are, in the order of the record."""
+    with reading(str(generation)):
+        return {index: [_span(files, *each) for each in spans] for index, spans in base_sections(generation).items()}
+
+
+def _span(files: Sequence[BaseFile], begin: int, nbytes: int, number: int, offset: int) -> BaseSpan:
+    file = files[number]
+    if min(begin, offset, nbytes - 1) < 0 or offset + nbytes > file.nbytes:
+        raise ValueError(f"{nbytes} bytes at offset {offset} of {file.path}, which has {file.nbytes}")
+    return BaseSpan(begin, nbytes, file, offset)
