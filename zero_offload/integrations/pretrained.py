@@ -115,8 +115,8 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     moments). Where existing="resume" has found a generation, its weights stay and a warning says so.
 
     Frozen parameters that files on a drive of this machine have in their compute dtype are not copied: each use reads
-    them where they are (docs/STORAGE.md). So the folder must stay as it is. Where it has moved, `path` is its new place,
-    also where a generation is resumed.
+    them where they are (docs/STORAGE.md), so the folder must stay as it is. Where it has moved, `path` is its new
+    place, also where a generation is resumed.
 
     Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
     damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again.

@@ -21,11 +21,11 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.system import naming_errors
 
 MAGIC = "zero_offload manifest"
-VERSION = 4
+VERSION = 7
 """Since 2 a directory keeps two generations; what reads 1 only must not take it for an empty one. Since 4 a generation
-lacks the states that no optimizer keeps, and may have them in other formats than fp32. There is no 3: a flipped bit
-would make it 2."""
-READABLE = (1, 2, VERSION)
+lacks the states that no optimizer keeps, and may have them in other formats than fp32. Since 7 frozen sections may rest
+in a base, which a generation only names. There is no 3, 5 and 6: a flipped bit would make them an earlier one."""
+READABLE = (1, 2, 4, VERSION)
 SIZE_MAX_BYTES = GIB
 
 
