@@ -39,7 +39,7 @@ BEFORE_VALUES_MOVE = [
     (OFFLOAD, "move_in", 1),
 ]
 AFTER = [
-    (move_in, "_as_view", 5),
+    (move_in.Moved, "become", 5),
     (OFFLOAD, "ModelRuntime", 1),
     (model_runtime, "Commits", 1),
     (OFFLOAD, "register", 3),

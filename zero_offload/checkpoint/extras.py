@@ -30,6 +30,7 @@ from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.format import dtype_of
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
+from zero_offload.plan.quantized import ordinary_buffers_of
 
 Saved = Mapping[str, Mapping[str, Any]]
 _LEVEL = 1
@@ -44,10 +45,11 @@ _KEYS = (str, bool, int, float, tuple, np.generic)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers by the first name that a state dict has for each, without what torch.compile puts before it."""
+    """Those that are not offloaded, by the first name that a state dict has for each, without what torch.compile puts
+    before it."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in ordinary_buffers_of(module):
             if name not in module._non_persistent_buffers_set:
                 found.setdefault(id(buffer), ((f"{path}.{name}" if path else name), buffer))
     return {name.replace("_orig_mod.", ""): buffer for name, buffer in found.values()}

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.layout import ParamSlice, ShardLayout
+from zero_offload.plan.quantized import Holder, Slot, ordinary_buffers_of, prepare, problem_of, slots
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.units.guard import wrapper_of
@@ -60,8 +62,8 @@ def param_problem(param: nn.Parameter) -> str | None:
         return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
     if isinstance(param, nn.UninitializedParameter):
         return "belongs to a lazy module, which gets its shape with its first input; run one forward before zo.offload"
-    if type(param) is not nn.Parameter:
-        return f"is a {type(param).__name__}; only plain parameters and DTensors can be offloaded"
+    if type(param) is not nn.Parameter and (problem := problem_of(param)) is not None:
+        return problem
     if param.device.type != "cpu":
         return f"is on {param.device}; build the model on the CPU"
     return "has a gradient; call model.zero_grad() first" if param.grad is not None else None
@@ -71,7 +73,7 @@ _DIGITS = 8
 """Hexadecimal digits of a word."""
 
 
-def check_same_model(params: Mapping[str, nn.Parameter], ranks: CommitGroup, *, values: bool) -> None:
+def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, values: bool) -> None:
     """Raise ConfigError on every rank if two that hold the same part of the model have built it differently.
 
     Its parameters, in order: names, shapes, which are trained, and, with `values`, what they hold; of deferred ones
@@ -95,7 +97,7 @@ def check_same_model(params: Mapping[str, nn.Parameter], ranks: CommitGroup, *, 
             raise _difference(list(params), first, rank, every)
 
 
-def _word(name: str, param: nn.Parameter, values: bool) -> int:
+def _word(name: str, param: torch.Tensor, values: bool) -> int:
     described = zlib.crc32(f"{name} {tuple(param.shape)} {param.requires_grad}".encode())
     if not values:
         return described
@@ -118,13 +120,13 @@ def _difference(names: Sequence[str], first: int, rank: int, every: Sequence[str
     )
 
 
-def lacks_values(params: Iterable[nn.Parameter]) -> bool:
+def lacks_values(params: Iterable[torch.Tensor]) -> bool:
     """True if values of some parameter were left out by `deferred_init(values="skip")`."""
     recipes = [recipe_of(param) for param in params]
     return any(recipe is not None and recipe.is_skipped for recipe in recipes)
 
 
-def sections_without_values(layout: ShardLayout, params: Mapping[str, nn.Parameter]) -> set[int]:
+def sections_without_values(layout: ShardLayout, params: Mapping[str, torch.Tensor]) -> set[int]:
     """Frozen sections of which no value is there yet: they take room on a drive when they are written, and none where
     files have them as they are."""
     return {
@@ -136,8 +138,9 @@ def sections_without_values(layout: ShardLayout, params: Mapping[str, nn.Paramet
 
 
 def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:
+    """Those that are not offloaded, to the compute device."""
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in ordinary_buffers_of(module):
             undo.callback(setattr, module, name, buffer)
             setattr(module, name, buffer.to(device.torch_device))
 
@@ -149,76 +152,124 @@ def move_in(
     values_of: int | None,
     undo: contextlib.ExitStack,
 ) -> dict[int, Recipe]:
-    """Make every parameter of these units a view of its section; returns, by id, recipes of those without values.
+    """Make every tensor of these units a view of its section; returns, by id, recipes of those without values.
 
     The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
-    every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
+    every tensor memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
     """
-    params = dict(model.named_parameters())
-    views: dict[int, nn.Parameter] = {}  # by id: with a weak reference to it no parameter can be swapped back
+    places = _places_of(model)
     without_values: dict[int, Recipe] = {}
     for unit in units:
         for section in unit.sections:
-            members = {piece: params[piece.spec.name] for piece in section.layout.params}
+            # Taken out: a tensor that a parameter replaces has to give its memory back before the next one.
+            moved = [Moved.of(piece, places.pop(piece.spec.name)) for piece in section.layout.params]
             if values_of is not None:
-                _write_values(section, store, values_of, members)
-            undo.callback(_move_out, section, store, [(*member, member[1].dtype) for member in members.items()])
+                _write_values(section, store, values_of, moved)
+            undo.callback(_move_out, section, store, moved)
             with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
-                for piece, param in members.items():
-                    view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
-                    views[id(param)] = made = _as_view(param, view)
+                for each in moved:
+                    made = each.become(section.own_view(each.piece))
                     unit.params.append(made)
-                    if (recipe := recipe_of(param)) is not None and recipe.is_skipped:
-                        without_values[id(made)] = recipe
-    for module in model.modules():
-        for name, registered in list(module._parameters.items()):
-            if registered is not None and views.get(id(registered), registered) is not registered:
-                undo.callback(module._parameters.__setitem__, name, registered)
-                setattr(module, name, views[id(registered)])
+                    if each.recipe is not None and each.recipe.is_skipped:
+                        without_values[id(made)] = each.recipe
+    prepare(model, undo)
     return without_values
 
 
-def _move_out(
-    section: Section, store: ShardStore, moved: Sequence[tuple[ParamSlice, nn.Parameter, torch.dtype]]
-) -> None:
+def _places_of(model: nn.Module) -> dict[str, list[Slot]]:
+    """Where each tensor stands, by its first name."""
+    first: dict[tuple[int, str], str] = {}
+    places: dict[str, list[Slot]] = {}
+    for slot in slots(model, remove_duplicate=False):
+        places.setdefault(first.setdefault(slot.identity, slot.name), []).append(slot)
+    return places
+
+
+@dataclass
+class Moved:
+    """A tensor that becomes a view of its section, and the parameter that it is then.
+
+    A plain parameter stays the object that it is. A deferred one, which cannot leave meta, and a tensor that was no
+    parameter are replaced where they stand. A deferred one is kept: it takes no memory, and can come back.
+    """
+
+    piece: ParamSlice
+    tensor: torch.Tensor | None
+    """None once a parameter is in its places, and it has given its memory back."""
+    recipe: Recipe | None
+    """How its values are made, if it is deferred."""
+    dtype: torch.dtype
+    holders: Sequence[Holder]
+    """Where it stands."""
+
+    @classmethod
+    def of(cls, piece: ParamSlice, places: Sequence[Slot]) -> Moved:
+        tensor = places[0].tensor
+        return cls(piece, tensor, recipe_of(tensor), tensor.dtype, [slot.holder for slot in places])
+
+    def become(self, view: torch.Tensor) -> nn.Parameter:
+        """The parameter that is `view`, in each place."""
+        if self._kept is not None:
+            _move_to(self._kept, view)
+            return self._kept
+        assert self.tensor is not None
+        made = _made_like(self.tensor, view)
+        for holder in self.holders:
+            holder.put(made)
+        if self.recipe is None:
+            self.tensor = None
+        return made
+
+    def leave(self, values: torch.Tensor) -> None:
+        """Be a tensor of these values again, or deferred."""
+        if self._kept is not None:
+            _move_to(self._kept, values)
+            return
+        for holder in self.holders:
+            holder.put(values if self.recipe is None or self.tensor is None else self.tensor)
+
+    @property
+    def _kept(self) -> nn.Parameter | None:
+        """The parameter that stays the object that it is."""
+        return self.tensor if isinstance(self.tensor, nn.Parameter) and self.recipe is None else None
+
+
+def _move_out(section: Section, store: ShardStore, moved: Sequence[Moved]) -> None:
     """After an error elsewhere: what became a view is a tensor of its own again, since the buffer's pages will go."""
-    values = None
+    values, first = None, moved[0].piece.spec.name
     if section.layout.num_shards == 1:
         with contextlib.suppress(ZeroOffloadError, RuntimeError):
             values = read_master(store, section.shard)
-    for piece, param, dtype in moved:
-        if recipe_of(param) is not None:
-            continue  # the deferred parameter is still in its place
+    for each in moved:
+        piece = each.piece
         if values is None:
-            old = host_tensor(torch.nan, torch.float32).to(dtype).expand(piece.spec.shape)
+            old = host_tensor(torch.nan, torch.float32).to(each.dtype).expand(piece.spec.shape)
         else:
-            old = values[piece.begin : piece.end].view(piece.spec.shape).to(dtype, copy=True)
-        _move_to(param, old)
+            old = values[piece.begin : piece.end].view(piece.spec.shape).to(each.dtype, copy=True)
+        each.leave(old)
     if (
         values is not None
         and not section.layout.trainable
-        and any(dtype.itemsize > section.layout.dtype.itemsize for *_, dtype in moved)
+        and any(each.dtype.itemsize > section.layout.dtype.itemsize for each in moved)
     ):
         warn_user(
-            f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} frozen parameters) had moved to the tiers "
+            f"{first} and what lies beside it ({len(moved)} frozen parameters) had moved to the tiers "
             f"before zo.offload failed: they are rounded to {str(section.layout.dtype).removeprefix('torch.')} now. "
             "Build the model again for their exact values",
         )
     if values is None:
         warn_user(
-            f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "
+            f"{first} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "
             "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
         )
 
 
-def _write_values(
-    section: Section, store: ShardStore, shard_index: int, members: Mapping[ParamSlice, nn.Parameter]
-) -> None:
-    recipes = [recipe_of(param) for param in members.values()]
+def _write_values(section: Section, store: ShardStore, shard_index: int, moved: Sequence[Moved]) -> None:
+    recipes = [each.recipe for each in moved]
     if all(recipe is not None and recipe.is_skipped for recipe in recipes):
         return
     values = _Values()
-    readers = {piece: functools.partial(values.read, param) for piece, param in members.items()}
+    readers = {each.piece: functools.partial(values.read, each.tensor) for each in moved if each.tensor is not None}
     fill = fill_from_readers(section.shard, shard_index, readers)
     store.write_components(section.shard, ComponentSource(section.shard, fill))
     if any(recipes):
@@ -229,11 +280,11 @@ class _Values:
     """Elements of parameters, in any order, best one parameter after the other: one that was made is kept."""
 
     def __init__(self) -> None:
-        self._param: nn.Parameter | None = None
+        self._param: torch.Tensor | None = None
         self._made = host_empty(0, torch.float32)
         self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
 
-    def read(self, param: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+    def read(self, param: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         recipe = recipe_of(param)
         if recipe is None:
             return local_part(param).detach().reshape(-1)[begin:end]
@@ -246,13 +297,12 @@ class _Values:
         return self._made[begin:end]
 
 
-def _as_view(param: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-    """The parameter that is this view: itself, or a new one for a deferred one, which cannot leave meta."""
-    if recipe_of(param) is None:
-        _move_to(param, view)
-        return param
-    made = _made_at(view, param.requires_grad)
-    made.__dict__.update({key: value for key, value in param.__dict__.items() if key != "_is_param"})
+def _made_like(tensor: torch.Tensor, view: torch.Tensor) -> nn.Parameter:
+    """A new parameter that is this view, of the tensor's class if that is a library's, and with its attributes."""
+    made = _made_at(view, tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DeferredTensor):
+        made.__class__ = type(tensor)
+    made.__dict__.update({key: value for key, value in vars(tensor).items() if key != "_is_param"})
     return made
 
 
@@ -265,7 +315,7 @@ def _move_to(param: nn.Parameter, place: torch.Tensor) -> None:
         if torch._has_compatible_shallow_copy_type(param, place):
             param.data = place
         else:  # between the host and device types that torch does not convert itself
-            made = _made_at(place, param.requires_grad)
+            made = _made_like(param, place)
             if param.grad_dtype != param.dtype:  # as the program has set it, None for any
                 made.grad_dtype = param.grad_dtype
             swap_tensors(param, made)

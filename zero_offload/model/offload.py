@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -55,6 +55,7 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import Outlook, assign_tiers, place, tier_budget
+from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
@@ -155,9 +156,8 @@ class Builder:
             self.config = check_config("zo.offload", config)
             self.device = compute_device()
             check_not_wrapped(model)
-            self.params = dict(model.named_parameters())
-            _check_params(self.params, mesh_problems(mesh, self.device.torch_device.type, tensor_mesh))
-            self.skips_values = lacks_values(self.params.values())
+            _check_params(model.named_parameters(), mesh_problems(mesh, self.device.torch_device.type, tensor_mesh))
+            self.skips_values = lacks_values(tensor for _, tensor in offloaded_tensors(model))
             partition = partition_of(self.config, mesh)
             self.spec = ModelSpec.from_module(model, units)
             dtypes = resolve(model, self.config)
@@ -180,7 +180,7 @@ class Builder:
         """Lock the directories and look for a generation; then all ranks must have the same model. Collective."""
         self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors, self.counters)
         self.undo.callback(self.files.close)
-        check_same_model(self.params, self.ranks, values=self.files.found is None)
+        check_same_model(dict(offloaded_tensors(self.model)), self.ranks, values=self.files.found is None)
 
     def make_units(self) -> None:
         """Take memory, make or open the files, and make units, which are still empty."""
@@ -193,7 +193,11 @@ class Builder:
         self.store = ShardStore(
             self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device, self.counters, files.base
         )
-        files.create(self.store, config.effective_durability, sections_without_values(self.layout, self.params))
+        files.create(
+            self.store,
+            config.effective_durability,
+            sections_without_values(self.layout, dict(offloaded_tensors(self.model))),
+        )
         if files.keeper is not None and files.swap is not None:
             files.keeper.adopt(self.store, files.swap)
         self.units = [
@@ -217,7 +221,7 @@ class Builder:
             limit, budget = self._make_limit(), self.frames
         move_buffers(self.model, device, self.undo)
         ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)
-        self.activations = open_activations(config, device, store, files.scratch, self.model.buffers(), ahead_max)
+        self.activations = open_activations(config, device, store, files.scratch, _buffers(self.model), ahead_max)
         downloads = None if device.is_host else GradDownloads(device, store.arena, self.counters)
         drive_room = DriveRoom(self.counters, downloads)
         self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, limit, drive_room)
@@ -299,6 +303,11 @@ def _make_unit(
     return Unit(index, layout, sections, errors, resident=Home.AWAY not in homes.values())
 
 
+def _buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Those that are not offloaded."""
+    return (buffer for module in model.modules() for _, buffer in ordinary_buffers_of(module))
+
+
 def _owners_in(model: object) -> list[Owner]:
     """The owners of the parameters that are offloaded already."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
@@ -365,7 +374,7 @@ def _adopt(
         owner.drain()  # a commit under way talks to the other ranks, as what follows does
     with owner.ranks.together():
         _check_call(owner, config, mesh)
-        found = [param for param in model.parameters() if owner_of(param) is None]
+        found = [tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None]
         if not found:
             raise ConfigError(
                 "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
@@ -374,9 +383,10 @@ def _adopt(
         root = owner.root_of(found) or model
         check_not_wrapped(root)
         chosen = set(map(id, found))
-        added = {name: param for name, param in root.named_parameters() if id(param) in chosen}
+        added = {name: tensor for name, tensor in offloaded_tensors(root) if id(tensor) in chosen}
         divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
-        _check_params(added, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
+        new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
+        _check_params(new_params, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
         _check_names(owner.layout, added)
         spec, dtypes = ModelSpec.from_module(root, units, found), resolve(root, owner.config, strict=False)
         layout = make_layout(spec, dtypes, owner.layout.num_shards, owner.layout)
@@ -385,6 +395,8 @@ def _adopt(
         sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
     awaited, skips_values = files.awaits, lacks_values(found)
     check_same_model(added, owner.ranks, values=not awaited)
+    without = sections_without_values(layout, added)
+    del found, added  # what they hold would keep its memory
     with contextlib.ExitStack() as undo:
         store, first = owner.store, len(owner.units)
         before = BufferPlan(owner.layout, owner.sizes.placement, collectives.partition, owner.config, device.is_host)
@@ -393,7 +405,7 @@ def _adopt(
             sections = [section for unit in layout.units[first:] for section in unit.sections]
             undo.callback(store.shrink, len(store.shards))
             shards = store.grow(sections, sizes.placement.tiers)
-            files.lay_out(store, shards, sections_without_values(layout, added), awaited=awaited)
+            files.lay_out(store, shards, without, awaited=awaited)
             new = [
                 _make_unit(index, buffers, store, device, owner.frames, owner.errors, collectives.shard_index)
                 for index in range(first, len(layout.units))
@@ -410,7 +422,7 @@ def _adopt(
                 files.finish_resume(owner.ranks)
                 owner.note_lost_base()
         if owner.activations is not None:
-            owner.activations.keep(root.buffers())
+            owner.activations.keep(_buffers(root))
         limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)
         on_host, on_device = (FrameLimits(*map(operator.sub, after, earlier)) for after, earlier in limits)
         _install(root, owner, new, spec, dtypes.casts, undo)
@@ -474,7 +486,7 @@ def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceM
     owner.prepare_growth()
 
 
-def _check_names(before: ShardLayout, added: Mapping[str, nn.Parameter]) -> None:
+def _check_names(before: ShardLayout, added: Mapping[str, torch.Tensor]) -> None:
     """Raise where a parameter has come in the place of an offloaded one: a generation cannot hold both."""
     taken = {name for s in before.sections for piece in s.params for name in (piece.spec.name, *piece.spec.aliases)}
     if clashes := [name for name in added if name in taken]:
@@ -504,9 +516,10 @@ def _agree(hardware: HardwareProfile, ranks: CommitGroup) -> HardwareProfile:
     return HardwareProfile(num_cores, cpu, name, device, nvme)
 
 
-def _check_params(params: Mapping[str, nn.Parameter], problems: Iterable[str] = ()) -> None:
-    tensor_mesh, found = mesh_of(params.values()), list(problems)
-    for name, param in params.items():
+def _check_params(named: Iterable[tuple[str, nn.Parameter]], problems: Iterable[str] = ()) -> None:
+    named, found = list(named), list(problems)
+    tensor_mesh = mesh_of(param for _, param in named)
+    for name, param in named:
         if tensor_mesh is not None and is_dtensor(param):
             found += dtensor_problems(name, param, tensor_mesh)
         elif (problem := param_problem(param)) is not None:

@@ -46,6 +46,7 @@ from zero_offload.model.updates import Updates, check_holds_grads, failing
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
+from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
@@ -232,10 +233,12 @@ class ModelRuntime:
     def has_root(self, module: nn.Module) -> bool:
         return any(root is module for root in self._live_roots())
 
-    def root_of(self, params: Iterable[nn.Parameter]) -> nn.Module | None:
+    def root_of(self, params: Iterable[torch.Tensor]) -> nn.Module | None:
         """The first module given to zo.offload that has all of these."""
         wanted = set(map(id, params))
-        return next((root for root in self._live_roots() if wanted <= set(map(id, root.parameters()))), None)
+        return next(
+            (root for root in self._live_roots() if wanted <= {id(each) for _, each in offloaded_tensors(root)}), None
+        )
 
     def add_root(self, module: nn.Module, undo: ExitStack) -> None:
         if not self.has_root(module):

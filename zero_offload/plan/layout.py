@@ -162,7 +162,7 @@ def make_layout(
     for number, unit in enumerate(spec.units, start=len(units)):
         alike: dict[tuple[torch.dtype, bool, int], list[ParamSpec]] = {}
         for param in unit.params:
-            dtype = dtypes.of(param.name) if param.dtype in _COMPUTE else getattr(torch, param.dtype)
+            dtype = getattr(torch, param.dtype) if param.keeps_dtype else dtypes.of(param.name)
             alike.setdefault((dtype, param.trainable, param.num_copies), []).append(param)
         sections = []
         for (dtype, trainable, num_copies), params in alike.items():

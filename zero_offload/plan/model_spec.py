@@ -21,12 +21,16 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.plan.quantized import Slot, module_name, slots
 from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num_copies
 
 SMALL_NUMEL = 1 << 18
 """Leftover modules below this many elements share one unit: a fetch of a few KiB is all latency."""
+SMALL = "(small)"
+"""That unit's name."""
 
 TRAINED_PART = 8
 """See [Note: trained parts]."""
@@ -52,6 +56,8 @@ class ParamSpec:
     """How a DTensor's parts lie on the ranks of its mesh."""
     num_copies: int = 1
     """How many ranks of the model's tensor-parallel mesh hold the same values."""
+    keeps_dtype: bool = False
+    """True if the compute dtype does not apply."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,12 @@ class ModelSpec:
         cls,
         root: nn.Module,
         units: UnitChoice | None = None,
-        only: Collection[nn.Parameter] | None = None,
+        only: Collection[torch.Tensor] | None = None,
         experts: Mapping[str, Experts] | None = None,
     ) -> ModelSpec:
         """Read `root`; `units` names the unit modules (names, classes or modules), else they are found.
 
-        Of its parameters those in `only`, by default all. The parameters of modules of `experts`, by name, are units of
+        Of its tensors those in `only`, by default all. The parameters of modules of `experts`, by name, are units of
         their own, which no module fetches. Raises ConfigError when a named unit is not in the model or the model has no
         parameter.
         """
@@ -137,6 +143,7 @@ class ModelSpec:
         if problems := [*_scripted(root), *_overlaps(root)]:
             raise ConfigError("\n".join(problems))
         owner = {name: _anchor_of(name, anchors) for name in specs}
+        leftover = _leftover_groups(root, [spec for name, spec in specs.items() if owner[name] is None])
         grouped = experts or {}
         groups: dict[tuple[str, Experts | None], list[str]] = {}
         for name, spec in specs.items():
@@ -144,7 +151,7 @@ class ModelSpec:
             if (of_module := grouped.get(module)) is not None and spec.shape[:1] == (of_module.num_experts,):
                 groups.setdefault((module, of_module), []).append(name)
             else:
-                groups.setdefault((owner[name] or _leftover_group(root, name, owner), None), []).append(name)
+                groups.setdefault((owner[name] or leftover.get(name, SMALL), None), []).append(name)
         whole = (UnitSpec(key, tuple(specs[n] for n in names), of) for (key, of), names in groups.items())
         built = tuple(part for unit in whole for part in unit.parts())
         return cls(built, _hook_points(root, anchors, built))
@@ -243,31 +250,33 @@ def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
     return tuple(name for name in modules if name in names)
 
 
-def _param_specs(root: nn.Module, only: Collection[nn.Parameter] | None) -> dict[str, ParamSpec]:
-    """Parameters by first name, in order of definition; ties are one entry with aliases."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
+def _param_specs(root: nn.Module, only: Collection[torch.Tensor] | None) -> dict[str, ParamSpec]:
+    """Tensors by first name, in order of definition; ties are one entry with aliases."""
+    found: dict[tuple[int, str], list[Slot]] = {}
     chosen = None if only is None else set(map(id, only))
-    for name, param in root.named_parameters(remove_duplicate=False):
-        if chosen is not None and id(param) not in chosen:
-            continue
-        names.setdefault(id(param), []).append(name)
-        tensors[id(param)] = param
-    parts = {key: local_part(param) for key, param in tensors.items()}
+    for slot in slots(root, remove_duplicate=False):
+        if chosen is None or id(slot.tensor) in chosen:
+            found.setdefault(slot.identity, []).append(slot)
     mesh = mesh_of(root.parameters())
-    return {
-        all_names[0]: ParamSpec(
-            name=all_names[0],
-            aliases=tuple(all_names[1:]),
-            shape=tuple(parts[key].shape),
-            numel=parts[key].numel(),
-            dtype=str(tensors[key].dtype).removeprefix("torch."),
-            trainable=tensors[key].requires_grad,
-            division=division(tensors[key]),
-            num_copies=num_copies(tensors[key], mesh),
-        )
-        for key, all_names in names.items()
-    }
+    return {same[0].name: _param_spec(same, mesh) for same in found.values()}
+
+
+def _param_spec(same: Sequence[Slot], mesh: DeviceMesh | None) -> ParamSpec:
+    """The tensor that stands in all of these places."""
+    name, *aliases = (slot.name for slot in same)
+    tensor = same[0].tensor
+    part = local_part(tensor)
+    return ParamSpec(
+        name=name,
+        aliases=tuple(aliases),
+        shape=tuple(part.shape),
+        numel=part.numel(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        trainable=tensor.requires_grad,
+        division=division(tensor),
+        num_copies=num_copies(tensor, mesh),
+        keeps_dtype=same[0].keeps_dtype,
+    )
 
 
 def _scripted(root: nn.Module) -> Iterator[str]:
@@ -307,16 +316,13 @@ def _anchor_of(param_name: str, anchors: Sequence[str]) -> str | None:
     return max(inside, key=len) if inside else None
 
 
-def _leftover_group(root: nn.Module, param_name: str, owner: dict[str, str | None]) -> str:
-    """Large leftover modules are units of their own; the small ones share one."""
-    module_name = param_name.rpartition(".")[0]
-    own = root.get_submodule(module_name)
-    numel = sum(
-        param.numel()
-        for name, param in own.named_parameters(prefix=module_name, recurse=False)
-        if owner.get(name, "") is None
-    )
-    return (module_name or "(root)") if numel >= SMALL_NUMEL else "(small)"
+def _leftover_groups(root: nn.Module, specs: Sequence[ParamSpec]) -> dict[str, str]:
+    """The unit of each tensor: large leftover modules are units of their own; the small ones share one."""
+    module_of = {spec.name: module_name(root, spec.name) for spec in specs}
+    numels: Counter[str] = Counter()
+    for spec in specs:
+        numels[module_of[spec.name]] += spec.numel
+    return {name: (path or "(root)") if numels[path] >= SMALL_NUMEL else SMALL for name, path in module_of.items()}
 
 
 def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSpec]) -> tuple[HookPoint, ...]:
@@ -328,7 +334,7 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
             needed.setdefault(name.rpartition(".")[0], {})  # its forward is one of the model's, and fetches nothing
             continue
         anchor = _anchor_of(name, anchors)
-        point = name.rpartition(".")[0] if anchor is None else _called(root, anchor, name)
+        point = module_name(root, name) if anchor is None else _called(root, anchor, name)
         needed.setdefault(point, {})[index] = None
     order = [name for name, _ in root.named_modules() if name in needed]
     return tuple(HookPoint(name, tuple(sorted(needed[name]))) for name in order)

@@ -401,16 +401,19 @@ class GuardedParameter(AtRest, nn.Parameter):  # type: ignore[misc]
 
 @functools.cache
 def class_at_rest(kind: type) -> type:
-    """What a parameter of class `kind` has for a class at rest. DTensor is imported only where a model uses it."""
+    """What a parameter of class `kind` has for a class at rest: the library's own, guarded. Nothing is imported."""
     if kind is nn.Parameter:
         return GuardedParameter
 
     def asking(method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: _call(method, (self, *args), kwargs)
 
-    # These read its part without passing through __torch_function__.
-    readers = {name: asking(getattr(kind, name)) for name in ("to_local", "full_tensor", "redistribute")}
-    return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": ()} | readers)
+    # These read a DTensor's part without passing through __torch_function__.
+    names = ("to_local", "full_tensor", "redistribute")
+    readers = {name: asking(getattr(kind, name)) for name in names if hasattr(kind, name)}
+    # Libraries convert what they know of the values too: here nothing is converted.
+    conversions = {name: getattr(Tensor, name) for name in ("to", "cpu", "cuda", "xpu")}
+    return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": ()} | readers | conversions)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -253,7 +253,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> weak reference to its owner, which the model's hooks keep alive; before that, its recipe."""
 
 
-def owner_of(param: nn.Parameter) -> Owner | None:
+def owner_of(param: torch.Tensor) -> Owner | None:
     """The runtime that offloads `param`, or None."""
     return _owner(_owners.get(param))
 
@@ -315,12 +315,12 @@ def unregister(param: nn.Parameter) -> None:
     _owners.pop(param, None)
 
 
-def recipe_of(param: nn.Parameter) -> Recipe | None:
+def recipe_of(param: torch.Tensor) -> Recipe | None:
     """How the values of `param` are made, where `deferred_init` has left that to `offload`."""
     found = _owners.get(param)
     recipe: Recipe | None = None if isinstance(found, weakref.ref) else found
     return recipe
 
 
-def keep_recipe(param: nn.Parameter, recipe: Recipe) -> None:
+def keep_recipe(param: torch.Tensor, recipe: Recipe) -> None:
     _owners[param] = recipe

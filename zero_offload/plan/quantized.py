@@ -1,0 +1,265 @@
+"""Which tensors a model offloads: its parameters, and what quantized weights consist of.
+
+A quantized weight is one parameter of the model and several tensors. Libraries keep the further ones beside it: scales
+and code tables in an object of the library, in attributes of a tensor subclass, or in buffers of the layer. `slots`
+finds all of them, and where each stands, so that a parameter can take its place there. Every tensor that is frozen and
+quantized keeps its dtype. No library is imported: a model that uses one has imported it.
+
+[Note: quantized weights]
+| library | where the tensors are |
+|---|---|
+| bitsandbytes, 4 bit | `weight`, attributes of `weight.quant_state` and of its `state2` |
+| bitsandbytes, 8 bit | `weight`, and `SCB` of the weight, from the first forward on of the layer's `state` |
+| torchao, and other classes with `__tensor_flatten__` | attributes of the parameter, which has no memory |
+| GPTQ, AWQ | buffers of a module that has a buffer `qweight` |
+| integers, fp8 | plain parameters, with their scales beside them |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero_offload.plan.tensor_parallel import is_dtensor
+
+COMPUTE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""Those that a compute dtype replaces."""
+_PACKED = "qweight"
+"""The buffer by which layers of GPTQ and AWQ are known."""
+_COMPANIONS = ("scale", "zero")
+"""Parameters of these names, beside one of integers or fp8, belong to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Holder:
+    """A place where a tensor stands: an entry of a module's parameters or buffers, or an attribute of an object."""
+
+    owner: Any
+    key: str
+
+    def put(self, tensor: Tensor) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[self.key] = tensor
+        else:
+            setattr(self.owner, self.key, tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A tensor that is offloaded, and where it stands."""
+
+    name: str
+    """As the state dict says, behind the module's name."""
+    tensor: Tensor
+    holder: Holder
+    keeps_dtype: bool
+    """True if the compute dtype does not apply."""
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        """Equal for the names of a tied parameter. Tables that layers share are not tied: each layer gets its own."""
+        owner, key = self.holder.owner, self.holder.key
+        return (id(self.tensor), "") if isinstance(owner, dict) else (id(owner), key)
+
+
+def slots(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[Slot]:
+    """Every tensor that is offloaded, module by module; a tied one in the first of its places only, by default."""
+    seen: set[tuple[int, str]] = set()
+    for path, module in root.named_modules(remove_duplicate=remove_duplicate):
+        for slot in _slots_of(module, f"{path}." if path else ""):
+            if not (remove_duplicate and slot.identity in seen):
+                seen.add(slot.identity)
+                yield slot
+
+
+def offloaded_tensors(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """What `named_parameters` gives, and with it the further tensors of quantized weights."""
+    return ((slot.name, slot.tensor) for slot in slots(root, remove_duplicate=remove_duplicate))
+
+
+def wrappers(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that have no memory of their own: their tensors are attributes."""
+    return ((name, param) for name, param in root.named_parameters() if is_wrapper(param))
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """True if the tensor's class has `__tensor_flatten__`, which names the tensors that it consists of."""
+    return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
+
+
+def ordinary_buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The module's own buffers that are not offloaded."""
+    offloaded = _packed_buffers(module)
+    return [(name, each) for name, each in module.named_buffers(recurse=False) if name not in offloaded]
+
+
+def _packed_buffers(module: nn.Module) -> list[str]:
+    """Names of the module's buffers that are a quantized weight."""
+    if _PACKED not in module._buffers or module._buffers[_PACKED] is None:
+        return []
+    transient = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if buffer is not None and name not in transient]
+
+
+def module_name(root: nn.Module, name: str) -> str:
+    """The name of the module that a tensor of this name belongs to."""
+    module, found = root, ""
+    for part in name.split("."):
+        if (inside := module._modules.get(part)) is None:
+            break
+        module, found = inside, f"{found}.{part}" if found else part
+    return found
+
+
+def problem_of(param: nn.Parameter) -> str | None:
+    """Why a parameter of a library's class cannot be offloaded, or None."""
+    kind = _kind_of(param)
+    if kind is None:
+        return f"is a {type(param).__name__}; plain parameters, DTensors and quantized weights can be offloaded"
+    if param.requires_grad:
+        return (
+            f"is a {type(param).__name__} that requires a gradient, and quantized weights are not trained: call "
+            "requires_grad_(False) on it and train adapters"
+        )
+    return kind.problem(param)
+
+
+def prepare(root: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Once the tensors stand where they stay: let forwards of libraries' layers leave them there. `undo` makes the
+    layers what they were."""
+    for module in root.modules():
+        for param in module._parameters.values():
+            if param is not None and (kind := _kind_of(param)) is not None:
+                kind.prepare(module, param, undo)
+
+
+def _slots_of(module: nn.Module, prefix: str) -> Iterator[Slot]:
+    params = [(name, param) for name, param in module._parameters.items() if param is not None]
+    has_quantized = any(not param.requires_grad and param.dtype not in COMPUTE_DTYPES for _, param in params)
+    for name, param in params:
+        kind = _kind_of(param)
+        if kind is None or kind.has_memory:
+            is_companion = has_quantized and not param.requires_grad and any(each in name for each in _COMPANIONS)
+            keeps = kind is not None or is_companion or param.dtype not in COMPUTE_DTYPES
+            yield Slot(prefix + name, param, Holder(module._parameters, name), keeps)
+        if kind is not None:
+            yield from kind.inner(module, prefix, prefix + name, param)
+    for name in _packed_buffers(module):
+        tensor: Any = module._buffers[name]
+        yield Slot(prefix + name, tensor, Holder(module._buffers, name), keeps_dtype=True)
+
+
+# Libraries
+
+
+class _Kind:
+    """Weights of one class of a library."""
+
+    has_memory = True
+    """True if the parameter itself is one of its tensors."""
+
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+        """Its further tensors. `prefix` is the module's, `name` the parameter's."""
+        raise NotImplementedError
+
+    def problem(self, param: Any) -> str | None:
+        """Why it cannot be offloaded as it is."""
+        return None
+
+    def prepare(self, module: nn.Module, param: Any, undo: contextlib.ExitStack) -> None:
+        """See `prepare`."""
+
+
+class _FourBit(_Kind):
+    """bitsandbytes' Params4bit."""
+
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+        state = param.quant_state
+        found = [("absmax", state, "absmax"), ("quant_map", state, "code")]
+        if state.nested:
+            found += [
+                ("nested_absmax", state.state2, "absmax"),
+                ("nested_quant_map", state.state2, "code"),
+                ("nested_offset", state, "offset"),
+            ]
+        for suffix, holder, key in found:
+            yield Slot(f"{name}.{suffix}", getattr(holder, key), Holder(holder, key), keeps_dtype=True)
+
+    def problem(self, param: Any) -> str | None:
+        if param.quant_state is None:
+            return 'is a Params4bit that is not quantized yet; call model.to("cpu") before zo.offload, which does it'
+        if getattr(param.quant_state, "packing_format_for_cpu", False):
+            return (
+                "was repacked by a forward in eval, for this CPU and without a way back; build the model again and "
+                "call zo.offload before such a forward"
+            )
+        return None
+
+    def prepare(self, module: nn.Module, param: Any, undo: contextlib.ExitStack) -> None:
+        # In eval the first forward would put a weight in another format into the place of this one.
+        if getattr(module, _REPACKS, False):
+            undo.callback(setattr, module, _REPACKS, True)
+            setattr(module, _REPACKS, False)
+
+
+_REPACKS = "support_avx512bf16_for_cpu"
+"""bitsandbytes' attribute of a layer that may repack its weight."""
+
+
+class _EightBit(_Kind):
+    """bitsandbytes' Int8Params."""
+
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+        # The first forward of a linear layer moves them from the parameter to the layer's state.
+        state = getattr(module, "state", None)
+        holder = param if param.SCB is not None or state is None else state
+        yield Slot(f"{prefix}SCB", holder.SCB, Holder(holder, "SCB"), keeps_dtype=True)
+
+    def problem(self, param: Any) -> str | None:
+        if param.dtype != torch.int8:
+            return 'is an Int8Params that is not quantized yet; call model.to("cpu") before zo.offload, which does it'
+        return None
+
+    def prepare(self, module: nn.Module, param: Any, undo: contextlib.ExitStack) -> None:
+        state = getattr(module, "state", None)
+        for holder in [param] if state is None else [param, state]:
+            undo.callback(vars(holder).update, CB=holder.CB, SCB=holder.SCB)
+        param.CB = None  # the same memory once more, which would keep the old storage
+        if state is not None:
+            state.CB = param
+            if param.SCB is not None:
+                state.SCB, param.SCB = param.SCB, None
+
+
+class _Wrapper(_Kind):
+    """A subclass of Tensor that has no memory."""
+
+    has_memory = False
+
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+        for key in param.__tensor_flatten__()[0]:
+            tensor = getattr(param, key)
+            if is_wrapper(tensor):
+                yield from self.inner(module, prefix, f"{name}.{key}", tensor)
+            else:
+                yield Slot(f"{name}.{key}", tensor, Holder(param, key), keeps_dtype=True)
+
+
+_BITSANDBYTES: Mapping[str, _Kind] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}
+_WRAPPER = _Wrapper()
+
+
+def _kind_of(param: nn.Parameter) -> _Kind | None:
+    """The library's kind, of a parameter at rest too; None for plain ones."""
+    if type(param) is nn.Parameter:
+        return None
+    for base in type(param).__mro__:
+        if base.__module__.partition(".")[0] == "bitsandbytes":
+            return _BITSANDBYTES.get(base.__name__)
+    return _WRAPPER if is_wrapper(param) else None
