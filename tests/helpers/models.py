@@ -100,3 +100,27 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """A model with always the same initial values."""
     torch.manual_seed(seed)
     return make()
+
+
+class AdaptedBlock(Block):
+    """A frozen block, and trained layers of rank 2 beside its first product."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.requires_grad_(False)
+        self.narrow, self.widen = nn.Linear(dim, 2, bias=False), nn.Linear(2, 4 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_in = self.norm(x)
+        return x + self.down(F.gelu(self.up(x_in) + self.widen(self.narrow(x_in))))  # type: ignore[no-any-return]
+
+
+def adapted_lm(dim: int = WIDE, num_blocks: int = 4) -> nn.Module:
+    """All of it frozen but the blocks' adapters; frozen values are numbers of bf16."""
+    model = TinyLM(dim, num_blocks, AdaptedBlock)
+    model.embedding.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    for param in model.parameters():
+        if not param.requires_grad:
+            param.data = param.data.bfloat16().float()
+    return model

@@ -94,7 +94,11 @@ class BufferPlan:
             units = min(sum(passing), max(min(units, budget_frames), most))
         staying = sum(frames[Home.ON_DEVICE])
         grads = 0
-        on_drives = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in self.placement.tiers)
+        on_drives = any(
+            self.placement.tiers[section.unit][StateKind.GRADS] is Tier.NVME
+            for section in self.layout.sections
+            if section.trainable
+        )
         if sums or on_drives:
             # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
             trained = ((s for s in unit.sections if s.trainable) for unit in self.layout.units)

@@ -201,9 +201,10 @@ class Dealer(Generic[Target]):
         self._fractions = dict(fractions)
         self._lag = dict.fromkeys(self._fractions, 0.0)
 
-    def deal(self, weight: int) -> Target:
+    def deal(self, weight: int, to: Target | None = None) -> Target:
+        """The target of the next weight; `to` where that is known."""
         for target, fraction in self._fractions.items():
             self._lag[target] += fraction * weight
-        chosen = max(self._lag, key=lambda target: self._lag[target])
+        chosen = max(self._lag, key=lambda target: self._lag[target]) if to is None else to
         self._lag[chosen] -= weight
         return chosen

@@ -458,6 +458,8 @@ def _staging_bytes(
             made.append(made_bytes + unit.grads_bytes * (unit.grads_bytes > made_bytes and leaves))
         # On their way to a drive they have pages of their own.
         to_drives.append(unit.grads_bytes * (grads is Tier.NVME))
+        if unit.trained_numel == 0:
+            continue
         if optimizer is Tier.DEVICE and not shared:
             sources_of_device.add(grads)
         reads_states |= optimizer is Tier.NVME

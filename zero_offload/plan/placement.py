@@ -8,6 +8,11 @@ For "auto", `_Search` looks for the tiers that make a step shortest. A candidate
 the tiers, in a few steps. Shares are dealt to units in an order that spreads each of them over the depth. A larger
 share keeps what a smaller one had. All candidates are ranked by `step_time`, and the first that fits is taken. More
 memory only adds candidates.
+
+[Note: trained parts first]
+A unit's trained part (`UnitSpec.is_trained_part`) is small, and all that a step changes. So "auto" places all of them
+first, with their gradients and states: on the device, else in the host's memory. The search places the other units in
+what is left. By fractions too they come first, if they all fit into the share of the fastest tier.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ AUTO_FRACTION = 0.5
 """What "auto" fills of memory that has no budget: activations and the program need room too."""
 SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
 """Into how many parts the bytes of a kind are cut; most bytes are the optimizer's."""
+ALONE_STEPS = 64
+"""The same of a kind that is placed alone: parameters, where nothing else is trained."""
 CANDIDATES_MAX = 1024
 """Looked at: some need buffers that were not reserved, and do not fit after all."""
 CORES_USUAL = 8
@@ -135,7 +142,7 @@ def assign_tiers(
         if isinstance(request, str):
             automatic = True
             continue
-        for unit_tiers, tier in zip(tiers, _deal([weight(unit, kind) for unit in units], request), strict=True):
+        for unit_tiers, tier in zip(tiers, _deal(units, kind, request), strict=True):
             unit_tiers[kind] = tier
     if automatic:
         usual = "cpu" if budget.shared_memory else "a GPU"
@@ -143,14 +150,20 @@ def assign_tiers(
     return Placement(tuple(tiers), budget)
 
 
-def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]:
-    """A tier for each weight.
+def _deal(units: Sequence[UnitBytes], kind: StateKind, fractions: Mapping[Tier, float]) -> list[Tier]:
+    """A tier for each unit.
 
     Dealing in model order spreads every tier over the depth. Slow and fast units alternate, so the prefetch of a slow
-    one hides behind the compute of the fast ones around it.
+    one hides behind the compute of the fast ones around it. See also [Note: trained parts first].
     """
+    weights = [weight(unit, kind) for unit in units]
     dealer = Dealer({tier: fractions[tier] for tier in Tier if tier in fractions})
-    return [dealer.deal(weight) for weight in weights]
+    fastest = next(tier for tier in Tier if fractions.get(tier))
+    parts = [index for index, unit in enumerate(units) if unit.is_trained_part]
+    dealt = dict[int, Tier]()
+    if sum(weights[index] for index in parts) <= fractions[fastest] * sum(weights):
+        dealt = {index: dealer.deal(weights[index], to=fastest) for index in parts}
+    return [dealt[index] if index in dealt else dealer.deal(each) for index, each in enumerate(weights)]
 
 
 def spread_order(count: int) -> list[int]:
@@ -163,27 +176,48 @@ class _Search:
     """All candidates for one model on one machine. `given` has the tiers of the kinds that are not automatic."""
 
     def __init__(self, outlook: Outlook, given: Sequence[UnitTiers], budget: Budget) -> None:
-        self._job, self._machine, self._given, self._budget = outlook.job, outlook.machine, given, budget
+        self._job, self._machine, self._budget = outlook.job, outlook.machine, budget
         config = self._job.config
         # On a CPU device the device tier is the same memory under another name.
         self._memory = (Tier.CPU,) if budget.shared_memory else (Tier.DEVICE, Tier.CPU)
         self._last = Tier.NVME if config.nvme_dirs else Tier.CPU
         """Where what has no room goes."""
         self._tiers = tuple(dict.fromkeys((*self._memory, self._last)))
-        # Buffers in flight are largest when everything rests on the last tier: reserve those, and what the
-        # user has placed, before dealing out the rest.
-        worst = self._plan(self._all_on(self._last))
-        placed = {(tier, kind): nbytes * (kind in given[0]) for (tier, kind), nbytes in worst.rest_bytes.items()}
-        taken = replace(worst, rest_bytes=placed)
+        self._automatic = [kind for kind in PLACED_KINDS if kind not in given[0]]
         self._limits: dict[Tier, int] = {}
         """Bytes of memory that may be used."""
-        self._free: dict[Tier, float] = {}
-        """Bytes of these tiers that are still free."""
         for tier in self._memory:
             fraction = AUTO_FRACTION if config.budget_bytes(tier) is None else 1.0
             self._limits[tier] = int(budget.of(tier) * fraction)
-            also = taken.used_bytes(Tier.DEVICE) if budget.shared_memory else 0
-            self._free[tier] = self._limits[tier] - taken.used_bytes(tier) - also
+        self._given, self._free = given, self._left_by(given)
+        """Tiers that are decided, for each unit; and bytes of memory that are free beside these."""
+        if any(unit.is_trained_part for unit in self._job.units):
+            self._place_parts()
+
+    def _place_parts(self) -> None:
+        """See [Note: trained parts first]. Where they do not fit, they go where least is missing: on a drive states
+        need buffers, which are larger than few states are."""
+        found = [(self._given, self._free)]
+        for tier in reversed(self._memory):
+            first = dict.fromkeys(self._automatic, tier)
+            placed = [
+                {**at, **first} if unit.is_trained_part else at
+                for unit, at in zip(self._job.units, self._given, strict=True)
+            ]
+            found.append((placed, self._left_by(placed)))
+        self._given, self._free = max(reversed(found), key=lambda each: min(0.0, *each[1].values()))
+
+    def _left_by(self, given: Sequence[UnitTiers]) -> dict[Tier, float]:
+        """Bytes of memory that are free beside what is given, and beside buffers."""
+        # Buffers in flight are largest when everything else rests on the last tier.
+        job, shared = self._job, self._budget.shared_memory
+        worst = _all_on(self._last, given)
+        used = dict(self._plan(worst).staging_bytes)
+        for unit, at, fixed in zip(job.units, worst, given, strict=True):
+            for tier, kind, nbytes in resting(unit, at, job.partition, shared):
+                used[tier] += nbytes * (kind in fixed)
+        also = used[Tier.DEVICE] if shared else 0
+        return {tier: limit - used[tier] - also for tier, limit in self._limits.items()}
 
     def fastest(self) -> list[UnitTiers]:
         """Tiers of every unit: those given, and for the other kinds the fastest that fit.
@@ -192,7 +226,7 @@ class _Search:
         """
         fitting = filter(self._fits, itertools.islice(self._candidates(), CANDIDATES_MAX))
         found = next(fitting, None)
-        whole = {tier: self._all_on(tier) for tier in (self._last, *self._tiers)}
+        whole = {tier: _all_on(tier, self._given) for tier in (self._last, *self._tiers)}
         # All on one tier of memory may fit only because it needs no buffers of a drive.
         more = [tiers for tier, tiers in whole.items() if tier in self._memory and self._is_within(tiers)]
         if choices := [*([] if found is None else [found]), *more]:
@@ -218,9 +252,6 @@ class _Search:
             for tier, limit in self._limits.items()
         )
 
-    def _all_on(self, tier: Tier) -> list[UnitTiers]:
-        return [{kind: at.get(kind, tier) for kind in PLACED_KINDS} for at in self._given]
-
     def _candidates(self) -> Iterator[list[UnitTiers]]:
         """Those that fit into memory without their buffers, each once, the fastest first.
 
@@ -230,7 +261,7 @@ class _Search:
         if self._last in free:
             # What has no room goes to the last tier, up to all of it where not everything fits there.
             beyond = self._budget.of(self._last) - self._limits[self._last]
-            free[self._last] = np.inf if self._fits(self._all_on(self._last)) else free[self._last] + beyond
+            free[self._last] = np.inf if self._fits(_all_on(self._last, self._given)) else free[self._last] + beyond
         axes = [self._shares(kind) for kind in PLACED_KINDS]
         rows = [axes[0][:, None, None], axes[1][None, :, None], axes[2][None, None]]
         chosen = (rows[0] * len(_TIERS) + rows[1]) * len(_TIERS) + rows[2]
@@ -291,22 +322,34 @@ class _Search:
         return found
 
     def _shares(self, kind: StateKind) -> Indices:
-        """(candidates, units): the index of a tier for each unit; one row where the kind is given."""
-        if kind in self._given[0]:
-            return np.array([[_TIERS.index(at[kind]) for at in self._given]], dtype=np.int32)
-        weights = [weight(unit, kind) for unit in self._job.units]
+        """(candidates, units): the index of a tier for each unit; one row where there is nothing to choose."""
+        fixed = [_TIERS.index(at.get(kind, self._tiers[0])) for at in self._given]
+        weights = self._weights(kind)
         total, behind, reached = sum(weights), np.zeros(len(weights)), 0
+        if not total:
+            return np.array([fixed], dtype=np.int32)
         for index in spread_order(len(weights)):
             reached += weights[index]
-            behind[index] = reached / total if total else 0.0
-        steps = SHARE_STEPS[kind]
+            behind[index] = reached / total
+        alone = not any(sum(self._weights(other)) for other in PLACED_KINDS if other is not kind)
+        steps = ALONE_STEPS if alone else SHARE_STEPS[kind]
         rows = []
         for cut in itertools.product(range(steps + 1), repeat=len(self._tiers) - 1):
             if sum(cut) <= steps:
                 ends = np.cumsum(cut) / steps
                 place = (behind[:, None] > ends[None, :] + 1e-9).sum(1)
-                rows.append(np.array([_TIERS.index(tier) for tier in self._tiers])[place])
+                dealt = np.array([_TIERS.index(tier) for tier in self._tiers])[place]
+                rows.append(np.where([kind in at for at in self._given], fixed, dealt))
         return np.array(rows, dtype=np.int32)
+
+    def _weights(self, kind: StateKind) -> list[int]:
+        """Bytes of each unit that are yet to be placed."""
+        return [weight(unit, kind) * (kind not in at) for unit, at in zip(self._job.units, self._given, strict=True)]
+
+
+def _all_on(tier: Tier, given: Sequence[UnitTiers]) -> list[UnitTiers]:
+    """What is not given is on this tier."""
+    return [{kind: at.get(kind, tier) for kind in PLACED_KINDS} for at in given]
 
 
 def weight(unit: UnitBytes, kind: StateKind) -> int:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, StateKind, Tier
 from zero_offload.hardware.machines import Machine
-from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement, UnitBytes, estimate_memory
+from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement, UnitBytes, UnitNumel, estimate_memory
 from zero_offload.plan.partition import ONE_RANK
-from zero_offload.plan.placement import Outlook, UnitTiers, assign_tiers, spread_order
+from zero_offload.plan.placement import ALONE_STEPS, Outlook, UnitTiers, assign_tiers, spread_order
 from zero_offload.plan.shapes import equal_blocks
 from zero_offload.plan.step_time import Batch, Job, predict
 
@@ -86,6 +86,68 @@ def test_shares_are_spread_over_the_depth() -> None:
     away = [index for index, at in enumerate(tiers) if at[OPTIMIZER] is Tier.NVME]
     assert 2 <= len(away) <= 14
     assert min(away) < 8 <= max(away)
+
+
+def adapted(machine: Machine, count: int = 32, **settings: Any) -> Outlook:
+    """Blocks of which 1 element in 100 is trained, in a unit beside each."""
+    outlook = outlook_of(machine, count, **settings)
+    work = []
+    for block in equal_blocks(count * NUMEL, count):
+        frozen = replace(block.numel, trained=0, frozen=NUMEL)
+        part = UnitNumel(f"{block.numel.name} (trained)", NUMEL // 100, is_trained_part=True)
+        work += [replace(block, numel=frozen), replace(block, numel=part, matmul_numel=NUMEL / 100)]
+    return replace(outlook, job=Job.of(work, outlook.job.config, ONE_RANK, outlook.job.batch))
+
+
+FROZEN, PARTS = slice(0, None, 2), slice(1, None, 2)
+
+
+def test_trained_parts_and_their_states_rest_on_the_device_and_drives_have_frozen_weights_alone() -> None:
+    tiers = placed(adapted(GPU), device=300 * MIB, cpu=300 * MIB)
+    assert all(at[kind] is Tier.DEVICE for at in tiers[PARTS] for kind in PLACED_KINDS)
+    assert 0 < share(tiers[FROZEN], PARAMS, Tier.NVME) < 1
+    plan = estimate_memory(
+        adapted(GPU).job.units, Placement(tiers, Budget(300 * MIB, 300 * MIB, ROOMY, False)), adapted(GPU).job.config
+    )
+    assert plan.fits and plan.wear.states_bytes == 0 < plan.wear.commit_bytes
+    # Frozen weights fill the host's memory but for a unit and one step of the search.
+    assert plan.left_bytes(Tier.CPU) < 2 * NUMEL * (1 + 32 / ALONE_STEPS)
+
+
+def test_on_a_cpu_they_rest_in_its_memory() -> None:
+    tiers = placed(adapted(CPU), cpu=500 * MIB)
+    assert all(at[kind] is Tier.CPU for at in tiers[PARTS] for kind in PLACED_KINDS)
+    assert 0 < share(tiers[FROZEN], PARAMS, Tier.CPU) < 1
+
+
+def test_where_a_device_has_no_room_for_trained_parts_the_host_has_them() -> None:
+    outlook = adapted(GPU, durability="scratch")
+    least = estimate_memory(
+        outlook.job.units,
+        Placement(placed(outlook, device=MIB), Budget(ROOMY, ROOMY, ROOMY, False)),
+        outlook.job.config,
+    )
+    tiers = placed(outlook, device=least.used_bytes(Tier.DEVICE) + 8 * MIB, cpu=300 * MIB)
+    assert all(at[kind] is Tier.CPU for at in tiers[PARTS] for kind in PLACED_KINDS)
+    assert share(tiers[FROZEN], PARAMS, Tier.NVME) > 0
+
+
+def test_what_the_user_has_placed_stays_there() -> None:
+    tiers = placed(adapted(GPU, optimizer="nvme"), device=300 * MIB, cpu=300 * MIB)
+    assert all(at == {PARAMS: Tier.DEVICE, GRADS: Tier.DEVICE, OPTIMIZER: Tier.NVME} for at in tiers[PARTS])
+
+
+def test_by_fractions_trained_parts_come_first() -> None:
+    def dealt(**settings: Any) -> tuple[UnitTiers, ...]:
+        return placed(adapted(GPU, **settings))
+
+    mostly = {"device": 0.01, "cpu": 0.29, "nvme": 0.7}
+    tiers = dealt(params=mostly, grads="cpu", optimizer={"cpu": 0.5, "nvme": 0.5})
+    assert {at[PARAMS] for at in tiers[PARTS]} == {Tier.DEVICE}
+    assert abs(share(tiers[FROZEN], PARAMS, Tier.NVME) - 0.7) < 0.05
+    assert share(tiers[FROZEN], PARAMS, Tier.DEVICE) == 0
+    # They are all that has states: half of them is as asked for.
+    assert share(tiers[PARTS], OPTIMIZER, Tier.NVME) == 0.5
 
 
 def test_the_same_input_gives_the_same_placement_and_asks_nothing_of_a_clock() -> None:
