@@ -26,7 +26,7 @@ from zero_offload.base.host import host_empty
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.extras import decoded
 from zero_offload.checkpoint.format import reading
-from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, adapter_names, shard_name
+from zero_offload.checkpoint.hf_files import DTYPES, STEMS, adapter_names, shard_name
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.checkpoint.values import master_of
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
@@ -78,10 +78,10 @@ class FilePlan:
         return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
 
-def plan_files(entries: Sequence[TensorEntry], nbytes_max: int) -> tuple[FilePlan, ...]:
+def plan_files(entries: Sequence[TensorEntry], nbytes_max: int, stem: str = STEMS[0]) -> tuple[FilePlan, ...]:
     """Fill files in order, up to `nbytes_max` of data each; a larger tensor gets one of its own.
 
-    Raises ConfigError for a dtype that the format does not have.
+    Their names begin with `stem`. Raises ConfigError for a dtype that the format does not have.
     """
     foreign = [f"{entry.name} is {entry.dtype}" for entry in entries if entry.dtype not in _NAMES]
     if foreign:
@@ -99,7 +99,7 @@ def plan_files(entries: Sequence[TensorEntry], nbytes_max: int) -> tuple[FilePla
         filled += entry.nbytes
     # The widest first: then each lies at a multiple of its width.
     ordered = [tuple(sorted(group, key=lambda entry: -entry.dtype.itemsize)) for group in groups]
-    return tuple(FilePlan(shard_name(i, len(ordered)), group) for i, group in enumerate(ordered, 1))
+    return tuple(FilePlan(shard_name(i, len(ordered), stem), group) for i, group in enumerate(ordered, 1))
 
 
 def written_dtype(own: torch.dtype, target: torch.dtype | None) -> torch.dtype:
@@ -227,7 +227,8 @@ class FolderWriter:
             for fd in self._fds.values():
                 os.fsync(fd)
             if len(self._plans) > 1:
-                (self._folder / INDEX_NAME).write_text(self._index())
+                stem = self._plans[0].name.partition("-")[0]
+                (self._folder / f"{shard_name(1, 1, stem)}.index.json").write_text(self._index())
         except OSError as error:
             _fail("finishing", self._folder, error)
 

@@ -3,9 +3,9 @@
 Owns the words of the format (names of dtypes, header, names of files), reading, and the one error that lists everything
 that does not fit. A file is 8 bytes with the length of the header, a JSON header (name -> dtype, shape, range of
 bytes), and the tensors' bytes. A folder has one file `model.safetensors`, or shards and an index that says which file a
-tensor is in. Sizes and ranges are checked before a byte is believed; nothing is executed, and files are not mapped. A
-range is read into memory of its own, so that what a caller holds is all there is. The calls: `open_weights`, `match`,
-then `StoredTensor.read` as often as wanted.
+tensor is in; diffusers calls them `diffusion_pytorch_model`. Sizes and ranges are checked before a byte is believed;
+nothing is executed, and files are not mapped. A range is read into memory of its own, so that what a caller holds is
+all there is. The calls: `open_weights`, `match`, then `StoredTensor.read` as often as wanted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,12 @@ from zero_offload.hardware.probe import is_remote
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.storage.files.base_files import LENGTH_NBYTES, BaseFiles, BaseSpan
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")
+"""How names of files begin: those of transformers, and those of diffusers."""
+SINGLE_NAME = f"{STEMS[0]}.safetensors"
+INDEX_NAME = f"{SINGLE_NAME}.index.json"
+_VARIANTS = re.compile(rf"({'|'.join(STEMS)})\.(safetensors\.index\.\w+\.json|\w+\.safetensors)")
+"""The same weights in another form beside them, or alone: `model.fp16.safetensors`."""
 HEADER_NBYTES_MAX = 100_000_000
 """What the format allows."""
 
@@ -57,9 +62,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NAMES_SHOWN = 10
 
 
-def shard_name(number: int, count: int) -> str:
+def shard_name(number: int, count: int, stem: str = STEMS[0]) -> str:
     """The name of file `number`, from 1 on, of `count`."""
-    return SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return f"{stem}{'' if count == 1 else f'-{number:05d}-of-{count:05d}'}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ def _read_fully(tensor: StoredTensor, target: memoryview, begin: int) -> None:
 
 @contextlib.contextmanager
 def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of a folder, or of one `.safetensors` file, by the names in the files; readable inside.
+    """The tensors of a folder, of one `.safetensors` file, or of an index, by the names in the files; readable inside.
 
     Raises CheckpointError when a file is missing, IntegrityError when one is damaged.
     """
@@ -205,7 +210,7 @@ def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
         lost = [name for name, file in weight_map.items() if name not in files[file]]
         if lost:
             raise CheckpointError(
-                f"{path / INDEX_NAME} puts {lost[0]!r} in {weight_map[lost[0]]}, which does not have it "
+                f"the index of {path} puts {lost[0]!r} in {weight_map[lost[0]]}, which does not have it "
                 f"({len(lost)} such names); get the folder again"
             )
         tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
@@ -214,24 +219,35 @@ def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
 
 def _files_of(path: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Files by their names, and the name of each tensor's file; the latter is empty where there is no index."""
-    if path.is_file():
-        return {path.name: path}, {}
-    if (path / SINGLE_NAME).is_file():
-        return {SINGLE_NAME: path / SINGLE_NAME}, {}
-    if not (path / INDEX_NAME).is_file():
-        raise CheckpointError(
-            f"{path} {'holds' if path.is_dir() else 'does not exist: there is'} neither {SINGLE_NAME} nor {INDEX_NAME}"
-            f"{_what_else(path)}. Name a folder that has one of them, or a single .safetensors file"
-        )
-    weight_map = _read_index(path / INDEX_NAME)
+    file = path if path.is_file() else _main_file(path)
+    if file.suffix != ".json":
+        return {file.name: file}, {}
+    weight_map, folder = _read_index(file), file.parent
     names = list(dict.fromkeys(weight_map.values()))
-    missing = [name for name in names if not (path / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{path} lacks {len(missing)} of the {len(names)} files that {INDEX_NAME} names: "
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {file.name} names: "
             f"{', '.join(missing[:10])}; get them, or copy the folder again"
         )
-    return {name: path / name for name in names}, weight_map
+    return {name: folder / name for name in names}, weight_map
+
+
+def _main_file(folder: Path) -> Path:
+    """The file that has all weights of a folder, or their index. Of several variants one has to be named."""
+    for ending in ("", ".index.json"):
+        for stem in STEMS:
+            if (file := folder / f"{shard_name(1, 1, stem)}{ending}").is_file():
+                return file
+    found = sorted(file.name for file in folder.iterdir() if _VARIANTS.fullmatch(file.name)) if folder.is_dir() else []
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} has the weights as {', '.join(found)}: name one, as {folder / found[0]}")
+    if not found:
+        raise CheckpointError(
+            f"{folder} {'holds' if folder.is_dir() else 'does not exist: there is'} neither {SINGLE_NAME} nor "
+            f"{INDEX_NAME}{_what_else(folder)}. Name a folder that has one of them, or a single .safetensors file"
+        )
+    return folder / found[0]
 
 
 def _what_else(path: Path) -> str:

@@ -37,6 +37,11 @@ def is_peft(model: nn.Module) -> bool:
     return isinstance(getattr(model, "peft_config", None), Mapping) and callable(getattr(model, "get_base_model", None))
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """True if its adapters can be written apart: a `peft.PeftModel`, or a model of diffusers after `add_adapter`."""
+    return is_peft(model) or (bool(getattr(model, "peft_config", None)) and hasattr(model, "save_lora_adapter"))
+
+
 def base_names(model: nn.Module) -> Callable[[str], str | None]:
     """What the base model's files call a parameter or buffer of `model`; None where it is an adapter's own.
 
@@ -73,8 +78,7 @@ def _without_wrappers(module: nn.Module, parts: list[str]) -> list[str] | None:
 
 def check_adapters(model: nn.Module) -> None:
     """Raise ConfigError if adapters were computed from the base's weights, which are about to be replaced."""
-    configs = getattr(model, "peft_config", {}) if is_peft(model) else {}
-    for name, config in configs.items():
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
         init, kind = getattr(config, "init_lora_weights", True), str(getattr(config.peft_type, "value", ""))
         derived = {
             "use_dora=True": getattr(config, "use_dora", False),
@@ -114,7 +118,8 @@ def adapter_file_names(model: nn.Module) -> dict[str, str]:
 def write_adapters(
     model: nn.Module, values: Mapping[str, Tensor], read: Callable[[str], Tensor], folder: Path | None
 ) -> None:
-    """Write a folder that `PeftModel.from_pretrained` loads: every adapter as peft saves it.
+    """Write a folder that `PeftModel.from_pretrained` loads, or `load_lora_adapter` of diffusers: every adapter as peft
+    or diffusers saves it.
 
     `values` has what is an adapter's own or trained with it, and buffers; `read` gives a parameter of the base, where
     an adapter is saved with one (an embedding that it targets). Without a `folder`, of a rank that writes nothing,
@@ -132,7 +137,11 @@ def write_adapters(
         state |= {blanks[id(each)]: read(blanks[id(each)]) for each in found.values() if id(each) in blanks}
     if folder is not None:
         with naming_errors("write", folder):
-            twin.save_pretrained(folder, state_dict=state)
+            if is_peft(model):
+                twin.save_pretrained(folder, state_dict=state)
+                return
+            for adapter in twin.peft_config:
+                twin.save_lora_adapter(folder if adapter == "default" else folder / adapter, adapter)
 
 
 def _twin(module: nn.Module, prefix: str, state: Mapping[str, Tensor], made: dict[int, nn.Module]) -> nn.Module:

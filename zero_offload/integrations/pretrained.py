@@ -28,6 +28,7 @@ from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
 from zero_offload.checkpoint.hf_files import (
+    STEMS,
     FileTensor,
     JoinedTensor,
     StoredTensor,
@@ -49,6 +50,7 @@ from zero_offload.checkpoint.values import (
 from zero_offload.integrations.peft import (
     base_names,
     check_adapters,
+    has_adapters,
     is_peft,
     merge_layer,
     merged_tensors,
@@ -104,10 +106,11 @@ class FileNames:
 def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> None:
     """Replace the weights of an offloaded model by those of a local folder of safetensors. Every rank must call.
 
-    `path` holds `model.safetensors`, or `model.safetensors.index.json` and its shards, or is one such file; fp32, bf16
-    and fp16 become fp32 masters. Buffers in the files are loaded too; a tied parameter is there under any of its names.
-    `prefix` is put before the names in the files: "model." for the files of a base model. In a model with adapters of
-    PEFT these are the names of the base; adapters keep their values, and get fresh ones after
+    `path` holds `model.safetensors`, or `model.safetensors.index.json` and its shards, or is one such file. In folders
+    of diffusers these are `diffusion_pytorch_model`; of variants (`.fp16`) one may be there alone, or be named. fp32,
+    bf16 and fp16 become fp32 masters. Buffers in the files are loaded too; a tied parameter is there under any of its
+    names. `prefix` is put before the names in the files: "model." for the files of a base model. In a model with
+    adapters of PEFT these are the names of the base; adapters keep their values, and get fresh ones after
     `zo.deferred_init(values="skip")`.
 
     Call it after `zo.offload` and before the first step: it starts a training, with moments of zero; gradients that no
@@ -218,8 +221,10 @@ def export_pretrained(
 
     One file, or several of at most `max_shard_size` and their index. `dtype` is "fp32", "bf16" or "fp16" for floating
     parameters, rounded from the fp32 masters; None is the compute dtype: what forward uses. A tied parameter is written
-    once, under its first name; persistent buffers as they are. A `model.config` with `save_pretrained` is saved too.
-    Of a `peft.PeftModel` the adapters are written, as its `save_pretrained` does, for `PeftModel.from_pretrained`. With
+    once, under its first name; persistent buffers as they are. A `model.config` with `save_pretrained` is saved too. A
+    model of diffusers gets files that its `from_pretrained` loads.
+    Of a `peft.PeftModel` the adapters are written, as its `save_pretrained` does, for `PeftModel.from_pretrained`. So
+    are those of a model of diffusers, for `load_lora_adapter`. With
     `adapters="merged"` the base is written, with the active adapters merged into it as `merge_and_unload` does, unit by
     unit; the model stays as it is. Given a `dtype`, fp32 values are merged and then rounded.
 
@@ -235,7 +240,7 @@ def export_pretrained(
             raise ConfigError(f"adapters={adapters!r} is none of {', '.join(ADAPTERS)}")
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
         owner.drain()
-    if is_peft(model) and adapters == "separate":
+    if has_adapters(model) and adapters == "separate":
         _export_adapters(model, owner, Path(path), target)
         return
     with owner.together("zo.export_pretrained"):
@@ -246,7 +251,9 @@ def export_pretrained(
                 "which writes the base with its adapters merged into it"
             )
         contents = _Contents(model, owner, target)
-        plans = plan_files([*contents.params.values(), *contents.buffers], parse_bytes(max_shard_size))
+        plans = plan_files(
+            [*contents.params.values(), *contents.buffers], parse_bytes(max_shard_size), STEMS[_is_of_diffusers(model)]
+        )
     ranks, is_writer = owner.ranks, owner.ranks.rank == 0
     with contextlib.ExitStack() as files:
         writer = None
@@ -549,8 +556,17 @@ def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
     return max(numel, key=numel.__getitem__, default=None)
 
 
+def _is_of_diffusers(model: nn.Module) -> bool:
+    """True if the model writes its config itself."""
+    return callable(getattr(model, "save_config", None))
+
+
 def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
     """What from_pretrained is to build: a config may say what the model had before."""
+    if _is_of_diffusers(model):
+        with naming_errors("write", folder):
+            model.save_config(folder)  # type: ignore[operator]
+        return
     base = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
     for attribute in CONFIGS:
         save = getattr(getattr(base, attribute, None), "save_pretrained", None)

@@ -174,22 +174,23 @@ def find_units(root: nn.Module) -> tuple[str, ...]:
     """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential.
 
     Blocks are alike. Children that grow, and consist of blocks themselves, are the stages of a pyramid (Swin,
-    ConvNeXt). There the blocks inside are the units, since the last stage can be most of a model.
+    ConvNeXt, U-Nets). There the blocks inside are the units, since the last stage can be most of a model. So are the
+    blocks of which a stage's own children consist (the transformers of SDXL's U-Net, ten blocks each).
     """
-    return tuple(_repeated_blocks(root, ""))
+    return tuple(_repeated_blocks(root, "", in_stage=False))
 
 
-def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+def _repeated_blocks(module: nn.Module, prefix: str, *, in_stage: bool) -> Iterator[str]:
     children = dict(module.named_children())
     repeated: set[type[nn.Module]] = set()
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         repeated = _repeated_kinds(children.values())
-    stages = {kind for kind in repeated if _are_stages([c for c in children.values() if type(c) is kind])}
+    stages = {kind for kind in repeated if _are_stages([c for c in children.values() if type(c) is kind], in_stage)}
     for name, child in children.items():
         path = f"{prefix}{name}"
         if type(child) not in repeated or not can_be_called(child):
-            yield from _repeated_blocks(child, f"{path}.")
-        elif type(child) in stages and (inside := list(_repeated_blocks(child, f"{path}."))):
+            yield from _repeated_blocks(child, f"{path}.", in_stage=in_stage)
+        elif type(child) in stages and (inside := list(_repeated_blocks(child, f"{path}.", in_stage=True))):
             yield from inside
         else:
             yield path
@@ -201,21 +202,22 @@ def _repeated_kinds(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:
     return {kind for kind, count in counts.items() if count > 1}
 
 
-def _are_stages(modules: Sequence[nn.Module]) -> bool:
-    """True if modules of one class differ in size, and the largest holds most of its parameters in a list of blocks.
+def _are_stages(modules: Sequence[nn.Module], in_stage: bool) -> bool:
+    """True if modules of one class differ in size, and the largest holds most of its parameters in lists of blocks.
 
-    A list of single layers does not count. Nor do experts: layers with experts are alike, or keep them further inside.
+    `in_stage`: inside of a stage they may be of one size. A list of single layers does not count. Nor do experts:
+    layers with experts are alike, or keep them further inside.
     """
     sizes = [_numel(module) for module in modules]
     largest = modules[sizes.index(max(sizes))]
-    if max(sizes) < 2 * min(sizes):
+    if not in_stage and max(sizes) < 2 * min(sizes):
         return False
+    in_blocks = 0
     for inside in largest.children():
         blocks = [each for each in inside.children() if any(True for _ in each.children())]
         kinds = _repeated_kinds(blocks) if isinstance(inside, nn.ModuleList | nn.Sequential) else set()
-        if any(2 * sum(_numel(each) for each in blocks if type(each) is kind) > max(sizes) for kind in kinds):
-            return True
-    return False
+        in_blocks += sum(_numel(each) for each in blocks if type(each) in kinds)
+    return 2 * in_blocks > max(sizes)
 
 
 def _numel(module: nn.Module) -> int:
