@@ -26,7 +26,10 @@ class DeviceParams(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank did between the last two calls of `step()`, or before the first one."""
+    """What one rank did between the last two calls of `step()`; before the first one, since `zo.offload`.
+
+    So of a model that is only read, the difference of two calls of `zo.stats` is what was done between them.
+    """
 
     step: int
     """Steps so far, skipped ones included."""
@@ -105,10 +108,14 @@ class StatsKeeper:
         self._start, self._before = now, totals
         return self._delta
 
+    def _since_start(self) -> dict[str, float]:
+        """No step has ended yet."""
+        return {**self._counters.snapshot(), "step_s": time.perf_counter() - self._start}
+
     def stats(
         self, step: int, skipped_steps: int, resident_bytes: dict[str, int], device_params: DeviceParams | None
     ) -> Stats:
-        delta, (num_mappings, num_registrations) = self._delta, self._taken()
+        delta, (num_mappings, num_registrations) = self._delta or self._since_start(), self._taken()
         return Stats(
             step=step,
             step_s=delta.get("step_s", 0.0),

@@ -236,7 +236,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Figures of the last step: bytes per tier, stalls, peak memory."""
+    """Figures of the last step, or before the first one since `zo.offload`: bytes per tier, stalls, peak memory."""
     return need_runtime(model, "zo.stats").stats()
 
 

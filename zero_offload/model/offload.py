@@ -21,7 +21,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.events import Counters
 from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap
+from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
@@ -169,7 +169,7 @@ class Builder:
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
         hardware = _agree(own_hardware, self.ranks)
-        with self.ranks.together():
+        with self.ranks.together(), _saying_how_to_read(model, unit_bytes, self.config, hardware, partition):
             outlook = _outlook(unit_bytes, work_of(model, self.spec), self.config, partition, hardware)
             placement = place(unit_bytes, self.config, hardware, partition, outlook)
         plan = estimate_memory(unit_bytes, placement, self.config, group.partition)
@@ -495,6 +495,31 @@ def _check_names(before: ShardLayout, added: Mapping[str, torch.Tensor]) -> None
             "parameters of the same name, and a generation cannot hold both. Replace modules (a new head, resized "
             "embeddings) before the first zo.offload, or give the new ones another name"
         )
+
+
+@contextlib.contextmanager
+def _saying_how_to_read(
+    model: nn.Module,
+    units: Sequence[UnitBytes],
+    config: OffloadConfig,
+    hardware: HardwareProfile,
+    partition: Partition,
+) -> Iterator[None]:
+    """A CapacityError of a model in eval mode says so if it fits without optimizer states."""
+    try:
+        yield
+    except CapacityError as error:
+        read = [
+            replace(u, grads_bytes=0, optimizer_bytes=0, frozen_bytes=u.params_bytes, trained_numel=0) for u in units
+        ]
+        placement = assign_tiers(read, config, tier_budget(config, hardware), partition)
+        if model.training or not estimate_memory(read, placement, config, partition).fits:
+            raise
+        states = format_bytes(sum(unit.optimizer_bytes for unit in units))
+        raise CapacityError(
+            f"{error}\n{states} of this are optimizer states, since parameters require gradients. The model is in eval "
+            "mode: if nothing is trained, call model.requires_grad_(False) before zo.offload, and it fits"
+        ) from error
 
 
 def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:

@@ -7,6 +7,7 @@ a use that cannot wait. `ParamPrefetcher` decides what moves, and moves it. All 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,6 +17,7 @@ from torch import nn
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.spans import Cause, Lane
 from zero_offload.base.types import FRAME, format_bytes
+from zero_offload.plan.buffers import UNLIMITED_FRAMES
 from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -31,6 +33,9 @@ from zero_offload.storage.shards.store import ShardStore
 
 NEVER = 1 << 62
 """Position of the next use of a unit that the rest of the cycle does not need."""
+UNITS_AHEAD = 2
+"""In a cycle that repeats, memory for so many units of a usual size is what prefetch takes from others: one arrives,
+one is next. See [Note: what stays between tokens]."""
 
 
 class FetchSchedule:
@@ -38,11 +43,16 @@ class FetchSchedule:
 
     While the two agree, the next use of every unit is known: fetch what comes next, evict what comes last (Belady
     1966). A use that was not predicted moves nothing; the position catches up at the next agreement.
+
+    Behind a forward without a backward its like is expected: the next token, batch or denoising step. So its prediction
+    goes on with the same uses once more.
     """
 
     def __init__(self) -> None:
         self.uses: tuple[int, ...] = ()
         """The prediction: unit indices, one per use, in order."""
+        self.num_of_cycle = 0
+        """How many of them are of this cycle; those behind are of the next one."""
         self.position = 0
         """The index of the next use in `uses`."""
         self.next_use: dict[int, int] = {}
@@ -65,7 +75,9 @@ class FetchSchedule:
         if self._recorded:
             self._known[self._kind] = tuple(self._recorded)
         self._kind, self._recorded = kind, []
-        self.uses = self._known.get(kind, ())
+        known = self._known.get(kind, ())
+        self.num_of_cycle = len(known)
+        self.uses = known * 2 if kind == "no_grad" else known
         self.position = self.num_departures = 0
         self.next_use, self._following = {}, [NEVER] * len(self.uses)
         for position in reversed(range(len(self.uses))):
@@ -77,16 +89,21 @@ class FetchSchedule:
         """Record a use and move on to behind it."""
         self._recorded.append(unit)
         found = self.next_use.get(unit, NEVER)
-        if found == NEVER:
+        if found >= self.num_of_cycle:
             self.num_departures += 1
             return
         for position in range(self.position, found + 1):
             self.next_use[self.uses[position]] = self._following[position]
         self.position = found + 1
 
-    def upcoming(self) -> Iterator[int]:
-        """Units of the rest of the cycle, each once, in order of next use."""
-        for position in range(self.position, len(self.uses)):
+    @property
+    def repeats(self) -> bool:
+        """True if the same cycle is expected to follow."""
+        return len(self.uses) > self.num_of_cycle
+
+    def upcoming(self, *, this_cycle: bool = False) -> Iterator[int]:
+        """Units that are predicted from here on, each once, in order of next use; `this_cycle`: without the next."""
+        for position in range(self.position, self.num_of_cycle if this_cycle else len(self.uses)):
             if self.next_use[self.uses[position]] == position:
                 yield self.uses[position]
 
@@ -323,6 +340,13 @@ class ParamPrefetcher:
             units, self.schedule, self._held_views, loader, self.streams, gatherer, collectives.world_size
         )
         self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._held_views, drive_room)
+        self._frames_ahead = self._usual_frames_ahead()
+
+    def _usual_frames_ahead(self) -> int:
+        """Frames of `UNITS_AHEAD` units of the size that most of the model's bytes have."""
+        sizes = sorted(unit.num_frames for unit in self._units)
+        sums = zip(sizes, itertools.accumulate(sizes), strict=True)
+        return UNITS_AHEAD * next((size for size, below in sums if 2 * below >= sum(sizes)), 0)
 
     def grow(self, landing_bytes: int) -> None:
         """The list of units has become longer, and so have the limits of memory."""
@@ -332,6 +356,7 @@ class ParamPrefetcher:
         if self.device_limit is not None:
             self.device_limit.measure()
         self.pool.restart()
+        self._frames_ahead = self._usual_frames_ahead()
 
     def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
         """A forward starts, with inputs of so many elements; `kind` tells cycles apart that use units differently."""
@@ -365,7 +390,7 @@ class ParamPrefetcher:
     def _gather_ahead(self, in_use: Unit) -> None:
         """Launch the gathers of the unit that comes next: they run beside the compute of the one in use."""
         self.gatherer.waited_for(in_use)
-        following = next(self.schedule.upcoming(), None)
+        following = next(self.schedule.upcoming(this_cycle=True), None)
         if following is not None and self.gatherer.may_run_ahead(self._units[following]):
             unit = self._units[following]
             if unit.state is UnitState.AWAITING:
@@ -489,14 +514,23 @@ class ParamPrefetcher:
     # schedule, never what happens to be complete. When a local read begins may differ.
 
     def _look_ahead(self) -> None:
-        """Attach units in the order of the schedule as far as the budget goes; launch what can be read."""
+        """Attach units in the order of the schedule as far as the budget goes; launch what can be read.
+
+        [Note: what stays between tokens]
+        Where a cycle repeats, the unit just used has the furthest next use of all. Far ahead, prefetch would take its
+        memory for a unit that comes late, and every unit would move once per cycle, however many fit. So it takes
+        memory of others only for what comes within `UNITS_AHEAD`. Then the others stay from one cycle to the next.
+        """
         if self._complete_at == self._evictor.num_evictions:
             return
+        ahead, frames_ahead = 0, self._frames_ahead if self.schedule.repeats else UNLIMITED_FRAMES
         for index in self.schedule.upcoming():
             unit = self._units[index]
             if unit.state is UnitState.AWAY:
                 # Only units whose next use comes after its own make room for it.
                 while unit.num_frames > self._budget.free_frames:
+                    if ahead >= frames_ahead:
+                        return
                     victim = self._evictor.choose(self.schedule.next_use[index])
                     if victim is None:
                         return
@@ -515,6 +549,7 @@ class ParamPrefetcher:
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING and self._uploader is not None:
                 self._uploader.advance(unit)
+            ahead += unit.num_frames
         if all(unit.state is UnitState.PRESENT for unit in self._units):
             self._complete_at = self._evictor.num_evictions
 

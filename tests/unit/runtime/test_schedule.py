@@ -37,8 +37,24 @@ def test_kinds_do_not_disturb_each_other() -> None:
     schedule.begin_cycle("grad")
     assert schedule.uses == (0, 1, 2, 2, 1, 0)
     schedule.begin_cycle("no_grad")
-    assert schedule.uses == (0, 2)
+    assert schedule.uses[: schedule.num_of_cycle] == (0, 2)
     assert schedule.first_uses("no_grad", 4) == (0, 2, 1, 3)
+
+
+def test_a_forward_without_backward_is_expected_again() -> None:
+    schedule = FetchSchedule()
+    cycle(schedule, [0, 1, 2], "no_grad")
+    schedule.begin_cycle("no_grad")
+    assert schedule.repeats and list(schedule.upcoming()) == [0, 1, 2]
+    schedule.used(0)
+    schedule.used(1)
+    assert list(schedule.upcoming()) == [2, 0, 1] and list(schedule.upcoming(this_cycle=True)) == [2]
+    assert schedule.next_use == {0: 3, 1: 4, 2: 2}
+    schedule.used(0)
+    assert schedule.num_departures == 1, "a second use in this cycle was not predicted"
+    schedule.used(2)
+    assert schedule.num_departures == 1 and list(schedule.upcoming()) == [0, 1, 2]
+    assert list(schedule.upcoming(this_cycle=True)) == []
 
 
 def test_a_departure_is_counted_and_the_rest_kept() -> None:
