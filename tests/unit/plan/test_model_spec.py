@@ -58,6 +58,24 @@ def test_stages_that_are_alike_are_blocks() -> None:
     assert find_units(nn.Sequential(Stage(4, 2), Stage(4, 2))) == ("0", "1")
 
 
+class Pyramid(nn.Module):
+    """A stage that holds its blocks in several lists, as those of U-Nets do."""
+
+    def __init__(self, dim: int, depth: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(Block(dim) for _ in range(2))
+        self.attentions = nn.ModuleList(Stage(dim, depth) for _ in range(2))
+
+    forward = Stage.forward
+
+
+def test_blocks_of_a_stage_in_several_lists_and_below_are_units() -> None:
+    model = nn.ModuleList([Pyramid(4, 1), Pyramid(16, 3)])
+    below = [f"1.attentions.{index}.blocks.{block}" for index in range(2) for block in range(3)]
+    first = [f"0.{part}.{index}" for part in ("convolutions", "attentions") for index in range(2)]
+    assert list(find_units(model)) == [*first, "1.convolutions.0", "1.convolutions.1", *below]
+
+
 class Layered(nn.Module):
     """A block whose parts are in a list: single layers, or experts behind another module."""
 
