@@ -41,6 +41,7 @@ from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.grads.handle import GradHandle
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.saved.tensors import runs
 from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
 from zero_offload.runtime.units.unit import Section, Unit
@@ -423,9 +424,13 @@ class ParamAccess:
         tracker: PassTracker,
         life: ModelLife,
         prefetcher: ParamPrefetcher,
+        ranks: CommitGroup,
+        shard_index: int,
     ) -> None:
         self._places = places
         self._states = states
+        self._ranks = ranks
+        self._shard_index = shard_index
         self._prefetcher = prefetcher
         self._store = store
         self._grads = grads
@@ -512,6 +517,19 @@ class ParamAccess:
                 lazy = self._store.read_lazily(place.section.shard, place.piece.begin, values)
             self._copies[id(param)] = state_copy(param, place.name, values, lazy)
         return again(self._copies[id(param)])
+
+    def read_number(self, param: nn.Parameter) -> float:
+        """The parameter's one element. Where ranks divide the parameter, from the rank that has it."""
+        place = self._places[param]
+        if not place.is_divided:
+            return self.copy_out(param).item()
+        place.unit.wait_for_update()
+        begin, end = place.span(self._shard_index)
+        dtype, is_here = place.section.layout.dtype, end > begin
+        number = read_values(self._store, place.section.shard, (begin, end)) if is_here else host_zeros(1, dtype)
+        words = self._ranks.gather_digests(f"{is_here:d}{number.view(torch.uint8).numpy().tobytes().hex()}")
+        found = next(word[1:] for word in words if word[0] == "1")
+        return torch.frombuffer(bytearray.fromhex(found), dtype=dtype).item()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""

@@ -169,9 +169,12 @@ class ModelRuntime:
                 self._updates,
             )
         self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward)
-        self.access = ParamAccess(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher)
-        folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
         shard_index = self.collectives.shard_index
+        self.access = ParamAccess(
+            *(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher),
+            *(self.ranks, shard_index),
+        )
+        folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
         self.parts = Parts(self.places, self._states, store, prefetcher, self.life, shard_index, folder)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""

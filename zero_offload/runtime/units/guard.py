@@ -115,6 +115,8 @@ def _special() -> dict[Any, Callable[..., Any]]:
         Tensor.register_post_accumulate_grad_hook: _register_grad_hook,
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
+        Tensor.clone: _clone,
+        Tensor.item: _item,
         data.__set__: _set_data,
         Tensor.detach_: _detach_,
         Tensor.__format__: _format,
@@ -221,6 +223,22 @@ def _detach(param: nn.Parameter) -> Tensor:
     if owner is not None and owner.access.walking:
         return owner.access.copy_out(param)
     return cast(Tensor, _call(Tensor.detach, (param,), {}))
+
+
+def _clone(param: nn.Parameter, **kwargs: Any) -> Tensor:
+    """A library may copy a table for state_dict()."""
+    owner = owner_of(param)
+    if owner is not None and owner.access.walking:
+        return owner.access.copy_out(param)
+    return cast(Tensor, _call(Tensor.clone, (param,), kwargs))
+
+
+def _item(param: nn.Parameter) -> float:
+    """A library may write a number into state_dict()."""
+    owner = owner_of(param)
+    if owner is not None and owner.access.walking:
+        return owner.access.read_number(param)
+    return cast(float, _call(Tensor.item, (param,), {}))
 
 
 def _copy_(param: nn.Parameter, source: Tensor, non_blocking: bool = False) -> Tensor:

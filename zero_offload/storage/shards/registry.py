@@ -79,6 +79,9 @@ class ParamAccess(Protocol):
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of the data."""
 
+    def read_number(self, param: nn.Parameter) -> float:
+        """The data, of one element. Collective where ranks divide parameters."""
+
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Replace the data."""
 
