@@ -29,6 +29,7 @@ from zero_offload.base.precision import STATE_FORMATS
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
+from zero_offload.plan.quantized import COMPUTE_DTYPES
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest
 
@@ -305,6 +306,8 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
             "begin": piece.begin,
         }
         | ({"division": piece.spec.division} if piece.spec.division else {})
+        | ({"order": list(piece.spec.order)} if piece.spec.order else {})
+        | ({"keeps_dtype": True} if piece.spec.keeps_dtype and section.dtype in COMPUTE_DTYPES else {})
         for section in layout.sections
         for piece in section.params
     ]
@@ -375,7 +378,17 @@ def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
             shape, index = tuple(entry["shape"]), entry["section"]
             dtype, trainable = dtype_of(entry["dtype"]), bool(entry["trainable"])
             numel = math.prod(shape)
-            spec = ParamSpec(entry["name"], (), shape, numel, entry["dtype"], trainable, entry.get("division", ""))
+            spec = ParamSpec(
+                entry["name"],
+                aliases=(),
+                shape=shape,
+                numel=numel,
+                dtype=entry["dtype"],
+                trainable=trainable,
+                division=entry.get("division", ""),
+                keeps_dtype=dtype not in COMPUTE_DTYPES or bool(entry.get("keeps_dtype")),
+                order=tuple(entry.get("order", ())),
+            )
             pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
             kinds[index] = (dtype, trainable)
         states = state_format_of(generation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from zero_offload.base.inputs import params_of
 from zero_offload.checkpoint.values import read_master
 from zero_offload.model.params import Place
 from zero_offload.model.runtime import ModelRuntime
+from zero_offload.plan.quantized import offloaded_tensors, tensors_of
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.units.guard import unguard
@@ -47,7 +49,9 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
             f"zo.gathered has no kind={kind!r} with mode={mode!r}; kinds are {', '.join(KINDS)}, "
             'modes are "read" and "write" ("grads" only "read")'
         )
-    params = params_of("zo.gathered", module)
+    params = tensors_of(params_of("zo.gathered", module))
+    if isinstance(module, nn.Module):
+        params = [cast(nn.Parameter, tensor) for _, tensor in offloaded_tensors(module)]
     owner = next((o for o in map(owner_of, params) if isinstance(o, ModelRuntime)), None)
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
@@ -172,7 +176,7 @@ def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
         for place in places:
             if place.section is section:
                 piece = place.piece
-                values[place.name] = master[piece.begin : piece.end].view(piece.spec.shape)
+                values[place.name] = piece.spec.view(master[piece.begin : piece.end])
     return values
 
 

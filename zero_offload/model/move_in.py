@@ -28,6 +28,7 @@ from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.layout import ParamSlice, ShardLayout
+from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.quantized import Holder, Slot, ordinary_buffers_of, prepare, problem_of, slots
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
@@ -245,7 +246,7 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[Moved]) -> No
         if values is None:
             old = host_tensor(torch.nan, torch.float32).to(each.dtype).expand(piece.spec.shape)
         else:
-            old = values[piece.begin : piece.end].view(piece.spec.shape).to(each.dtype, copy=True)
+            old = piece.spec.view(values[piece.begin : piece.end].to(each.dtype, copy=True))
         each.leave(old)
     if (
         values is not None
@@ -269,7 +270,11 @@ def _write_values(section: Section, store: ShardStore, shard_index: int, moved: 
     if all(recipe is not None and recipe.is_skipped for recipe in recipes):
         return
     values = _Values()
-    readers = {each.piece: functools.partial(values.read, each.tensor) for each in moved if each.tensor is not None}
+    readers = {
+        each.piece: functools.partial(values.read, each.piece.spec, each.tensor)
+        for each in moved
+        if each.tensor is not None
+    }
     fill = fill_from_readers(section.shard, shard_index, readers)
     store.write_components(section.shard, ComponentSource(section.shard, fill))
     if any(recipes):
@@ -284,16 +289,16 @@ class _Values:
         self._made = host_empty(0, torch.float32)
         self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
 
-    def read(self, param: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    def read(self, spec: ParamSpec, param: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         recipe = recipe_of(param)
         if recipe is None:
-            return local_part(param).detach().reshape(-1)[begin:end]
+            return spec.elements(local_part(param).detach())[begin:end]
         if recipe.is_skipped:
             return host_zeros(1, param.dtype).expand(end - begin)
         if self._param is not param:
             freed, self._made = self._made.nbytes, host_empty(0, torch.float32)  # before the next one takes memory
             self._trimmer.freed(freed)
-            self._param, self._made = param, recipe.make().reshape(-1)
+            self._param, self._made = param, spec.elements(recipe.make())
         return self._made[begin:end]
 
 

@@ -55,7 +55,7 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import Outlook, assign_tiers, place, tier_budget
-from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of
+from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, wrappers
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
@@ -65,7 +65,7 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.saved.activations import open_activations
-from zero_offload.runtime.units.guard import unguard
+from zero_offload.runtime.units.guard import class_at_rest, unguard
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.system import naming_errors
@@ -330,11 +330,22 @@ def _install(
             register(param, owner)
         unit.seal()
         unit.close()
+    _guard_wrappers(root, owner, undo)
     points = {point.module: [units[i] for i in point.units] for point in spec.hook_points}
     if not owner.has_root(root):
         points = {"": [], **points}
     params = [param for unit in units for param in unit.params]
     _hook(root, owner, points, params, casts, undo)
+
+
+def _guard_wrappers(root: nn.Module, owner: ModelRuntime, undo: contextlib.ExitStack) -> None:
+    """Parameters that consist of others, which are offloaded, are at rest too."""
+    found = [param for _, param in wrappers(root) if owner_of(param) is None]
+    undo.callback(unguard, found)
+    for param in found:
+        undo.callback(unregister, param)
+        register(param, owner)
+        param.__class__ = class_at_rest(type(param))
 
 
 def _hook(

@@ -362,7 +362,7 @@ class OptimizerStates:
             )
         begin, end = place.span(self._shard_index)
         offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
-        return values.detach().reshape(-1)[begin + offset : end + offset]
+        return place.piece.spec.elements(values.detach())[begin + offset : end + offset]
 
     def _edit(self, place: Place, edits: Edits) -> None:
         self._life.check_usable()
@@ -513,8 +513,9 @@ class ParamAccess:
             place = self._places[param]
             place.unit.wait_for_update()
             with torch.inference_mode(False):  # whose tensors count no changes
-                values = host_reserved(place.piece.spec.shape, place.section.layout.dtype)
+                values = host_reserved((place.piece.spec.numel,), place.section.layout.dtype)
                 lazy = self._store.read_lazily(place.section.shard, place.piece.begin, values)
+                values = place.piece.spec.view(values)
             self._copies[id(param)] = state_copy(param, place.name, values, lazy)
         return again(self._copies[id(param)])
 

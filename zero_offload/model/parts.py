@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.checkpoint.values import (
     completed,
     master_part,
@@ -246,6 +247,11 @@ class _Load:
 
 def _boxes(place: Place, begin: int, end: int) -> list[Box]:
     """The boxes of elements [begin, end) of what this rank's mesh has of a parameter, in the whole of it."""
+    if place.piece.spec.order:
+        raise ZeroOffloadError(
+            f"{place.name} does not lie in the order of its dimensions, which torch.distributed.checkpoint asks for; "
+            "save it by zo.save_checkpoint(model, optimizer, path)"
+        )
     boxes = boxes_of(place.piece.spec.shape, begin, end)
     if not is_dtensor(param := place.param) or not param.placements[0].is_shard():  # type: ignore[attr-defined]
         return boxes

@@ -58,6 +58,30 @@ class ParamSpec:
     """How many ranks of the model's tensor-parallel mesh hold the same values."""
     keeps_dtype: bool = False
     """True if the compute dtype does not apply."""
+    order: tuple[int, ...] = ()
+    """The dimensions from the outermost in memory to the innermost; () where they lie in their order."""
+
+    def view(self, elements: torch.Tensor) -> torch.Tensor:
+        """The parameter, of its elements as they lie in memory, (numel,)."""
+        if not self.order:
+            return elements.view(self.shape)
+        return elements.view([self.shape[dim] for dim in self.order]).permute(inverse(self.order))
+
+    def elements(self, param: torch.Tensor) -> torch.Tensor:
+        """(numel,) of a tensor of its shape, as they lie in memory: a view, if it has its strides."""
+        return param.permute(self.order).reshape(-1) if self.order else param.reshape(-1)
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that takes `order` back."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The order of a tensor's dimensions in memory; () where that is theirs, or elements do not lie side by side."""
+    strides, sizes = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
+    return tuple(order) if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else ()
 
 
 @dataclass(frozen=True)
@@ -278,6 +302,7 @@ def _param_spec(same: Sequence[Slot], mesh: DeviceMesh | None) -> ParamSpec:
         division=division(tensor),
         num_copies=num_copies(tensor, mesh),
         keeps_dtype=same[0].keeps_dtype,
+        order=_order_of(tensor) if same[0].keeps_strides else (),
     )
 
 

@@ -18,7 +18,7 @@ quantized keeps its dtype. No library is imported: a model that uses one has imp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,11 @@ class Slot:
     """True if the compute dtype does not apply."""
 
     @property
+    def keeps_strides(self) -> bool:
+        """True if its elements stay in the order in which they lie, which the library chose for its kernels."""
+        return not isinstance(self.holder.owner, dict)
+
+    @property
     def identity(self) -> tuple[int, str]:
         """Equal for the names of a tied parameter. Tables that layers share are not tied: each layer gets its own."""
         owner, key = self.holder.owner, self.holder.key
@@ -86,6 +91,18 @@ def offloaded_tensors(root: nn.Module, *, remove_duplicate: bool = True) -> Iter
 def wrappers(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that have no memory of their own: their tensors are attributes."""
     return ((name, param) for name, param in root.named_parameters() if is_wrapper(param))
+
+
+def tensors_of(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """What these parameters of an offloaded model consist of: most of themselves."""
+    found: list[Any] = []
+    for param in params:
+        if type(param) is not nn.Parameter and is_wrapper(param):
+            tensors: Any = param
+            found += tensors_of(getattr(param, name) for name in tensors.__tensor_flatten__()[0])
+        else:
+            found.append(param)
+    return found
 
 
 def is_wrapper(tensor: Tensor) -> bool:

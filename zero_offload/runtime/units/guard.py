@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
+from zero_offload.plan.quantized import is_wrapper
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.storage.shards.registry import Touched, dropped_error, owner_of
+from zero_offload.storage.shards.registry import Owner, Touched, dropped_error, owner_of
 
 _HARMLESS_PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
@@ -221,8 +222,19 @@ def _detach(param: nn.Parameter) -> Tensor:
     """state_dict() detaches every parameter: then it gets a copy."""
     owner = owner_of(param)
     if owner is not None and owner.access.walking:
-        return owner.access.copy_out(param)
+        return _copied(param, owner)
     return cast(Tensor, _call(Tensor.detach, (param,), {}))
+
+
+def _copied(param: Any, owner: Owner) -> Tensor:
+    """A copy; of a parameter that consists of others, one that consists of copies."""
+    if not is_wrapper(param):
+        return owner.access.copy_out(param)
+    names, context = param.__tensor_flatten__()
+    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
+    inner = {name: _copied(getattr(param, name), owner) for name in names}
+    copy: Tensor = kind.__tensor_unflatten__(inner, context, param.size(), param.stride())
+    return copy
 
 
 def _clone(param: nn.Parameter, **kwargs: Any) -> Tensor:
@@ -245,9 +257,24 @@ def _copy_(param: nn.Parameter, source: Tensor, non_blocking: bool = False) -> T
     """load_state_dict() copies into every parameter."""
     owner = owner_of(param)
     if owner is not None and owner.access.walking:
-        owner.access.copy_in(param, source)
+        _copy_in(param, source, owner)
         return param
     return cast(Tensor, _call(Tensor.copy_, (param, source, non_blocking), {}))
+
+
+def _copy_in(param: Any, source: Any, owner: Owner) -> None:
+    if not is_wrapper(param):
+        owner.access.copy_in(param, source)
+        return
+    names, context = param.__tensor_flatten__()
+    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
+    if not isinstance(source, kind) or source.__tensor_flatten__() != (names, context):
+        raise ZeroOffloadError(
+            f"parameter {_describe(param)}, is a {kind.__name__} and cannot take the values of a "
+            f"{type(source).__name__} that is quantized in another way; quantize them as the model's are"
+        )
+    for name in names:
+        _copy_in(getattr(param, name), getattr(source, name), owner)
 
 
 def _set_data(param: nn.Parameter, values: Any) -> None:
