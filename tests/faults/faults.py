@@ -80,7 +80,7 @@ FAULTS = [
     fault(
         "a replica of parameters is not gathered anew after an update",
         "runtime/prefetcher.py",
-        "            section.shard.replica.fresh = False",
+        "            section.shard.replica.outdate()",
         "            pass",
         STAGES + "test_replicas_serve_eval_and_later_forwards",
     ),

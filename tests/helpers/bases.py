@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 
-DIM = 160
+DIM = 320
 """Files of several blocks, whose tensors begin at any byte."""
 
 
@@ -56,7 +56,7 @@ def settings(nvme: Path | str | None, **more: Any) -> zo.OffloadConfig:
 def opened(folder: Path | None, config: zo.OffloadConfig, *, skips: bool = True) -> tuple[Any, zo.AdamW]:
     """An offloaded model, loaded from a folder if there is one."""
     torch.manual_seed(0)
-    with zo.deferred_init(values="skip" if skips else "make"):
+    with zo.deferred_init(values="skip" if skips else "init"):
         model = Adapted()
     zo.offload(model, config)
     if folder is not None:
@@ -75,3 +75,25 @@ def steps(model: Any, optimizer: zo.AdamW, first: int, last: int, *, commits: bo
             zo.commit(model, optimizer, extra={"step": seed})
         losses.append(loss.item())
     return losses
+
+
+# Jobs of ranks
+
+
+def train_on_ranks(
+    rank: int, world_size: int, folder: str | None, given: dict[str, Any], first: int, last: int
+) -> tuple[list[float], int, bool]:
+    """Losses, the bytes that this rank has read of a step, and whether all frozen parts rest in the base."""
+    from tests.helpers.disk import runtime
+
+    model, optimizer = opened(None, settings(**given))
+    try:
+        resumed = zo.resume(model, optimizer) if given.get("existing") == "resume" else None
+        if folder is not None:
+            zo.load_pretrained(model, folder)
+        begin = resumed.step if resumed is not None else first
+        losses = steps(model, optimizer, begin, last)
+        rests = all(shard.base is not None for shard in runtime(model).store.shards if not shard.layout.trainable)
+        return losses, zo.stats(model).read_bytes["nvme"], rests
+    finally:
+        zo.close(model)

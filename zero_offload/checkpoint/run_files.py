@@ -42,10 +42,15 @@ _log = logging.getLogger("zero_offload")
 class RunFiles:
     """The directories, engine, swap file and generations of one model; all None without a directory."""
 
-    def __init__(self, counters: Counters | None = None, on_error: Callable[[Exception], None] | None = None) -> None:
+    def __init__(
+        self,
+        counters: Counters | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+        io_engine: str = "auto",
+    ) -> None:
         self.keeper: GenerationKeeper | None = None
         self.swap: SwapFile | None = None
-        self.base = BaseFiles(counters, on_error)
+        self.base = BaseFiles(counters, on_error, io_engine)
         """Files of others, which frozen shards rest in."""
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
@@ -71,7 +76,7 @@ class RunFiles:
     ) -> RunFiles:
         """What fails on the way to or from a drive stops the run: `errors` gets it. `counters` get the bytes that move.
         Collective."""
-        files = cls(counters, errors.set)
+        files = cls(counters, errors.set, config.io_engine)
         files._opened.callback(files.base.close)
         try:
             if config.nvme_dirs:

@@ -648,4 +648,4 @@ def _outdate(sections: Iterable[Section]) -> None:
     """Replicas no longer hold the newest values: the next fetch gathers them."""
     for section in sections:
         if section.shard.replica is not None:
-            section.shard.replica.fresh = False
+            section.shard.replica.outdate()

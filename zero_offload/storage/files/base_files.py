@@ -47,8 +47,8 @@ from zero_offload.base.types import MIB, SECTOR, Tier, format_bytes
 from zero_offload.hardware.abi import IoOp
 from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.storage.files.directory import DataFile
-from zero_offload.storage.files.engine import BLOCK_DTYPE, EngineSettings, FileEngine, Moved, Ticket, Urgency
-from zero_offload.storage.files.engines import THREADS, open_engine
+from zero_offload.storage.files.engine import BLOCK_DTYPE, FileEngine, Moved, Ticket, Urgency
+from zero_offload.storage.files.engines import open_engine, pick
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.files.system import REAL, naming_errors
 from zero_offload.storage.memory.arena import Arena, Region
@@ -133,10 +133,10 @@ class BaseFile:
         differ = "size" if self.nbytes != other.nbytes else "header" if self.head != other.head else ""
         for block in self.samples if not differ else ():
             if self.known[block] and self.crcs[block] != other.crcs[block]:
-                differ = f"bytes (block {block + 1} of {len(self.crcs)})"
+                differ = f"content (block {block + 1} of {len(self.crcs)})"
         if differ:
             raise IntegrityError(
-                f"{other.path} is not the file that was read before as {self.path}: its {differ} differs"
+                f"{other.path} is not the file that was read before as {self.path}: it has another {differ}"
             )
 
     def fds(self, block: int) -> tuple[int, int]:
@@ -146,8 +146,8 @@ class BaseFile:
         return (self._direct if nbytes % SECTOR == 0 else self._buffered).fd, nbytes
 
     @property
-    def descriptors(self) -> set[int]:
-        return {each.fd for each in (self._direct, self._buffered) if each is not None}
+    def descriptors(self) -> list[DataFile]:
+        return [each for each in (self._direct, self._buffered) if each is not None]
 
     def what_changed(self) -> str:
         """What has become of the file of this name; empty where it is the one that is open."""
@@ -179,9 +179,8 @@ class BaseFile:
         self._direct = _open_direct(self.path, info) or found
 
     def close(self) -> None:
-        for each in (self._direct, self._buffered):
-            if each is not None:
-                each.close()
+        for each in self.descriptors:
+            each.close()
 
     # What is recorded
 
@@ -397,19 +396,22 @@ class BaseFiles:
         self,
         counters: Counters | None = None,
         on_error: Callable[[Exception], None] | None = None,
-        settings: EngineSettings = THREADS,
+        io_engine: str = "auto",
     ) -> None:
         """`counters` get the bytes that are read; `on_error` the error of each read, on the thread that waits for it.
-        `settings` are those of the engine, which is opened with the first read."""
+        `io_engine` is the kind of the engine, as `engines.pick` takes it, which is opened with the first read."""
         self.counters = counters or Counters()
         self._on_error = on_error or ignore
-        self._settings = settings
+        self._io_engine = io_engine
         self._files: dict[Path, BaseFile] = {}
+        self._all: list[BaseFile] = []
+        """With those that others have replaced since, which reads under way may still use."""
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._engine: FileEngine | None = None
         self._region: Region | None = None
-        self._named: set[int] = set()
+        self._named: dict[int, DataFile] = {}
+        """What the engine knows, by descriptor."""
         self._thread: threading.Thread | None = None
         self._changed = Monitor()
         self._waiting: dict[Urgency, deque[tuple[_Read, Iterator[_Group]]]] = {each: deque() for each in Urgency}
@@ -424,8 +426,13 @@ class BaseFiles:
         path = path.absolute()
         file = self._files.get(path)
         if file is None or not file.is_open or file.what_changed():
-            file = self._files[path] = BaseFile.open(path)
+            file = BaseFile.open(path)
+            self._keep(file)
         return file
+
+    def _keep(self, file: BaseFile) -> None:
+        self._files[file.path] = file
+        self._all.append(file)
 
     def restore(
         self, records: Sequence[Mapping[str, Any]], hashes: Iterable[Sequence[Mapping[str, str]]]
@@ -450,7 +457,7 @@ class BaseFiles:
                 file.move_to(file.path)
             except ZeroOffloadError as error:
                 file.problem = str(error)
-            self._files[file.path] = file
+            self._keep(file)
         return files
 
     def _known(self, file: BaseFile) -> BaseFile | None:
@@ -465,7 +472,7 @@ class BaseFiles:
                 raise IntegrityError(f"{file.path.name} is not among the files there")
             if path.absolute() != file.path or not file.is_open:
                 file.move_to(path)
-                self._files[file.path] = file
+                self._keep(file)
 
     @property
     def memory_bytes(self) -> int:
@@ -559,7 +566,7 @@ class BaseFiles:
 
     def _begin(self) -> None:
         self._region = Arena(0).allocate(NUM_GROUPS * GROUP_BLOCKS * BLOCK_BYTES)
-        self._engine = open_engine(self._settings)
+        self._engine = open_engine(pick(self._io_engine))
         self._engine.add_memory(self._region)
         thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}-base", daemon=True)
         start(thread)
@@ -616,9 +623,10 @@ class BaseFiles:
             table[row] = (block * BLOCK_BYTES, nbytes, file.crcs[block], fd, 0)
         try:
             for file in {id(file): file for file, _ in group.blocks}.values():
-                for fd in file.descriptors - self._named:
-                    self._engine.name_file(fd, str(file.path))
-                    self._named.add(fd)
+                for opened in file.descriptors:
+                    if self._named.get(opened.fd) is not opened:
+                        self._engine.name_file(opened.fd, str(file.path))
+                        self._named[opened.fd] = opened
             op = IoOp.READ if group.is_known else IoOp.READ_UNVERIFIED
             group.ticket = self._engine.submit(op, table, group.address, read.urgency)
             read.begin_ns = read.begin_ns or time.perf_counter_ns()
@@ -677,7 +685,7 @@ class BaseFiles:
             if self._engine.is_stuck:
                 _STUCK.append(self)
                 return
-        for file in self._files.values():
+        for file in self._all:
             file.close()
         self._region = None
 

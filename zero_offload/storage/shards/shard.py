@@ -247,6 +247,10 @@ class Replica:
         self.base: InBase | None = None
         """Set where they are read from a base instead of the disk."""
 
+    def outdate(self) -> None:
+        """The shards may have other values now; those of a base stay."""
+        self.fresh = self.base is not None
+
     def launch_fetch(self, address: int, urgency: Urgency) -> Transfer:
         """Bring the values, `layout.nbytes`, from disk to host memory at `address`."""
         if self.base is not None:

@@ -354,7 +354,8 @@ class ShardStore:
             self._load_from(base, shard)
         shard.base, shard.dirty = base, False
         if shard.replica is not None and shard.replica.memory is None:
-            shard.replica.base, shard.replica.fresh = base, True
+            shard.replica.base = base
+            shard.replica.outdate()
 
     def _load_from(self, base: InBase, shard: Shard) -> None:
         """Fill what rests in memory."""
@@ -375,7 +376,8 @@ class ShardStore:
         """The shard's values are here."""
         shard.base = None
         if shard.replica is not None and shard.replica.base is not None:
-            shard.replica.base, shard.replica.fresh = None, False
+            shard.replica.base = None
+            shard.replica.outdate()
 
     @property
     def base_files(self) -> list[BaseFile]:
