@@ -23,6 +23,7 @@ from zero_offload.base.errors import (
     ZeroOffloadError,
 )
 from zero_offload.base.stats import Stats
+from zero_offload.integrations.experts import group_experts
 from zero_offload.integrations.pretrained import export_pretrained, load_pretrained
 from zero_offload.model.api import (
     accumulate,
@@ -74,6 +75,7 @@ __all__ = [
     "deferred_init",
     "export_pretrained",
     "gathered",
+    "group_experts",
     "load_checkpoint",
     "load_pretrained",
     "no_sync",

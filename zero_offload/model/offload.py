@@ -21,7 +21,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.events import Counters
 from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
+from zero_offload.base.types import Branches, Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
@@ -60,11 +60,12 @@ from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.runtime.device_limit import DeviceLimit
-from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
+from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.saved.activations import open_activations
+from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.guard import class_at_rest, unguard
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit
@@ -159,11 +160,12 @@ class Builder:
             _check_params(model.named_parameters(), mesh_problems(mesh, self.device.torch_device.type, tensor_mesh))
             self.skips_values = lacks_values(tensor for _, tensor in offloaded_tensors(model))
             partition = partition_of(self.config, mesh)
-            self.spec = ModelSpec.from_module(model, units)
+            self.spec = ModelSpec.from_module(model, units, experts=experts_in(model))
             dtypes = resolve(model, self.config)
             self.casts = dtypes.casts
             self.layout = make_layout(self.spec, dtypes, partition.optimizer_shards)
             own_hardware = _hardware(self.config, self.device)
+            _check_experts(self.layout.units, self.config)
             unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition)
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
@@ -224,7 +226,10 @@ class Builder:
         self.activations = open_activations(config, device, store, files.scratch, _buffers(self.model), ahead_max)
         downloads = None if device.is_host else GradDownloads(device, store.arena, self.counters)
         drive_room = DriveRoom(self.counters, downloads)
-        self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, limit, drive_room)
+        self.expert_groups = GroupReader(store, collectives, device, self.buffers.group_bytes())
+        self.prefetcher = ParamPrefetcher(
+            self.units, store, collectives, loader, budget, limit, drive_room, self.expert_groups
+        )
         self.update_worker = self._start_worker("zero_offload-update")
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
         files.fill(store, store.shards, collectives.shard_index)
@@ -260,6 +265,7 @@ class Builder:
             commit_worker=self.commit_worker,
             units=self.units,
             prefetcher=self.prefetcher,
+            expert_groups=self.expert_groups,
             files=self.files,
             activations=self.activations,
             grad_ring=self.grad_ring,
@@ -290,7 +296,7 @@ def _make_unit(
             store.place_memory(shard, {Component.VALUE: device.alias(flat)[own]})
             sections.append(Section(shard, flat, None))
             continue
-        if home is Home.AWAY and buffers.partition.replicates_params:
+        if home is Home.AWAY and buffers.partition.replicates_params and layout.experts is None:
             store.place_replica(shard)
         replica = shard.replica.memory if shard.replica is not None and not shard.on_device else None
         store.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
@@ -399,8 +405,10 @@ def _adopt(
         new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
         _check_params(new_params, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
         _check_names(owner.layout, added)
-        spec, dtypes = ModelSpec.from_module(root, units, found), resolve(root, owner.config, strict=False)
+        spec = ModelSpec.from_module(root, units, found, experts_in(root))
+        dtypes = resolve(root, owner.config, strict=False)
         layout = make_layout(spec, dtypes, owner.layout.num_shards, owner.layout)
+        _check_experts(layout.units[len(owner.units) :], owner.config)
         if keeper is not None:
             keeper.check_growth(layout)
         sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
@@ -442,6 +450,7 @@ def _adopt(
         # Nothing from here on fails, so nothing of it is undone.
         store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
         owner.frames.widen(on_device.chosen, on_device.most, on_device.least)
+        owner.expert_groups.widen(buffers.group_bytes())
         owner.grow(layout, sizes, new, buffers.landing_bytes(), steps)
         if not awaited:
             owner.life.lacks_weights |= skips_values
@@ -564,6 +573,23 @@ def _check_params(named: Iterable[tuple[str, nn.Parameter]], problems: Iterable[
         raise ConfigError("\n".join(found[:10] + ["..."] * (len(found) > 10)))
 
 
+def _check_experts(units: Iterable[UnitLayout], config: OffloadConfig) -> None:
+    """Raise for experts in groups that cannot be run."""
+    for unit in units:
+        if unit.experts is None:
+            continue
+        if config.branches == Branches.ANY:
+            raise ConfigError(
+                f"{unit.name}: ranks gather groups of experts in the same order, and branches='any' says that they use "
+                "different modules; leave branches= or zo.group_experts out"
+            )
+        if any(section.trainable for section in unit.sections):
+            raise ConfigError(
+                f"{unit.name} is trained, and experts in groups are frozen; call requires_grad_(False) on it, or leave "
+                "zo.group_experts out"
+            )
+
+
 def _outlook(
     unit_bytes: Sequence[UnitBytes],
     work: Sequence[UnitWork],
@@ -607,7 +633,7 @@ def plan(
     if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
         raise ConfigError("\n".join(problems))
     partition = partition_of(config, mesh)
-    spec = ModelSpec.from_module(model, units)
+    spec = ModelSpec.from_module(model, units, experts=experts_in(model))
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     unit_bytes = _unit_bytes(layout.units, spec, config, partition)
     hardware = _hardware(config, device)

@@ -47,6 +47,7 @@ from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors
+from zero_offload.runtime.experts import GroupedExperts
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
@@ -54,6 +55,7 @@ from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import Activations
+from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.files.base_files import BaseSpan, missing_text
 from zero_offload.storage.memory.heap import HeapHole
@@ -96,6 +98,7 @@ class ModelRuntime:
     units: list[Unit]
     """One list for all that go over the units."""
     prefetcher: ParamPrefetcher
+    expert_groups: GroupReader
     files: RunFiles
     activations: Activations | None
     grad_ring: GradRing | None
@@ -169,6 +172,7 @@ class ModelRuntime:
                 self._updates,
             )
         self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward)
+        self.experts = GroupedExperts(self.expert_groups, prefetcher, self.tracker)
         shard_index = self.collectives.shard_index
         self.access = ParamAccess(
             *(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher),

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import FRAME, StateKind, Tier, whole_sectors
-from zero_offload.plan.layout import SectionLayout, ShardLayout
+from zero_offload.plan.groups import GROUPS_IN_FLIGHT, group_bytes
+from zero_offload.plan.layout import SectionLayout, ShardLayout, UnitLayout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     Placement,
@@ -85,7 +86,9 @@ class BufferPlan:
         config, sums = self.config, self.partition.world_size > 1
         frames = {home: [0] * len(self.layout.units) for home in Home}
         for section in self.layout.sections:
-            frames[self.home(section)][section.unit] += divide_up(section.nbytes, FRAME)
+            home = self.home(section)
+            if home is not Home.AWAY or self.layout.units[section.unit].experts is None:
+                frames[home][section.unit] += divide_up(section.nbytes, FRAME)
         passing = frames[Home.AWAY]
         in_flight = units = in_flight_sum(passing, self.layout.units)
         if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
@@ -128,12 +131,28 @@ class BufferPlan:
             sent.append(sent_grad_bytes(unit, self.partition) * (not stays))
             states += sum(state_bytes(s) for s in layout.sections if is_on_device(s, tiers, is_host=False))
         ahead = activations_ahead_bytes(self.config, self.placement.budget)
+        ahead += GROUPS_IN_FLIGHT * self.group_bytes()
         return grads + ring_bytes(passing) + beside_made_bytes(sent, sent) + states + ahead
+
+    def group_bytes(self) -> int:
+        """Memory for one group of experts, the largest of units that have no memory of their own."""
+        return max(map(group_bytes, self._in_groups()), default=0)
+
+    def _in_groups(self) -> list[UnitLayout]:
+        """Units that are away, and fetched in groups."""
+        return [
+            unit
+            for unit in self.layout.units
+            if unit.experts is not None and any(self.home(section) is Home.AWAY for section in unit.sections)
+        ]
 
     def landing_bytes(self) -> int:
         """Host memory for units on their way to a device."""
         whole = self.partition.replicates_params
-        sizes = [sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in self.layout.units]
+        sizes = [
+            sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) * (unit.experts is None)
+            for unit in self.layout.units
+        ]
         return in_flight_sum(sizes, self.layout.units)
 
     def grad_ring_bytes(self) -> int:

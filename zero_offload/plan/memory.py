@@ -41,6 +41,7 @@ from zero_offload.base.types import (
     format_bytes,
 )
 from zero_offload.hardware.abi import STATE_BLOCK
+from zero_offload.plan.groups import GROUPS_IN_FLIGHT, group_bytes
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.wear import Wear
@@ -112,6 +113,8 @@ class UnitNumel:
     """As `ModelSpec.in_use_with`."""
     is_trained_part: bool = False
     """As in `UnitSpec`."""
+    group_bytes: int = 0
+    """As `plan.groups.group_bytes`: memory for one group, of a unit that is not fetched whole."""
 
     @classmethod
     def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
@@ -124,7 +127,10 @@ class UnitNumel:
                 dtype = str(section.dtype).removeprefix("torch.")
                 state_bytes += math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
         sizes = (nbytes[True], nbytes[False], state_bytes)
-        return cls(unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with, unit.is_trained_part)
+        in_groups = group_bytes(unit)
+        return cls(
+            unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with, unit.is_trained_part, in_groups
+        )
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,8 @@ class UnitBytes:
     """Both as in `UnitNumel`; without them nothing is known of the least that a run needs."""
     is_trained_part: bool = False
     """As in `UnitSpec`."""
+    group_bytes: int = 0
+    """As in `UnitNumel`; over ranks it is the same."""
 
     @property
     def trained_bytes(self) -> int:
@@ -183,6 +191,7 @@ def measure_units(
             frame_bytes=unit.frame_bytes,
             in_use_with=unit.in_use_with,
             is_trained_part=unit.is_trained_part,
+            group_bytes=unit.group_bytes,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -411,13 +420,25 @@ def _kept_params_bytes(
     return max(min(sum(arriving), in_flight + plan.left_bytes(Tier.DEVICE) - margin), min(in_flight, whole))
 
 
+def _comes(tiers: Mapping[StateKind, Tier], placement: Placement, partition: Partition) -> bool:
+    """True if a unit with these tiers comes to the compute device for its uses."""
+    params, shared = tiers[StateKind.PARAMS], placement.budget.shared_memory
+    return partition.param_shards > 1 or not (params is Tier.DEVICE or (shared and params is Tier.CPU))
+
+
+def _groups_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> int:
+    """Memory for groups of experts that come to the compute device."""
+    found = zip(units, placement.tiers, strict=True)
+    comes = (unit.group_bytes for unit, tiers in found if _comes(tiers, placement, partition))
+    return GROUPS_IN_FLIGHT * max(comes, default=0)
+
+
 def _arriving(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> list[int]:
-    """Bytes of each unit on the compute device for its uses; 0 of one that is always there."""
+    """Bytes of each unit on the compute device, whole, for its uses; 0 of one that is always there."""
     shared, found = placement.budget.shared_memory, list[int]()
     for unit, tiers in zip(units, placement.tiers, strict=True):
-        in_place = tiers[StateKind.PARAMS] is Tier.DEVICE or (shared and tiers[StateKind.PARAMS] is Tier.CPU)
         stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
-        comes = partition.param_shards > 1 or not in_place
+        comes = _comes(tiers, placement, partition) and not unit.group_bytes
         found.append(comes * (unit.frozen_bytes if stays else unit.params_bytes * partition.param_shards))
     return found
 
@@ -427,7 +448,7 @@ def _least_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Pa
     if not placement.budget.shared_memory:
         return 0
     fetched = [
-        unit.frame_bytes * (partition.param_shards > 1 or tiers[StateKind.PARAMS] is Tier.NVME)
+        unit.frame_bytes * (partition.param_shards > 1 or tiers[StateKind.PARAMS] is Tier.NVME) * (not unit.group_bytes)
         for unit, tiers in zip(units, placement.tiers, strict=True)
     ]
     return max((sum(fetched[index] for index in used) for unit in units for used in unit.in_use_with), default=0)
@@ -441,11 +462,13 @@ def _staging_bytes(
     made, staged, sent, to_drives, on_device, on_host = ([0] for _ in range(6))
     sources_of_device = set()
     """Where gradients rest, of each unit that a device updates in its own memory."""
-    reads_states = reads_grads = False
+    reads_states = reads_grads = lands_groups = False
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params, grads, optimizer = (tiers[kind] for kind in PLACED_KINDS)
         made_bytes = unit.trained_bytes * partition.param_shards
-        landing.append(unit.params_bytes * (params is Tier.NVME and not shared))
+        lands = params is Tier.NVME and not shared
+        landing.append(unit.params_bytes * (lands and not unit.group_bytes))
+        lands_groups |= lands and bool(unit.group_bytes)
         leaves = grads is not Tier.DEVICE and not shared
         staged.append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
         sent.append(sent_grad_bytes(unit, partition) * leaves)
@@ -473,8 +496,10 @@ def _staging_bytes(
     ahead_bytes = activations_ahead_bytes(config, placement.budget)
     blocks_back = max(ahead_bytes // ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + blocks_back)
+    groups_bytes = _groups_bytes(units, placement, partition)
     return {
         Tier.DEVICE: in_flight_sum(_arriving(units, placement, partition), units)
+        + groups_bytes
         + max(made)
         + beside_made_bytes(made, sent)
         + ahead_bytes
@@ -482,6 +507,7 @@ def _staging_bytes(
         + ring_bytes(on_device)
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE}),
         Tier.CPU: in_flight_sum(landing, units)
+        + groups_bytes * lands_groups
         + sum_of_largest(staged, STAGED_SECTIONS)
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)

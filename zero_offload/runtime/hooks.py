@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
+from zero_offload.plan.model_spec import Experts
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
@@ -113,6 +114,36 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
     # The first of all: what other hooks make of the inputs, they make again.
     module.register_forward_pre_hook(recompute.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(recompute.exit, always_call=True)
+
+
+class _ExpertsMark:
+    """Marks a module whose experts are used in groups, as its first hook. It does nothing."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        pass
+
+
+def mark_experts(module: nn.Module, experts: Experts) -> None:
+    """Let `zo.offload` make the module's parameters, whose entry i is expert i's, a unit that is fetched in groups."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, _ExpertsMark):
+            del module._forward_pre_hooks[number]
+    module.register_forward_pre_hook(_ExpertsMark(experts))
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """How the module's experts are used, if it is marked."""
+    marks = (hook.experts for hook in module._forward_pre_hooks.values() if isinstance(hook, _ExpertsMark))
+    return next(marks, None)
+
+
+def experts_in(root: nn.Module) -> dict[str, Experts]:
+    """The modules that are marked, by name."""
+    found = {name: experts_of(module) for name, module in root.named_modules()}
+    return {name: experts for name, experts in found.items() if experts is not None}
 
 
 def install_walk_hooks(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:

@@ -632,6 +632,11 @@ class PassTracker:
             unit.open()
             unit.used_by_operations = unit.forward_uses == 0
 
+    def note_node(self) -> None:
+        """A node of the graph runs that reads values of this model."""
+        if self.ending() is None:
+            self.note_backward()
+
     def note_backward(self) -> None:
         """A sign of a backward that was not known before (`ending`): makes sure that its end is noticed."""
         if self._backward_runs:

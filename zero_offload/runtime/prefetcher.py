@@ -22,6 +22,7 @@ from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.gather import Gatherer
+from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, ParamLoader, UnitStreams
 from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency
@@ -312,8 +313,10 @@ class ParamPrefetcher:
         budget: Budget,
         device_limit: DeviceLimit | None,
         drive_room: DriveRoom,
+        groups: GroupReader,
     ) -> None:
-        """`budget` is the compute device's memory for units; `loader` fetches values into it.
+        """`budget` is the compute device's memory for units; `loader` fetches values into it; `groups` has those that
+        it reads of units that are not fetched whole.
         `device_limit` sets the limit of a device's own memory; None where a CPU computes."""
         self._units = units
         self._store = store
@@ -328,6 +331,7 @@ class ParamPrefetcher:
         self.streams = None if self._uploader is None else self._uploader.streams
         """Told of every use; None where a CPU computes."""
         self._budget = budget
+        self._groups = groups
         self.device_limit = device_limit
         self._refused_at = -1
         """Evictions so far when the device last had no memory for a unit."""
@@ -441,6 +445,8 @@ class ParamPrefetcher:
             self.device_limit.stepped()
         stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
         self._held_views.find(stale)
+        self._groups.outdate(stale)
+        stale = [unit for unit in stale if unit.layout.experts is None or unit.state is not UnitState.AWAY]
         if not in_backward:
             self._hand_frames_on(stale)
         elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):
@@ -503,6 +509,7 @@ class ParamPrefetcher:
 
     def invalidate(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
+        self._groups.outdate([unit])
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
             self._held_views.find([unit])
             self._evictor.evict(unit)

@@ -45,6 +45,9 @@ class Exchange(Protocol):
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         """Fill `flat`, (numel,), of which this rank's part is in place."""
 
+    def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
+        """Fill `piece`, (numel,), on all ranks with what rank `source` has in it."""
+
     def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         """The wait returns the sum over ranks of this rank's part, (part_numel,) `dtype`; `flat` is overwritten."""
 
@@ -63,6 +66,11 @@ class HostExchange:
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         parts = flat.tensor_split(self.num_ranks)
         return self._exchange([parts[self.index]] * len(parts), parts)
+
+    def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
+        nothing = piece[:0]
+        sent = [piece if self.index == source else nothing] * self.num_ranks
+        return self._exchange(sent, [piece if rank == source else nothing for rank in range(self.num_ranks)])
 
     def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         parts = flat.tensor_split(self.num_ranks)
@@ -99,10 +107,12 @@ class HostExchange:
         works = [
             dist.irecv(received[rank].view(torch.uint8), group=self._group, group_src=rank, tag=self._tag)
             for rank in others
+            if received[rank].numel()
         ]
         works += [
             dist.isend(sent[rank].view(torch.uint8), group=self._group, group_dst=rank, tag=self._tag)
             for rank in others
+            if sent[rank].numel()
         ]
 
         def wait() -> None:
@@ -127,6 +137,15 @@ class NativeExchange:
 
         def wait() -> None:
             work.wait()
+
+        return wait
+
+    def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
+        work = dist.broadcast(piece.view(torch.uint8), group=self._group, group_src=source, async_op=True)
+
+        def wait() -> None:
+            if work is not None:
+                work.wait()
 
         return wait
 
@@ -208,6 +227,20 @@ class Collectives:
         wait = self._watched(lambda exchange: exchange.gather(flat), self._gathers, what, moved)
         self.counters.spans.close(opened)
         return wait
+
+    def launch_spread(self, pieces: Sequence[tuple[torch.Tensor, int]], what: str) -> Callable[[], None]:
+        """Fill each of the pieces, (numel,), on all ranks with what the rank with that shard has; returns the wait."""
+        if self._gathers is None:
+            return lambda: None
+        self.agreement.same(f"the gather of {what}")
+        nbytes = sum(piece.nbytes for piece, _ in pieces)
+        self.counters.add("gathered", nbytes)
+
+        def launch(exchange: Exchange) -> Callable[[], None]:
+            waits = [exchange.spread(piece, source) for piece, source in pieces]
+            return lambda: [wait() for wait in waits].clear()
+
+        return self._watched(launch, self._gathers, f"the gather of {what}", (Lane.GATHER, what, nbytes))
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.

@@ -322,6 +322,8 @@ class DeviceParamLoader:
     def _lease(self, nbytes: int) -> Region:
         """A landing region, waiting for the oldest replicas or uploads while too much is in use."""
         self._reclaim()
+        if nbytes > self._pool.nbytes:
+            self.make_room(nbytes)  # a unit of experts, which is read in groups otherwise
         while not self._pool.fits(nbytes):
             if (oldest := self._oldest_kept()) is not None:
                 self._end_keeping(oldest)

@@ -6,7 +6,7 @@ nothing. The calls, and what makes them:
     `rest_in_base`                             a frozen shard that files have as it is (load, resume);
     `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
-    `launch_fetch`                             parameters for forward and backward (runtime);
+    `launch_fetch`, `launch_fetch_part`        parameters for forward and backward (runtime);
     `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
     `snapshots`, `mark_committed`              generations (checkpoint).
@@ -419,6 +419,19 @@ class ShardStore:
             return []
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
         return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
+
+    def launch_fetch_part(self, shard: Shard, begin: int, end: int, address: int, urgency: Urgency) -> list[Transfer]:
+        """Bring elements [begin, end) of this rank's values, whole chunks, to host memory at `address`."""
+        value = self.value_in_memory(shard)
+        if value is not None:
+            part = value[begin:end]
+            self.counters.read(shard.memory_tier, part.nbytes)
+            ctypes.memmove(address, part.data_ptr(), part.nbytes)
+            return []
+        shard.wait_for_writes()
+        extent = shard.cache or shard.slots[shard.current][Component.VALUE]
+        rows = slice(begin // CHUNK_NUMEL, -(-end // CHUNK_NUMEL))
+        return [self.disk.launch_read(extent, rows, address, urgency)]
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where

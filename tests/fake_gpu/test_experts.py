@@ -1,0 +1,71 @@
+"""Experts in groups on a device: their memory is filled again and again, whatever runs late."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zero_offload as zo
+from tests.fake_gpu import device
+from tests.fake_gpu.device import Policy
+from tests.fake_gpu.test_ranks import late, pool  # noqa: F401
+from tests.fake_gpu.training import EVERY, Schedule
+from tests.helpers import experts
+from tests.helpers.experts import experts_lm, trained
+from tests.helpers.pairwise import Row, label, pairwise
+from tests.helpers.ranks import RankPool
+from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
+
+MATRIX: dict[str, Any] = {
+    "params": ["cpu", "nvme", "device", {"device": 0.3, "cpu": 0.3, "nvme": 0.4}],
+    "precision": ["fp32", "bf16"],
+    "size": [1, 2, 4],
+    "checkpointing": [False, True],
+    "schedule": EVERY,
+}
+RANKS: dict[str, Any] = {
+    "stage": [3, 2],
+    "params": ["cpu", "nvme"],
+    "size": [2, 4],
+    "policy": [Policy.LATE, Policy.RANDOM],
+}
+
+
+def make(size: int, *, checkpointing: bool = False) -> nn.Module:
+    model = experts_lm(size=size)
+    if checkpointing:
+        zo.checkpoint(model.blocks)
+    return model
+
+
+@functools.cache
+def plain(precision: str) -> Trajectory:
+    """On the CPU, whose kernels the device runs."""
+    return trained(train_plain(Recipe(functools.partial(make, 0), precision, 3)))
+
+
+@pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
+def test_frozen_experts_in_groups_train_to_the_bits_of_plain_tensors(row: Row, nvme: Path) -> None:
+    schedule: Schedule = row["schedule"]
+    device.policy(*schedule)
+    recipe = Recipe(functools.partial(make, row["size"], checkpointing=row["checkpointing"]), row["precision"], 3)
+    settings = {name: row[name] for name in ("params", "precision")}
+    found = train_offloaded(
+        recipe, zo.OffloadConfig(nvme=nvme, device_memory="28MiB", durability="scratch", **settings)
+    )
+    assert device.take_races() == []
+    assert trained(found) == plain(row["precision"])
+
+
+@pytest.mark.parametrize("row", pairwise(RANKS), ids=label)
+def test_ranks_gather_groups_on_their_devices(row: Row, pool: RankPool, tmp_path: Path) -> None:  # noqa: F811
+    settings = {"stage": row["stage"], "precision": "bf16", "durability": "scratch"}
+    model = functools.partial(experts_lm, num_blocks=2)
+    whole = pool.succeed(late, Policy.LATE, 0, experts.train, functools.partial(model, size=0), settings)
+    placed = settings | {"params": row["params"], "nvme": tmp_path}
+    grouped = functools.partial(model, size=row["size"])
+    assert pool.succeed(late, row["policy"], 1, experts.train, grouped, placed) == whole

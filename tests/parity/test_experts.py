@@ -1,0 +1,94 @@
+"""Experts in groups compute what all experts together compute, bit for bit, on every placement."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers import experts
+from tests.helpers.experts import NUM_EXPERTS, TOP_K, experts_lm, trained
+from tests.helpers.models import build, tokens_of
+from tests.helpers.pairwise import Row, label, pairwise
+from tests.helpers.ranks import RankPools
+from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
+from zero_offload.model.api import need_runtime
+
+MATRIX: dict[str, Any] = {
+    "params": ["cpu", "nvme", {"cpu": 0.5, "nvme": 0.5}],
+    "optimizer": ["cpu", "nvme"],
+    "precision": ["fp32", "bf16"],
+    "size": [1, 2, 4, NUM_EXPERTS],
+    "micro_batches": [1, 2],
+    "checkpointing": [False, True],
+    "activations": ["device", "cpu", "nvme"],
+}
+RANKS: dict[str, Any] = {
+    "stage": [3, 2, 1, 0],
+    "params": ["cpu", "nvme"],
+    "precision": ["fp32", "bf16"],
+    "size": [1, 4],
+    "world_size": [2, 3],
+}
+
+
+def make(size: int, *, checkpointing: bool = False, inner: int = 24) -> nn.Module:
+    model = experts_lm(size=size, inner=inner)
+    if checkpointing:
+        zo.checkpoint(model.blocks)
+    return model
+
+
+@functools.cache
+def plain(precision: str, micro_batches: int, inner: int = 24) -> Trajectory:
+    return trained(train_plain(Recipe(functools.partial(make, 0, inner=inner), precision, 3, micro_batches)))
+
+
+@pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
+def test_frozen_experts_in_groups_train_to_the_bits_of_plain_tensors(row: Row, nvme: Path) -> None:
+    model = functools.partial(make, row["size"], checkpointing=row["checkpointing"])
+    recipe = Recipe(model, row["precision"], 3, row["micro_batches"])
+    settings = {name: row[name] for name in ("params", "optimizer", "activations", "precision")}
+    found = train_offloaded(recipe, zo.OffloadConfig(nvme=nvme, durability="scratch", **settings))
+    assert trained(found) == plain(row["precision"], row["micro_batches"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_groups_that_begin_inside_of_a_block_of_the_drive(precision: str, nvme: Path) -> None:
+    inner = 9000  # of the first parameter 576,000 elements are one expert's, and 2^20 a block
+    recipe = Recipe(functools.partial(make, 2, inner=inner), precision, 3)
+    found = train_offloaded(recipe, zo.OffloadConfig(nvme=nvme, params="nvme", precision=precision))
+    assert trained(found) == plain(precision, 1, inner)
+
+
+@pytest.mark.parametrize("row", pairwise(RANKS), ids=label)
+def test_ranks_gather_groups_though_their_tokens_choose_other_experts(
+    row: Row, pools: RankPools, tmp_path: Path
+) -> None:
+    settings = {"stage": row["stage"], "precision": row["precision"], "durability": "scratch"}
+    model = functools.partial(experts_lm, num_blocks=2, dim=48, inner=40)
+    pool = pools.of(row["world_size"])
+    whole = pool.succeed(experts.train, functools.partial(model, size=0), settings)
+    grouped = functools.partial(model, size=row["size"])
+    found = pool.succeed(experts.train, grouped, settings | {"params": row["params"], "nvme": tmp_path})
+    assert found == whole
+
+
+def test_without_gradients_experts_that_no_token_chooses_are_not_read(nvme: Path) -> None:
+    model = build(functools.partial(experts_lm, inner=40_000, size=3, num_blocks=1)).eval()
+    zo.offload(model, zo.OffloadConfig(nvme=nvme, params="nvme", precision="bf16", durability="scratch"))
+    counters = need_runtime(model, "a test").store.counters
+    reads = list[float]()
+    for tokens in (tokens_of(0)[:1, :2], tokens_of(0)):
+        before = counters.snapshot()["read.nvme"] if reads else 0
+        with torch.no_grad():
+            model(tokens)
+        reads.append(counters.snapshot()["read.nvme"] - before)
+    zo.close(model)
+    experts_bytes = 2 * NUM_EXPERTS * 3 * 32 * 40_000
+    assert TOP_K / NUM_EXPERTS * experts_bytes < reads[0] < 0.6 * experts_bytes < experts_bytes < reads[1]

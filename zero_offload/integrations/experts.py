@@ -1,0 +1,164 @@
+"""`zo.group_experts`: experts of transformers' models, which are fetched and computed in groups.
+
+transformers 5 keeps all experts of a layer in parameters of three dimensions, and looks up how they are computed in
+`ALL_EXPERTS_FUNCTIONS`. A function of ours is registered there. It computes each expert by the class's own forward
+(transformers' "eager" implementation), on a copy of the module that has this one expert: so whatever a class does
+between its products is done here too. The additions are ours, in the order of the experts. Before a class is accepted,
+`_check` compares both on a few numbers.
+
+Imports transformers only when it is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import MIB
+from zero_offload.model.runtime import ModelRuntime
+from zero_offload.plan.model_spec import Experts
+from zero_offload.runtime.hooks import mark_experts
+from zero_offload.storage.shards.registry import owner_of
+
+GROUP_BYTES = 256 * MIB
+"""A group takes so much at most, if nothing else is said, and one expert at least."""
+_NAME = "zero_offload"
+"""Of our function among transformers'."""
+
+
+def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
+    """Let the experts of a transformers model be fetched and computed in groups, instead of all of a layer at once.
+
+    In place, before `zo.offload`; returns the model. It computes what transformers' "eager" implementation computes,
+    bit for bit, with or without offload. Memory has two groups of `group_size` experts: one in use, one arriving. By
+    default a group takes at most 256 MiB, in the dtype that its parameters have now, and has at least one expert.
+
+    Raises ConfigError for a model without such experts, for a class of experts that adds up in another way, and for a
+    group size that is not a number from 1 on; ImportError where transformers is missing.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"zo.group_experts takes a module, not a {type(model).__name__}")
+    if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
+        raise ConfigError(f"group_size={group_size!r}: a group has 1 or more experts, a whole number")
+    from transformers import PreTrainedModel
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    found = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    if not found:
+        raise ConfigError(
+            f"zo.group_experts: no module of this {type(model).__name__} has experts in parameters of 3 dimensions, "
+            "as transformers 5 keeps those of Mixtral, Qwen3-MoE or DeepSeek-V3. Leave the call out"
+        )
+    if any(owner_of(param) is not None for module in found.values() for param in module.parameters()):
+        raise ConfigError("zo.group_experts comes before zo.offload, which makes the units; build the model again")
+    for kind in {type(module): module for module in found.values()}.values():
+        _check(kind)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.set_experts_implementation(_NAME)
+    for name, module in found.items():
+        if module.config._experts_implementation != _NAME:
+            raise ConfigError(
+                f"zo.group_experts: transformers does not let {name} ({type(module).__name__}) have another "
+                "implementation of its experts; leave the call out"
+            )
+        experts, values = int(module.num_experts), _values_of(module)
+        nbytes = sum(param.nbytes for param in values.values()) // experts
+        size = max(GROUP_BYTES // max(nbytes, 1), 1) if group_size is None else group_size
+        mark_experts(module, Experts(experts, min(size, experts)))
+    return model
+
+
+def _is_experts(module: nn.Module) -> Any:
+    """True for what transformers' `use_experts_implementation` decorates, with experts in its own parameters."""
+    return (
+        hasattr(type(module).forward, "__wrapped__")
+        and isinstance(getattr(module, "num_experts", None), int)
+        and hasattr(module, "_is_expert_parallel")
+        and any(param.dim() == 3 for param in _values_of(module).values())
+    )
+
+
+def _values_of(module: Any) -> dict[str, nn.Parameter]:
+    """Its own parameters that have an entry for each expert, by name."""
+    own = module.named_parameters(recurse=False)
+    return {name: param for name, param in own if param.dim() and param.shape[0] == module.num_experts}
+
+
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls in the place of the module's forward."""
+    param = next(iter(_values_of(module).values()))
+    owner = owner_of(param)
+    if not isinstance(owner, ModelRuntime):
+        return _eager(module, hidden_states, top_k_index, top_k_weights)
+
+    def one(values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+        return _alone(module, values, hidden, weights)
+
+    unit = owner.places[param].unit
+    return owner.experts.run(owner, unit, one, hidden_states, top_k_index, top_k_weights)
+
+
+def _eager(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The class's own forward, as its author wrote it."""
+    output: Tensor = inspect.unwrap(type(module).forward)(module, hidden, index, weights)
+    return output
+
+
+def _alone(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    """The class's own forward of one expert with these values, each (1, ...), which has all rows."""
+    alone = object.__new__(type(module))
+    alone.__dict__.update(module.__dict__)
+    others = {name: param for name, param in module._parameters.items() if name not in values}
+    alone.__dict__ |= {"_parameters": others, "num_experts": 1, **values}
+    index = torch.zeros((len(hidden), 1), dtype=torch.int64, device=hidden.device)
+    return _eager(alone, hidden, index, weights)
+
+
+def _check(module: Any) -> None:
+    """Raise for a class whose output is not the sum of its experts', added up in order and in the dtype of its input.
+
+    Two experts with values of no pattern, in bf16: another order or a wider sum shows in the last bits.
+    """
+    for name, inside in module.named_modules():
+        if any(param.requires_grad for param in inside.parameters(recurse=False) if inside is not module):
+            raise ConfigError(
+                f"zo.group_experts: {type(module).__name__} trains parameters of its {name}, which groups do not; call "
+                "requires_grad_(False) on it, or leave the call out"
+            )
+    params = _values_of(module)
+    width = next(param for name, param in params.items() if "down" in name and param.dim() == 3)
+    size = width.shape[1] if not module.is_transposed else width.shape[2]
+    values = {name: _waves((2, *param.shape[1:]), 0.7) for name, param in params.items()}
+    hidden, index = _waves((8, size), 0.3), torch.tensor([[0, 1], [1, 0]], dtype=torch.int64, device="cpu").repeat(4, 1)
+    both = object.__new__(type(module))
+    both.__dict__.update(module.__dict__)
+    others = {name: param for name, param in module._parameters.items() if name not in values}
+    both.__dict__ |= {"_parameters": others, "num_experts": 2, **values}
+    for dtype in (torch.bfloat16, torch.float32):
+        weights = _waves((8, 2), 0.9).to(dtype)
+        with torch.no_grad():
+            whole = _eager(both, hidden, index, weights)
+            added = torch.zeros_like(hidden)
+            rows = torch.arange(8, dtype=torch.int64, device="cpu")
+            for expert in range(2):
+                mine = weights[index == expert].view(-1, 1)
+                own = {name: value[expert : expert + 1] for name, value in values.items()}
+                added.index_add_(0, rows, _alone(module, own, hidden, mine).to(added.dtype))
+        if not torch.equal(whole, added):
+            raise ConfigError(
+                f"zo.group_experts: {type(module).__name__} does not add up its experts one by one in the dtype of its "
+                "input, so groups would compute other values. Leave the call out"
+            )
+
+
+def _waves(shape: tuple[int, ...], step: float) -> Tensor:
+    """Values of no pattern, bf16, without a random number."""
+    numel = torch.Size(shape).numel()
+    return torch.sin(torch.arange(numel, dtype=torch.float32, device="cpu") * step).bfloat16().view(shape)

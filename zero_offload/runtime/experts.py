@@ -1,0 +1,231 @@
+"""A forward and backward through a module's experts, a group of them at a time.
+
+Owns the autograd nodes of such a forward. The plain model has a chain of additions to the output, expert after expert.
+So has this one, with one node per expert, `_Expert`. Gradients of the hidden states and of the routing weights come out
+expert by expert, in the order in which autograd would add them: the same bits. A node keeps which rows are its own, and
+no values. Backward computes the expert once more, and hands gradients of its values to their store.
+
+The chain begins with `_Begin`, which saves hidden states and routing weights, once for all. A checkpointed block that
+saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a `_Group`:
+backward meets it before the experts of the group, and fetches them. Ranks that gather have one for each group, with or
+without rows of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.prefetcher import ParamPrefetcher
+from zero_offload.runtime.saved.recompute import Autocast
+from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS
+from zero_offload.runtime.units.groups import Group, GroupReader, is_here
+from zero_offload.runtime.units.unit import Unit
+
+OneExpert = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
+"""one(values, hidden, weights) -> (n, width): an expert's part of the output for rows (n, width), each times its
+weight, (n, 1). `values` by name, each of shape (1, ...)."""
+
+
+@dataclass
+class _Call:
+    """One forward through a unit's experts."""
+
+    runtime: object
+    """Held only: backward may come after the model is dropped."""
+    experts: GroupedExperts
+    unit: Unit
+    one: OneExpert
+    rows: Mapping[int, tuple[Tensor, Tensor]]
+    """By expert, the tokens that come to it, and which of each token's weights is its own."""
+    spans: Sequence[range]
+    """Experts that are fetched together, in order."""
+    in_groups: bool
+    """True if the spans are all of the unit's groups."""
+    autocasts: tuple[Autocast, ...]
+    begin: Any = None
+    """The context of `_Begin`."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Of the span in use."""
+    first: int = 0
+    """The first expert of the span in use."""
+    inputs: tuple[Tensor, Tensor] | None = None
+    """Hidden states and routing weights, while a backward runs."""
+
+    def fetch(self, index: int, *, in_backward: bool) -> None:
+        """Have the values of a span here."""
+        step = -1 if in_backward else 1
+        following = self.spans[index + step] if 0 <= index + step < len(self.spans) else None
+        self.values = self.experts.fetch(self, self.spans[index], following, in_backward=in_backward)
+        self.first = self.spans[index].start
+
+    def values_of(self, expert: int) -> dict[str, Tensor]:
+        at = expert - self.first
+        return {name: values[at : at + 1] for name, values in self.values.items()}
+
+    def compute(self, expert: int, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+        """(n, width): what is added to the output for the expert's rows, in the dtype of `hidden`."""
+        tokens, which = self.rows[expert]
+        return self.one(values, hidden[tokens], weights[tokens, which, None]).to(hidden.dtype)
+
+    def add(self, expert: int, output: Tensor, hidden: Tensor, weights: Tensor) -> None:
+        output.index_add_(0, self.rows[expert][0], self.compute(expert, self.values_of(expert), hidden, weights))
+
+
+class _Begin(Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, output: Tensor, hidden: Tensor, weights: Tensor, *params: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(hidden, weights)
+        ctx.num_params = len(params)
+        # The call has this node: a cycle would keep a dropped model until garbage collection.
+        ctx.call = weakref.ref(call)
+        call.begin = ctx
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if (call := ctx.call()) is not None:
+            call.inputs, call.values = None, {}
+        return (None,) * (4 + ctx.num_params)
+
+
+class _Expert(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *params: Tensor
+    ) -> Tensor:
+        ctx.mark_dirty(output)
+        ctx.call, ctx.expert, ctx.num_params = call, expert, len(params)
+        call.add(expert, output, hidden, weights)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        call, expert = ctx.call, ctx.expert
+        assert call.inputs is not None
+        hidden, weights = (
+            each.detach().requires_grad_(needed)
+            for each, needed in zip(call.inputs, ctx.needs_input_grad[3:5], strict=True)
+        )
+        values = call.values_of(expert)
+        with saved_tensors_hooks(*KEPT_AS_IT_IS), torch.enable_grad(), contextlib.ExitStack() as contexts:
+            for autocast in call.autocasts:
+                contexts.enter_context(torch.autocast(*autocast))
+            added = call.compute(expert, values, hidden, weights)
+        wanted = [each for each in (hidden, weights) if each.requires_grad]
+        found = iter(torch.autograd.grad(added, wanted, grad.index_select(0, call.rows[expert][0])))
+        call.experts.advance()
+        grads = [next(found) if each.requires_grad else None for each in (hidden, weights)]
+        return (None, None, grad, *grads, *([None] * ctx.num_params))
+
+
+class _Group(Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, index: int, output: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        ctx.call, ctx.index = call, index
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        call = ctx.call
+        if ctx.index == len(call.spans) - 1:
+            call.inputs = call.begin.saved_tensors
+        call.fetch(ctx.index, in_backward=True)
+        return None, None, grad
+
+
+class GroupedExperts:
+    """Runs the experts of one model."""
+
+    def __init__(self, reader: GroupReader, prefetcher: ParamPrefetcher, tracker: PassTracker) -> None:
+        self._reader = reader
+        self._prefetcher = prefetcher
+        self._tracker = tracker
+        self.advance = reader.advance
+
+    def run(
+        self, runtime: object, unit: Unit, one: OneExpert, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """(tokens, width): the output for `hidden`, (tokens, width), of which the experts in `index`, (tokens, k), have
+        `weights`, (tokens, k). Each adds what `one` computes. An index above the last expert's is nobody's."""
+        experts = unit.layout.experts
+        assert experts is not None
+        output, rows = torch.zeros_like(hidden), _rows_of(index, experts.num_experts)
+        has_graph = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
+        spans = list(_spans(unit, rows, every=self._reader.gathers))
+        kinds = {"cpu", hidden.device.type}
+        autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
+        in_groups = len(spans) == experts.num_groups
+        call = _Call(runtime, self, unit, one, rows, spans, in_groups, autocasts)
+        if has_graph:
+            output = _Begin.apply(call, output, hidden, weights)  # type: ignore[no-untyped-call]
+        for number, span in enumerate(spans):
+            call.fetch(number, in_backward=False)
+            for expert in span:
+                if expert not in rows:
+                    continue
+                if has_graph:
+                    output = _Expert.apply(call, expert, output, hidden, weights)  # type: ignore[no-untyped-call]
+                else:
+                    call.add(expert, output, hidden, weights)
+                self.advance()
+            if has_graph:
+                output = _Group.apply(call, number, output)  # type: ignore[no-untyped-call]
+        call.values = {}
+        return output
+
+    def fetch(self, call: _Call, span: range, following: range | None, *, in_backward: bool) -> dict[str, Tensor]:
+        """The values of these experts, when they are here."""
+        unit = call.unit
+        if in_backward:
+            self._tracker.note_node()
+        if is_here(unit):
+            self._prefetcher.bring(unit)
+        else:
+            unit.wait_for_update()
+        then = None if following is None else Group(unit, following)
+        return self._reader.values(Group(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
+
+
+def _rows_of(index: Tensor, num_experts: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """By expert, its tokens and which of a token's experts it is; in the order of `torch.where` over (k, tokens)."""
+    chosen = index.t().reshape(-1)
+    order = torch.sort(chosen, stable=True).indices
+    counts: list[int] = torch.bincount(chosen.clamp(max=num_experts), minlength=num_experts + 1).tolist()
+    parts = order.split(counts[: num_experts + 1])
+    return {
+        expert: (part % index.shape[0], part // index.shape[0])
+        for expert, part in enumerate(parts[:num_experts])
+        if counts[expert]
+    }
+
+
+def _spans(unit: Unit, rows: Mapping[int, object], *, every: bool) -> Iterator[range]:
+    """What is fetched together: `every` group, or of those with rows what lies from the first such expert to the last
+    one; each expert by itself, where less than half of that is used."""
+    experts = unit.layout.experts
+    assert experts is not None
+    for group in map(experts.group, range(experts.num_groups)):
+        if every:
+            yield group
+            continue
+        used = [expert for expert in group if expert in rows]
+        if used and 2 * len(used) >= used[-1] + 1 - used[0]:
+            yield range(used[0], used[-1] + 1)
+        else:
+            yield from (range(expert, expert + 1) for expert in used)

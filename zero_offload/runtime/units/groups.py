@@ -1,0 +1,273 @@
+"""Values of experts in groups, for units that no forward fetches whole.
+
+Owns memory for two groups, `GroupMemory`: one is in use while the next one arrives. It is taken at the first use and
+kept, for all units in turn. `GroupReader.values` has a range of experts here when it returns. Which ranges follow each
+other is the caller's choice, the same on all ranks; where they gather, each part goes from the rank that holds it to
+all others, in the order of the elements. What reads ahead follows the caller, and from one call to the next the last
+cycle: that costs at most a read.
+
+Values that are here anyway are used where they are: a unit that never leaves, or one inside of `zo.gathered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_offload.base.events import Counters
+from zero_offload.base.spans import Cause
+from zero_offload.hardware.device import Device, Event, Handoff
+from zero_offload.plan.groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, ShardPart
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.pool import LazyRegion
+from zero_offload.storage.shards.store import ShardStore
+
+
+class Group(NamedTuple):
+    """A range of a unit's experts."""
+
+    unit: Unit
+    experts: range
+
+    @property
+    def key(self) -> tuple[int, range]:
+        return self.unit.index, self.experts
+
+
+@dataclass
+class GroupMemory:
+    """Memory for one group, and what it holds or is to hold."""
+
+    landing: LazyRegion
+    """Of the host: where reads end. A CPU computes on it."""
+    device: Tensor | None = None
+    """(bytes,) in a device's memory, once it is used."""
+    group: Group | None = None
+    """What it holds, or what is on its way."""
+    layout: GroupLayout | None = None
+    reads: list[tuple[GroupPart, ShardPart, list[Transfer]]] = field(default_factory=list)
+    """On their way from a drive; of a device to be uploaded then."""
+    uploads: list[Handoff] = field(default_factory=list)
+    leaves_landing: list[Event] = field(default_factory=list)
+    """The last uploads from `landing`, which may be filled after them."""
+    users: list[Any] = field(default_factory=list)
+    """Of a device, the streams that compute with it."""
+    arrival: Event | None = None
+    """Of a device, when the values are there."""
+    is_whole: bool = False
+    """True if all values are here, and compute may use them."""
+
+    def cancel(self) -> None:
+        """Nothing is on its way any more, and it holds nothing."""
+        self.group, self.layout, self.is_whole = None, None, False
+        while self.reads:
+            for transfer in self.reads[-1][2]:
+                transfer.wait()
+            self.reads.pop()
+        self.leaves_landing += [handoff.ready for handoff in self.uploads]
+        self.uploads.clear()
+
+
+class GroupReader:
+    """Brings groups of experts to the compute device."""
+
+    def __init__(self, store: ShardStore, collectives: Collectives, device: Device, nbytes: int) -> None:
+        """`nbytes`: of the largest group."""
+        self._store = store
+        self._counters: Counters = store.counters
+        self._collectives = collectives
+        self._device = device
+        self._nbytes = nbytes
+        self._memory = [GroupMemory(LazyRegion(store.arena, nbytes)) for _ in range(GROUPS_IN_FLIGHT)]
+        self._last: tuple[tuple[int, range], bool] | None = None
+        """The group used last, and whether a backward used it."""
+        self._next: dict[tuple[tuple[int, range], bool], Group] = {}
+        """What was used after it in the last cycle."""
+
+    def widen(self, nbytes: int) -> None:
+        """Further units have groups of so many bytes."""
+        if nbytes > self._nbytes:
+            self._drop()
+            self._nbytes = nbytes
+            self._memory = [GroupMemory(LazyRegion(self._store.arena, nbytes)) for _ in range(GROUPS_IN_FLIGHT)]
+
+    def _drop(self) -> None:
+        for memory in self._memory:
+            memory.cancel()
+            for event in memory.leaves_landing:
+                event.synchronize()
+
+    @property
+    def gathers(self) -> bool:
+        """True if all ranks have to ask for the same groups in the same order."""
+        return self._collectives.num_shards > 1
+
+    def values(
+        self, group: Group, following: Group | None, *, in_backward: bool, keeps_order: bool
+    ) -> dict[str, Tensor]:
+        """The values of these experts, each of shape (experts, ...), by the last part of the parameter's name; valid
+        until the next call. The unit's update is over.
+
+        `following` is what comes next; None at the end of a call. With `keeps_order` the next call will have the same.
+        """
+        unit = group.unit
+        if is_here(unit):
+            return self._here(group)
+        with self._counters.waiting(Cause.PARAMS, unit.name):
+            memory = self._bring(group)
+        if keeps_order:
+            following = following or self._next.get((group.key, in_backward))
+            if self._last is not None:
+                self._next[self._last] = group
+            self._last = group.key, in_backward
+        other = next(each for each in self._memory if each is not memory)
+        if following is not None and not self._is_held(following) and not following.unit.is_updating:
+            self._launch(other, following, Urgency.NORMAL)
+        assert memory.layout is not None
+        source = memory.landing.region.tensor(torch.uint8, self._nbytes) if self._device.is_host else memory.device
+        assert source is not None
+        return {_name_of(part): _view(source, part) for part in memory.layout.parts}
+
+    def _here(self, group: Group) -> dict[str, Tensor]:
+        """Views of the unit's own buffers."""
+        first, last = group.experts.start, group.experts.stop
+        return {
+            piece.spec.name.rpartition(".")[2]: section.own_view(piece)[first:last]
+            for section in group.unit.sections
+            for piece in section.layout.params
+        }
+
+    def advance(self) -> None:
+        """Upload what was read meanwhile."""
+        for memory in self._memory if not self._device.is_host else ():
+            if memory.reads and all(each.done() for _, _, transfers in memory.reads for each in transfers):
+                self._upload(memory)
+
+    def outdate(self, units: Iterable[Unit]) -> None:
+        """These units get other values: what was read of them is not used."""
+        changed = {unit.index for unit in units}
+        for memory in self._memory:
+            if memory.group is not None and memory.group.unit.index in changed:
+                memory.cancel()
+
+    def _is_held(self, group: Group) -> bool:
+        return any(memory.group is not None and memory.group.key == group.key for memory in self._memory)
+
+    def _bring(self, group: Group) -> GroupMemory:
+        memory = next((each for each in self._memory if each.group is not None and each.group.key == group.key), None)
+        if memory is None:
+            memory = next((each for each in self._memory if each.group is None), self._memory[0])
+            self._launch(memory, group, Urgency.URGENT)
+        if not memory.is_whole:
+            self._finish(memory)
+        if memory.arrival is not None and self._device.stream() not in memory.users:
+            memory.arrival.wait()
+            memory.users.append(self._device.stream())
+        # The one used last is at the end: the first one is free for what comes.
+        self._memory = [*(each for each in self._memory if each is not memory), memory]
+        return memory
+
+    def _launch(self, memory: GroupMemory, group: Group, urgency: Urgency) -> None:
+        """Begin to fill the memory with this rank's part of a group."""
+        memory.cancel()
+        if not self._device.is_host:
+            if memory.device is None:
+                memory.device = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device.torch_device)
+            self._device.join(memory.users)
+            memory.users.clear()
+            mark = self._device.mark()
+        layout = GroupLayout.of(group.unit.layout, group.experts)
+        assert layout.nbytes <= self._nbytes
+        sections = {section.layout.index: section for section in group.unit.sections}
+        memory.group, memory.layout = group, layout
+        try:
+            for part in layout.parts:
+                section = sections[part.section.index]
+                for piece in part.shards:
+                    if piece.shard != self._collectives.shard_index and part.section.num_shards > 1:
+                        continue
+                    value = None if self._device.is_host else self._store.value_in_memory(section.shard)
+                    if value is None:
+                        memory.reads.append((part, piece, self._read(memory, section, piece, urgency)))
+                        continue
+                    self._counters.read(section.shard.memory_tier, (piece.end - piece.begin) * value.itemsize)
+                    target, source = _stretch(memory.device, part, piece), value[piece.begin : piece.end]
+                    if section.shard.on_device:
+                        target.copy_(source)
+                    else:
+                        memory.uploads.append(self._device.upload(target, source, after=mark))
+                        section.shard.last_copy = memory.uploads[-1].ready
+        except BaseException:
+            memory.cancel()
+            raise
+
+    def _read(self, memory: GroupMemory, section: Section, piece: ShardPart, urgency: Urgency) -> list[Transfer]:
+        while memory.leaves_landing:
+            memory.leaves_landing[-1].synchronize()
+            memory.leaves_landing.pop()
+        address = memory.landing.region.address + piece.offset
+        return self._store.launch_fetch_part(section.shard, piece.first, piece.last, address, urgency)
+
+    def _upload(self, memory: GroupMemory) -> None:
+        """Wait for the reads, and launch the uploads of what they bring."""
+        for part, piece, transfers in memory.reads:
+            for transfer in transfers:
+                transfer.wait()
+            if not self._device.is_host:
+                numel, at = piece.end - piece.begin, piece.place(part.section.dtype.itemsize)
+                source = memory.landing.region.tensor(part.section.dtype, numel, at)
+                memory.uploads.append(self._device.upload(_stretch(memory.device, part, piece), source))
+        memory.reads.clear()
+
+    def _finish(self, memory: GroupMemory) -> None:
+        assert memory.layout is not None and memory.group is not None
+        try:
+            self._upload(memory)
+        except BaseException:
+            memory.cancel()
+            raise
+        for handoff in memory.uploads:
+            handoff.take()
+        memory.leaves_landing += [handoff.ready for handoff in memory.uploads]
+        memory.uploads.clear()
+        if self._collectives.num_shards > 1:
+            experts = memory.group.experts
+            name = f"experts {experts.start} to {experts.stop - 1} of {memory.group.unit.name}"
+            self._gather(memory, name, memory.layout.parts)
+        if not self._device.is_host:
+            memory.arrival = self._device.mark()
+        memory.is_whole = True
+
+    def _gather(self, memory: GroupMemory, name: str, parts: Sequence[GroupPart]) -> None:
+        source = memory.landing.region.tensor(torch.uint8, self._nbytes) if self._device.is_host else memory.device
+        pieces = [(_stretch(source, part, piece), piece.shard) for part in parts for piece in part.shards]
+        self._collectives.launch_spread(pieces, name)()
+
+
+def is_here(unit: Unit) -> bool:
+    """True if the unit's values are used where they are, once `ParamPrefetcher.bring` has them there."""
+    return unit.resident or unit.gathered_uses > 0
+
+
+def _name_of(part: GroupPart) -> str:
+    return part.piece.spec.name.rpartition(".")[2]
+
+
+def _stretch(memory: Tensor | None, part: GroupPart, piece: ShardPart) -> Tensor:
+    """What a shard has of a part, (elements,), where it lands."""
+    assert memory is not None
+    at, itemsize = piece.place(part.section.dtype.itemsize), part.section.dtype.itemsize
+    return memory[at : at + (piece.end - piece.begin) * itemsize].view(part.section.dtype)
+
+
+def _view(memory: Tensor, part: GroupPart) -> Tensor:
+    numel = part.shape[0] * (part.piece.spec.numel // part.piece.spec.shape[0])
+    at, itemsize = part.offset, part.section.dtype.itemsize
+    return memory[at : at + numel * itemsize].view(part.section.dtype).view(part.shape)
