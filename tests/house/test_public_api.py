@@ -41,6 +41,7 @@ PUBLIC_NAMES = {
     "deferred_init",
     "export_pretrained",
     "gathered",
+    "group_experts",
     "load_checkpoint",
     "load_pretrained",
     "no_sync",

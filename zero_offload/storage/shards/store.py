@@ -34,7 +34,7 @@ from zero_offload.plan.buffers import is_on_device
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan
 from zero_offload.storage.files.engine import Urgency
-from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
+from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.shard import (
@@ -405,30 +405,23 @@ class ShardStore:
 
     def launch_fetch(self, shard: Shard, address: int, urgency: Urgency) -> list[Transfer]:
         """Bring this rank's values, `shard_nbytes`, to host memory at `address`."""
-        value = self.value_in_memory(shard)
-        if value is not None:
-            if address != value.data_ptr():
-                self.counters.read(shard.memory_tier, value.nbytes)
-                ctypes.memmove(address, value.data_ptr(), value.nbytes)
-            return []
-        if shard.base is not None:
-            return [shard.base.launch_fetch(0, shard.layout.shard_numel, address, urgency)]
-        shard.wait_for_writes()
-        if not shard.slots and shard.cache is None:
-            ctypes.memset(address, 0, shard.layout.shard_nbytes)  # it was never written
-            return []
-        extent = shard.cache or shard.slots[shard.current][Component.VALUE]
-        return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
+        return self.launch_fetch_part(shard, 0, shard.layout.shard_numel, address, urgency)
 
     def launch_fetch_part(self, shard: Shard, begin: int, end: int, address: int, urgency: Urgency) -> list[Transfer]:
         """Bring elements [begin, end) of this rank's values, whole chunks, to host memory at `address`."""
         value = self.value_in_memory(shard)
         if value is not None:
             part = value[begin:end]
-            self.counters.read(shard.memory_tier, part.nbytes)
-            ctypes.memmove(address, part.data_ptr(), part.nbytes)
+            if address != part.data_ptr():
+                self.counters.read(shard.memory_tier, part.nbytes)
+                ctypes.memmove(address, part.data_ptr(), part.nbytes)
             return []
+        if shard.base is not None:
+            return [shard.base.launch_fetch(begin, end, address, urgency)]
         shard.wait_for_writes()
+        if not shard.slots and shard.cache is None:
+            ctypes.memset(address, 0, (end - begin) * shard.layout.dtype.itemsize)  # it was never written
+            return []
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
         rows = slice(begin // CHUNK_NUMEL, -(-end // CHUNK_NUMEL))
         return [self.disk.launch_read(extent, rows, address, urgency)]
