@@ -147,17 +147,48 @@ class JoinedTensor:
         return out
 
 
-FileTensor = StoredTensor | JoinedTensor
+@dataclass(frozen=True, eq=False)
+class ReadTensor:
+    """A tensor that is made of what files have."""
+
+    values: torch.Tensor
+    path: Path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.values.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.values.numel()
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """As `StoredTensor.read`."""
+        return self.values.reshape(-1)[begin:end]
+
+
+FileTensor = StoredTensor | JoinedTensor | ReadTensor
 
 
 def parts_of(tensor: FileTensor) -> tuple[StoredTensor, ...]:
     """What follows each other in row-major order."""
+    assert not isinstance(tensor, ReadTensor)
     return tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
 
 
 def rests_in_files(tensor: FileTensor, dtype: torch.dtype) -> bool:
     """True if a parameter of this dtype can be read where the files have it, and is worth it: remote file systems are
     read once."""
+    if isinstance(tensor, ReadTensor):
+        return False
     parts = parts_of(tensor)
     return tensor.dtype == dtype and not any(_is_remote(path) for path in dict.fromkeys(p.path.parent for p in parts))
 

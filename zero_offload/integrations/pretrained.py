@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
@@ -31,6 +31,7 @@ from zero_offload.checkpoint.hf_files import (
     STEMS,
     FileTensor,
     JoinedTensor,
+    ReadTensor,
     StoredTensor,
     Wanted,
     adapter_names,
@@ -59,6 +60,7 @@ from zero_offload.integrations.peft import (
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
+from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, records, slots
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.base_files import fingerprint_of
 from zero_offload.storage.files.system import naming_errors
@@ -251,6 +253,8 @@ def export_pretrained(
                 "which writes the base with its adapters merged into it"
             )
         contents = _Contents(model, owner, target)
+    contents.read_records(model)
+    with owner.together("zo.export_pretrained"):
         plans = plan_files(
             [*contents.params.values(), *contents.buffers], parse_bytes(max_shard_size), STEMS[_is_of_diffusers(model)]
         )
@@ -281,7 +285,7 @@ def _check_whole(model: nn.Module, owner: ModelRuntime, call: str) -> None:
             "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
         )
     offloaded = {id(param) for unit in owner.units for param in unit.params}
-    given = {id(param) for param in model.parameters()}
+    given = {id(param) for _, param in offloaded_tensors(model)}
     if given - offloaded or (offloaded - given and not is_peft(model)):
         raise ConfigError(
             f"{call} takes the whole model that was given to zo.offload: {len(offloaded - given)} of its "
@@ -334,11 +338,26 @@ def _sources(
         sources = {known: stored[name] for name, known in names.known.items()}
         for known, joined in names.joined.items():
             sources[known] = JoinedTensor.of([stored[name] for name in joined.names], joined.per_entry)
+    _take_records(model, sources, lambda name: (base_name(name) or "").removeprefix(names.prefix), path)
     found = [
         (each.tensor, source) for each, source in zip(wanted, match(wanted, sources, names.prefix, path), strict=True)
     ]
     of_param = {id(param): source for param, source in found[: len(params)] if source is not None}
     return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
+
+
+def _take_records(
+    model: nn.Module, sources: dict[str, FileTensor], name_in_files: Callable[[str], str], path: Path
+) -> None:
+    """Put the numbers that records have into the place of the records."""
+    for record in records(model):
+        if (taken := sources.pop(name_in_files(record.name), None)) is not None:
+            try:
+                number = record.unpack(taken.read(0, taken.numel))
+            except (ConfigError, ValueError) as error:
+                raise CheckpointError(f"{path} does not fit this model; nothing was changed: {error}") from error
+            if record.number:
+                sources[name_in_files(record.number)] = ReadTensor(number.view(()), path)
 
 
 def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile) -> dict[int, FileTensor]:
@@ -351,7 +370,7 @@ def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file:
 
 def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, FileTensor]) -> dict[int, Recipe]:
     """By id: parameters in no file, of which `deferred_init` has left the values out."""
-    named = {id(param): name for name, param in model.named_parameters()}
+    named = {id(param): name for name, param in offloaded_tensors(model)}
     missing = {key: recipe for key, recipe in owner.without_values.items() if key not in sources}
     if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
         raise ConfigError(
@@ -429,6 +448,16 @@ def _write_section(
 # Export
 
 
+def _check_merges(model: nn.Module) -> None:
+    """Raise where adapters would be merged into quantized weights: what is left would be quantized again."""
+    for path, module in model.named_modules() if is_peft(model) else ():
+        if hasattr(module, "adapter_layer_names") and any(slot.keeps_dtype for slot in slots(module)):
+            raise ConfigError(
+                f"adapters are not merged into quantized weights ({path}), which would be quantized again: export with "
+                'adapters="separate"; merge them into the weights as they were before, in a model that is not quantized'
+            )
+
+
 class _Contents:
     """What an export writes of a model, with its adapters merged into the base. Tied parameters have one entry."""
 
@@ -441,16 +470,36 @@ class _Contents:
         """Layers to merge by their names, by the index of the unit that their weights are in."""
         self._merged: dict[str, int] = {}
         """All names of their parameters, with the ids."""
+        kept = {id(slot.tensor): slot for slot in slots(model) if slot.keeps_dtype}
+        numbers = {record.number for record in records(model)}
+        self._kept = frozenset(kept)
+        _check_merges(model)
         for name, tensor, layer in merged_tensors(model, _saved_tensors):
             if not isinstance(tensor, nn.Parameter):
                 self.buffers[TensorEntry(name, tensor.dtype, tuple(tensor.shape))] = tensor
                 continue
-            entry = TensorEntry(name, written_dtype(tensor.dtype, target), tuple(tensor.shape))
-            self.params.setdefault(id(tensor), entry)
+            if id(tensor) in kept and kept[id(tensor)].name in numbers:
+                continue
+            dtype = tensor.dtype if id(tensor) in kept else written_dtype(tensor.dtype, target)
+            self.params.setdefault(id(tensor), TensorEntry(name, dtype, tuple(tensor.shape)))
             if layer is not None:
                 self._merged[name] = id(tensor)
                 home = owner.places[next(layer[1].parameters())].unit.index
                 self._layers.setdefault(home, {}).setdefault(*layer)
+
+    def read_records(self, model: nn.Module) -> None:
+        """Collective."""
+        base_name = base_names(model)
+        tensors: dict[str, Any] = {slot.name: slot.tensor for slot in slots(model)}
+        for record in records(model):
+            if (known_as := base_name(record.name)) is not None:
+                number = tensors.get(record.number)
+                packed = record.pack(0.0 if number is None else self._owner.access.read_number(number))
+                self.buffers[TensorEntry(known_as, packed.dtype, tuple(packed.shape))] = packed
+
+    def rounded(self) -> list[TensorEntry]:
+        """Those of parameters that the compute dtype applies to."""
+        return [entry for key, entry in self.params.items() if key not in self._kept]
 
     def write_unit(self, unit: Unit, writer: FolderWriter | None) -> None:
         """Collective. A rank that writes nothing has no `writer`."""
@@ -491,7 +540,7 @@ class _Contents:
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters under all names, and buffers that a state dict has."""
-    yield from module.named_parameters(remove_duplicate=False)
+    yield from offloaded_tensors(module, remove_duplicate=False)
     yield from ((each.names[0], each.tensor) for each in _named_buffers(module) if not each.optional)
 
 
@@ -573,7 +622,7 @@ def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
         if callable(save):
             with naming_errors("write", folder):
                 save(folder)
-    file, dtype = folder / "config.json", _usual_dtype(contents.params.values())
+    file, dtype = folder / "config.json", _usual_dtype(contents.rounded())
     if dtype is not None and file.is_file():
         words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         words["dtype" if "dtype" in words else "torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -671,13 +720,13 @@ def state_names(model: nn.Module) -> list[str]:
 
 
 def _named_params(model: nn.Module) -> list[Wanted]:
-    return _under_all_names((name, param, True) for name, param in model.named_parameters(remove_duplicate=False))
+    return _under_all_names((name, param, True) for name, param in offloaded_tensors(model, remove_duplicate=False))
 
 
 def _named_buffers(model: nn.Module) -> list[Wanted]:
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        for name, buffer in ordinary_buffers_of(module):
             persists = name not in module._non_persistent_buffers_set
             found.append((f"{path}.{name}" if path else name, buffer, persists))
     # The name that a state dict has comes first.

@@ -520,10 +520,8 @@ class ParamAccess:
         return again(self._copies[id(param)])
 
     def read_number(self, param: nn.Parameter) -> float:
-        """The parameter's one element. Where ranks divide the parameter, from the rank that has it."""
+        """The parameter's one element, from the rank that has it."""
         place = self._places[param]
-        if not place.is_divided:
-            return self.copy_out(param).item()
         place.unit.wait_for_update()
         begin, end = place.span(self._shard_index)
         dtype, is_here = place.section.layout.dtype, end > begin

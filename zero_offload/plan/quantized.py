@@ -18,7 +18,9 @@ quantized keeps its dtype. No library is imported: a model that uses one has imp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.plan.tensor_parallel import is_dtensor
 
 COMPUTE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -134,6 +138,100 @@ def module_name(root: nn.Module, name: str) -> str:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A tensor of a state dict, and of files, that no slot has: words on how a weight is quantized, maybe a number."""
+
+    name: str
+    pack: Callable[[float], Tensor]
+    """The record with this number; host."""
+    number: str = ""
+    """The name of the tensor that holds the number, or nothing."""
+    is_optional: bool = False
+    """True if files may lack it."""
+
+    def unpack(self, record: Tensor) -> Tensor:
+        """The number of a record that says what this one does, (1,) fp64. Raises ConfigError for another one."""
+        found, own = _words(record), _words(self.pack(0.0))
+        number = found.pop(_OFFSET, 0.0)
+        own.pop(_OFFSET, None)
+        if found != own:
+            differ = [
+                f"{key} {found.get(key)}, here {own.get(key)}"
+                for key in {**own, **found}
+                if found.get(key) != own.get(key)
+            ]
+            raise ConfigError(f"{self.name} says that the weight is quantized in another way ({', '.join(differ)})")
+        return host_tensor([number], torch.float64)
+
+
+_OFFSET = "nested_offset"
+"""The key of bitsandbytes' words whose value is a number that each weight has."""
+
+
+def _words(record: Tensor) -> dict[str, Any]:
+    """What a record says."""
+    memory = bytes(record.reshape(-1).tolist())
+    if len(memory) == 1:
+        return {"format": memory[0]}
+    words: dict[str, Any] = json.loads(memory)
+    return words
+
+
+def records(root: nn.Module) -> Iterator[Record]:
+    """Those of a model, of a tied weight by each of its names."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        for weight in _weights_of(module, f"{path}." if path else ""):
+            if weight.record is not None:
+                yield weight.record
+
+
+def take_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Let the tensors of the module's own quantized weights have what a state dict has of them beside the parameter's
+    values, and take it out. Their libraries' layers cannot load it into what is quantized already.
+
+    Raises ConfigError where the state dict has a weight without it, or one that is quantized in another way.
+    """
+    for weight in _weights_of(module, prefix):
+        if weight.name not in state:
+            continue
+        record = weight.record
+        number = "" if record is None else record.number
+        wanted = [slot.name for slot in weight.inner if slot.name != number]
+        wanted += [] if record is None or record.is_optional else [record.name]
+        if lacking := [name for name in wanted if name not in state]:
+            raise ConfigError(f"the state dict has {weight.name} without {', '.join(lacking)}, which it needs")
+        given = {slot.name: state.pop(slot.name) for slot in weight.inner if slot.name != number}
+        if record is not None and (found := state.pop(record.name, None)) is not None:
+            value = record.unpack(found)
+            given |= {number: value.view(())} if number else {}
+        for slot in weight.inner:
+            if given[slot.name].shape != slot.tensor.shape:
+                raise ConfigError(
+                    f"the state dict has {slot.name} of shape {list(given[slot.name].shape)}, and the model of "
+                    f"{list(slot.tensor.shape)}"
+                )
+            with torch.no_grad():
+                slot.tensor.copy_(given[slot.name])
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A quantized parameter that has memory of its own."""
+
+    name: str
+    inner: list[Slot]
+    record: Record | None
+
+
+def _weights_of(module: nn.Module, prefix: str) -> Iterator[_Weight]:
+    for name, param in module._parameters.items():
+        kind = None if param is None else _kind_of(param)
+        if kind is not None and kind.has_memory:
+            inner = list(kind.inner(module, prefix, prefix + name, param))
+            yield _Weight(prefix + name, inner, kind.record(prefix, prefix + name, param))
+
+
 def problem_of(param: nn.Parameter) -> str | None:
     """Why a parameter of a library's class cannot be offloaded, or None."""
     kind = _kind_of(param)
@@ -185,6 +283,10 @@ class _Kind:
         """Its further tensors. `prefix` is the module's, `name` the parameter's."""
         raise NotImplementedError
 
+    def record(self, prefix: str, name: str, param: Any) -> Record | None:
+        """What a state dict has of it beside its tensors."""
+        return None
+
     def problem(self, param: Any) -> str | None:
         """Why it cannot be offloaded as it is."""
         return None
@@ -203,10 +305,23 @@ class _FourBit(_Kind):
             found += [
                 ("nested_absmax", state.state2, "absmax"),
                 ("nested_quant_map", state.state2, "code"),
-                ("nested_offset", state, "offset"),
+                (_OFFSET, state, "offset"),
             ]
         for suffix, holder, key in found:
             yield Slot(f"{name}.{suffix}", getattr(holder, key), Holder(holder, key), keeps_dtype=True)
+
+    def record(self, prefix: str, name: str, param: Any) -> Record | None:
+        def pack(number: float) -> Tensor:
+            state, blank = copy.copy(param.quant_state), host_empty(0, torch.float32)
+            state.absmax = state.code = blank
+            if state.nested:
+                state.state2, state.offset = copy.copy(state.state2), host_tensor(number, torch.float64)
+                state.state2.absmax = state.state2.code = blank
+            record: Tensor = state.as_dict(packed=True)[key]
+            return record
+
+        key = f"quant_state.bitsandbytes__{param.quant_state.quant_type}"
+        return Record(f"{name}.{key}", pack, f"{name}.{_OFFSET}" if param.quant_state.nested else "")
 
     def problem(self, param: Any) -> str | None:
         if param.quant_state is None:
@@ -237,6 +352,9 @@ class _EightBit(_Kind):
         state = getattr(module, "state", None)
         holder = param if param.SCB is not None or state is None else state
         yield Slot(f"{prefix}SCB", holder.SCB, Holder(holder, "SCB"), keeps_dtype=True)
+
+    def record(self, prefix: str, name: str, param: Any) -> Record | None:
+        return Record(f"{prefix}weight_format", lambda _: host_zeros((), torch.uint8), is_optional=True)
 
     def problem(self, param: Any) -> str | None:
         if param.dtype != torch.int8:

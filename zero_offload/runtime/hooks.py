@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
 from zero_offload.plan.model_spec import Experts
+from zero_offload.plan.quantized import take_state
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
@@ -186,6 +187,7 @@ def _before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str,
             "leave assign out"
         )
     _begin_walk(owner, module, "load_state_dict")
+    take_state(module, state, prefix)
 
 
 def _begin_walk(owner: Owner, module: nn.Module, name: str) -> None:
