@@ -11,11 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_offload.checkpoint.format import Generation, reading
+from zero_offload.checkpoint.format import BASE, Generation, reading
 from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, fingerprint_of
 from zero_offload.storage.shards.store import ShardStore
-
-KEY = "base"
 
 
 def base_record(store: ShardStore) -> dict[str, Any] | None:
@@ -45,7 +43,7 @@ def base_hashes(store: ShardStore) -> list[dict[str, str]]:
 
 def base_of(generation: Generation) -> Mapping[str, Any] | None:
     """What a generation says of its base; None where it has none."""
-    found = generation.payload.get(KEY)
+    found = generation.payload.get(BASE)
     return found if isinstance(found, dict) else None
 
 
@@ -66,7 +64,7 @@ def open_base(base: BaseFiles, generation: Generation, payloads: Iterable[Mappin
     """The files of a generation's base, with the checksums in its ranks' manifests; see `BaseFiles.restore`."""
     found = base_of(generation)
     with reading(str(generation)):
-        return [] if found is None else base.restore(found["files"], [payload[KEY] for payload in payloads])
+        return [] if found is None else base.restore(found["files"], [payload[BASE] for payload in payloads])
 
 
 def places_of(generation: Generation, files: Sequence[BaseFile]) -> dict[int, list[BaseSpan]]:

@@ -19,6 +19,7 @@ from typing import Any
 from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.types import Durability, HardwareProfile
 from zero_offload.checkpoint.format import (
+    BASE,
     CHECKPOINT_KIND,
     COMMITTED,
     GENERATION_NAMES,
@@ -87,6 +88,7 @@ class FileList:
             "files": sorted({*names, *ALWAYS}),
             "directories": [str(each.path) for each in (*self._directories, *others)],
             COMMITTED: self._committed,
+            **{key: self._said[key] for key in (BASE,) if key in self._said},
         } | facts
         self.flush_paths()
         self._write()
@@ -105,9 +107,9 @@ class FileList:
         Each name is made once, so later commits write nothing here. A checkpoint has one generation: without it, it is
         none.
         """
-        named = None if base is None else {key: base[key] for key in ("folder", "fingerprint")}
-        is_new = self._said.get("base") != named
-        self._said["base"] = named
+        named = {} if base is None else {BASE: {key: base[key] for key in ("folder", "fingerprint")}}
+        is_new = self._said.pop(BASE, None) != named.get(BASE)
+        self._said |= named
         if self._said.get("kind") == CHECKPOINT_KIND:
             if is_new:
                 self._write()

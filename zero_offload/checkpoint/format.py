@@ -36,6 +36,8 @@ from zero_offload.storage.files.manifest import read_manifest
 RUN_NAME = "run.json"
 COMMITTED = "generations"
 """The key in `run.json` of the names of the generations' manifests that were made and not deleted by a run."""
+BASE = "base"
+"""The key, in `run.json` and in manifests, of the files that frozen parts rest in."""
 FORMAT = 4
 """In its files the slots of an array lie behind each other. In earlier formats they do not: those are cut anew."""
 CHECKPOINT_KIND = "checkpoint"

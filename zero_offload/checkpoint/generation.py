@@ -22,7 +22,6 @@ from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityErro
 from zero_offload.base.spans import Lane
 from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.base_record import (
-    KEY,
     base_hashes,
     base_record,
     base_sections,
@@ -31,6 +30,7 @@ from zero_offload.checkpoint.base_record import (
 )
 from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
+    BASE,
     FORMAT,
     GENERATION_NAMES,
     Generation,
@@ -372,7 +372,7 @@ class GenerationKeeper:
             if ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
                 write_manifest(self._home, generation_name(number), payload, self._durability)
-                self.files.note_committed(payload[KEY])
+                self.files.note_committed(payload[BASE])
         self._number = number
         self._store.mark_committed(snapshot.slots)
 
@@ -392,7 +392,7 @@ class GenerationKeeper:
             "step": record.step,
             "rng": record.rng,
             "sections": sections,
-            KEY: base_hashes(self._store),
+            BASE: base_hashes(self._store),
         }
 
     def _global_payload(self, number: int, digests: Sequence[str], record: StepRecord) -> dict[str, Any]:
@@ -410,7 +410,7 @@ class GenerationKeeper:
             "directories": [str(directory.path) for directory in self._directories],
             "weights": list(self.weights) or [1 / len(self._directories)] * len(self._directories),
             "params": fingerprint(self.layout),
-            KEY: base_record(self._store),
+            BASE: base_record(self._store),
             "calls": self._calls,
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,
