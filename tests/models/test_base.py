@@ -11,6 +11,7 @@ import shutil
 import stat
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from tests.helpers.models import build, tokens_of
 from tests.helpers.pretrained import read_folder
 from tests.helpers.reference import read_masters
 from tests.unit.storage.files.test_base_files import flip
+from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.cli import export
 from zero_offload.cli.main import main
 from zero_offload.hardware.abi import Fault
 from zero_offload.integrations.pretrained import FileNames, Joined, load_weights, replace_weights
 from zero_offload.storage.files.base_files import BaseFiles
+from zero_offload.storage.shards.registry import keep_recipe
 from zero_offload.storage.shards.shard import Component
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -223,6 +226,46 @@ def test_tensors_that_files_have_in_parts(folder: Path, plain: list[float], tmp_
     assert all(shard.base is not None for shard in frozen(model))
     assert max(len(shard.base.spans) for shard in frozen(model)) > len(weights) // 4
     assert steps(model, optimizer, 0, 6) == plain
+    zo.close(model)
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """A recipe of a deferred parameter that files have."""
+
+    source: StoredTensor
+    is_skipped: bool = False
+
+    @property
+    def value(self) -> object:
+        return self.source
+
+    def drawn(self) -> bytes:
+        return str(self.source.offset).encode()
+
+    def make(self) -> Tensor:
+        return self.source.read(0, self.source.numel).view(self.source.shape)
+
+
+@pytest.mark.parametrize("tiers", ["nvme", "cpu", "mixed"])
+def test_a_load_that_was_planned_before(tiers: str, own: Path, plain: list[float], tmp_path: Path) -> None:
+    def started(folder: Path, existing: str) -> tuple[Any, zo.AdamW]:
+        with open_weights(folder) as stored:
+            with zo.deferred_init(values="skip"):
+                model = Adapted()
+            for name, param in model.named_parameters():
+                keep_recipe(param, FromFile(stored[name]))
+            zo.offload(model, settings(tmp_path / "run", existing=existing, **TIERS[tiers]))
+        return model, zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+    model, optimizer = started(own, "refuse")
+    assert all(shard.base is not None and not shard.slots for shard in frozen(model))
+    losses = steps(model, optimizer, 0, 3)
+    zo.close(model)
+    own.rename(tmp_path / "new place")
+    model, optimizer = started(tmp_path / "new place", "resume")  # whose recipes say where the base is
+    zo.resume(model, optimizer)
+    assert losses + steps(model, optimizer, 3, 6) == plain
     zo.close(model)
 
 

@@ -178,19 +178,23 @@ class ReadTensor:
 FileTensor = StoredTensor | JoinedTensor | ReadTensor
 
 
-def parts_of(tensor: FileTensor) -> tuple[StoredTensor, ...]:
-    """What follows each other in row-major order."""
-    assert not isinstance(tensor, ReadTensor)
-    return tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
-
-
-def rests_in_files(tensor: FileTensor, dtype: torch.dtype) -> bool:
-    """True if a parameter of this dtype can be read where the files have it, and is worth it: remote file systems are
+def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, object]) -> bool:
+    """True if a section can be read where files have it, byte for byte, and is worth it: files of another machine are
     read once."""
-    if isinstance(tensor, ReadTensor):
-        return False
-    parts = parts_of(tensor)
-    return tensor.dtype == dtype and not any(_is_remote(path) for path in dict.fromkeys(p.path.parent for p in parts))
+    found = [source for source in sources.values() if isinstance(source, StoredTensor | JoinedTensor)]
+    folders = {part.path.parent for source in found for part in _parts_of(source)}
+    return (
+        not section.trainable
+        and len(found) == len(section.params) > 0
+        and all(source.dtype == section.dtype for source in found)
+        and not any(piece.spec.order for piece in section.params)
+        and not any(map(_is_remote, folders))
+    )
+
+
+def _parts_of(tensor: StoredTensor | JoinedTensor) -> tuple[StoredTensor, ...]:
+    """What follows each other in row-major order."""
+    return tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
 
 
 @functools.lru_cache(maxsize=64)
@@ -198,12 +202,18 @@ def _is_remote(folder: Path) -> bool:
     return is_remote(folder)
 
 
-def base_spans(section: SectionLayout, sources: Mapping[ParamSlice, FileTensor], base: BaseFiles) -> list[BaseSpan]:
-    """Where files have the parameters of a section, all of which `rests_in_files` allows."""
+def paths_of(source: object) -> list[Path]:
+    """The files that a tensor lies in."""
+    return [part.path for part in _parts_of(source)] if isinstance(source, StoredTensor | JoinedTensor) else []
+
+
+def base_spans(section: SectionLayout, sources: Mapping[ParamSlice, object], base: BaseFiles) -> list[BaseSpan]:
+    """Where files have the parameters of a section that `rests_in_files`."""
     spans = []
     for piece, source in sources.items():
+        assert isinstance(source, StoredTensor | JoinedTensor)
         begin = piece.begin * section.dtype.itemsize
-        for part in parts_of(source):
+        for part in _parts_of(source):
             nbytes = part.numel * section.dtype.itemsize
             if nbytes:
                 spans.append(BaseSpan(begin, nbytes, base.open(part.path), part.offset))

@@ -59,7 +59,7 @@ from zero_offload.integrations.peft import (
 )
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
-from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, records, slots
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.base_files import fingerprint_of
@@ -405,17 +405,13 @@ def _write_params(
         for section in unit.sections:
             params = {piece: param for at, piece, param in unit.placed_params if at is section}
             found = {piece: sources[id(param)] for piece, param in params.items() if id(param) in sources}
-            if may_rest and len(found) == len(params) and _rests_in_files(section.layout, found.values()):
+            if may_rest and rests_in_files(section.layout, found):
                 spans = base_spans(section.layout, found, owner.store.base)
                 owner.store.rest_in_base(section.shard, spans, owner.collectives.shard_index)
             elif found or any(id(param) in fresh for param in params.values()):
                 _write_section(owner, section, params, sources, fresh)
                 trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
     owner.store.staging.drop()
-
-
-def _rests_in_files(layout: SectionLayout, sources: Iterable[FileTensor]) -> bool:
-    return not layout.trainable and all(rests_in_files(source, layout.dtype) for source in sources)
 
 
 def _write_section(

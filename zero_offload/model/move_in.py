@@ -13,6 +13,7 @@ import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from torch.utils import swap_tensors
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.problems import warn_user
+from zero_offload.checkpoint.hf_files import base_spans, paths_of, rests_in_files
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.model.deferred.recorder import DeferredTensor
-from zero_offload.plan.layout import ParamSlice, ShardLayout
+from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.quantized import Holder, Slot, ordinary_buffers_of, prepare, problem_of, slots
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
@@ -128,14 +130,28 @@ def lacks_values(params: Iterable[torch.Tensor]) -> bool:
 
 
 def sections_without_values(layout: ShardLayout, params: Mapping[str, torch.Tensor]) -> set[int]:
-    """Frozen sections of which no value is there yet: they take room on a drive when they are written, and none where
-    files have them as they are."""
-    return {
-        section.index
-        for section in layout.sections
-        if not section.trainable
-        and all(piece.spec.name in params and lacks_values([params[piece.spec.name]]) for piece in section.params)
-    }
+    """Frozen sections of which no value is there yet, or that files have as they are: they take room on a drive when
+    they are written."""
+
+    def waits(section: SectionLayout) -> bool:
+        found = {piece: params[piece.spec.name] for piece in section.params if piece.spec.name in params}
+        if section.trainable or len(found) < len(section.params):
+            return False
+        sources = {piece: _source_of(recipe_of(param)) for piece, param in found.items()}
+        return rests_in_files(section, sources) or all(lacks_values([param]) for param in found.values())
+
+    return {section.index for section in layout.sections if waits(section)}
+
+
+def _source_of(recipe: Recipe | None) -> object | None:
+    """The tensor of files that has a deferred parameter's values."""
+    return getattr(recipe, "source", None)
+
+
+def base_paths(params: Iterable[torch.Tensor]) -> dict[str, Path]:
+    """The files that deferred parameters are read from, by their names."""
+    sources = (_source_of(recipe_of(param)) for param in params)
+    return {path.name: path for source in sources if source is not None for path in paths_of(source)}
 
 
 def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:
@@ -268,6 +284,10 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[Moved]) -> No
 def _write_values(section: Section, store: ShardStore, shard_index: int, moved: Sequence[Moved]) -> None:
     recipes = [each.recipe for each in moved]
     if all(recipe is not None and recipe.is_skipped for recipe in recipes):
+        return
+    sources = {each.piece: _source_of(each.recipe) for each in moved}
+    if rests_in_files(section.layout, sources):
+        store.rest_in_base(section.shard, base_spans(section.layout, sources, store.base), shard_index)
         return
     values = _Values()
     readers = {

@@ -28,6 +28,7 @@ from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
 from zero_offload.model.move_in import (
+    base_paths,
     check_not_wrapped,
     check_same_model,
     lacks_values,
@@ -123,7 +124,7 @@ def offload(
         owner.files.finish_resume(owner.ranks)
         if owner.files.found is not None:
             owner.adopt_generation(owner.files.found)
-            owner.note_lost_base()
+            owner.note_lost_base(builder.base_paths)
         else:
             owner.life.lacks_weights = builder.skips_values
         trim_heap()  # the parameters' old storages are free
@@ -233,6 +234,7 @@ class Builder:
         self.update_worker = self._start_worker("zero_offload-update")
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
         files.fill(store, store.shards, collectives.shard_index)
+        self.base_paths = base_paths(tensor for _, tensor in offloaded_tensors(self.model))
         values_of = None if files.found is not None else collectives.shard_index
         self.without_values = move_in(self.model, self.units, store, values_of, self.undo)
         store.staging.drop()

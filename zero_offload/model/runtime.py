@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -456,8 +456,12 @@ class ModelRuntime:
         self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start(loaded=loaded)
 
-    def note_lost_base(self) -> None:
-        """Let the model not be used while files that it rests in are gone."""
+    def note_lost_base(self, others: Mapping[str, Path] | None = None) -> None:
+        """Let the model not be used while files that it rests in are gone, and are not among `others`, by name,
+        either."""
+        if others and not all(file.is_open for file in self.store.base_files):
+            with suppress(ZeroOffloadError):
+                self.store.move_base(others)
         lost = [file for file in self.store.base_files if not file.is_open]
         self.life.lost_base = missing_text(lost) if lost else ""
 
