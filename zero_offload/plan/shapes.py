@@ -9,7 +9,8 @@ second token with. Activations are what a block keeps for backward with attentio
 
 `work_of` finds the same of a module from its parameters' shapes, without running it. Every parameter of two
 dimensions or more multiplies each token once, except tables of embeddings: a token reads one row. A table that another
-module multiplies with (a tied head) counts in its own unit. Widths of attention, and how many experts a token meets,
+module multiplies with (a tied head) counts in its own unit. A quantized weight counts as what is made of it for a use.
+Widths of attention, and how many experts a token meets,
 are those of a model's `config`, if it has one in the words of Hugging Face; else they are guessed.
 """
 
@@ -21,12 +22,14 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.plan.memory import UnitNumel
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from zero_offload.plan.quantized import module_name
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,26 @@ class UnitWork:
     """Parameters of the unit's last product. Backward does not run it again: no saved tensor comes after it."""
     frozen_matmul_numel: float = 0.0
     """The part of `matmul_numel` that is not trained: backward makes no gradient of it."""
+    quantized_numel: float = 0.0
+    """Values that are made, in the compute dtype, of a quantized weight's fewer bytes for each use."""
+    in_groups: bool = False
+    """True of experts that are fetched in groups: backward fetches and computes each of them again."""
+    share_met: float = 1.0
+    """Of such experts, the share that a token is multiplied with."""
+    is_passed: bool = False
+    """True of such experts if recompute of the block goes through them, since it saves something behind them."""
+
+    def share_touched(self, tokens: int) -> float:
+        """The share of experts that some of so many tokens meet, if each token chooses any with equal chances."""
+        return 1.0 - (1.0 - self.share_met) ** tokens
 
     def keeps_inputs(self, recompute: bool) -> bool:
         """True if backward runs it again: with recompute blocks do, other units do not."""
         return recompute and self.attention_width > 0
+
+    def backward_uses(self, recompute: bool) -> int:
+        """How often backward reads the weights, or makes them of quantized ones."""
+        return 1 + (recompute and self.is_passed if self.in_groups else self.keeps_inputs(recompute))
 
     def saved_values(self, recompute: bool) -> int:
         """Values of a token that wait for backward."""
@@ -66,6 +85,8 @@ class UnitWork:
 
     def rerun_share(self, sequence: int, recompute: bool) -> float:
         """Share of a forward that backward runs again."""
+        if self.in_groups:
+            return float(self.backward_uses(recompute))
         if not self.keeps_inputs(recompute):
             return 0.0
         return 1.0 - 2.0 * self.last_numel / self.forward_flops(sequence)
@@ -314,6 +335,7 @@ class _Words:
         return cls(width, heads * (keys + values) // 2, number("num_experts_per_tok", "top_k_experts", "moe_topk"))
 
 
+_SHARED = re.compile(r"\.shared_")
 _ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
 
 
@@ -321,17 +343,57 @@ def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
     """The work of each unit of `spec`, which was made from `model`."""
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     words = _Words.of(getattr(model, "config", None))
-    return tuple(_work_of_unit(unit, tables, words) for unit in spec.units)
+    shared = {name[: match.start()] for unit in spec.units for name in _names(unit) if (match := _SHARED.search(name))}
+    return tuple(_work_of_unit(_unquantized(unit, model), tables, words, shared) for unit in spec.units)
 
 
-def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words) -> UnitWork:
+def _names(unit: UnitSpec) -> list[str]:
+    return [param.name for param in unit.params]
+
+
+def _unquantized(unit: UnitSpec, model: nn.Module) -> UnitSpec:
+    """With the weights that are made of quantized ones in their places, and without what belongs to these."""
+    tensors: dict[str, list[ParamSpec]] = {}
+    for param in unit.params:
+        if param.keeps_dtype:
+            tensors.setdefault(module_name(model, param.name), []).append(param)
+    weights = {}
+    for path, found in tensors.items():
+        layer: Any = model.get_submodule(path)
+        largest = max(found, key=lambda param: param.numel)
+        rows, columns = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+        if isinstance(rows, int) and isinstance(columns, int):  # packed in any way
+            weights[largest.name] = replace(largest, shape=(rows, columns), numel=rows * columns)
+        else:
+            weights |= {param.name: param for param in found}
+    params = (weights.get(param.name, None if param.keeps_dtype else param) for param in unit.params)
+    return replace(unit, params=tuple(param for param in params if param is not None))
+
+
+def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[str]) -> UnitWork:
+    """`shared` has the names of modules whose experts are followed by one that sees every token."""
     trained = sum(param.numel for param in unit.params if param.trainable)
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
     products = [param for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
     met = [param.numel * _share_met(param, unit, words.active_experts) for param in products]
+    quantized = float(sum(param.numel for param in products if param.keeps_dtype))
     is_block = sum(param.numel for param in products) > unit.numel // 2 and len(unit.params) > 1
     if unit.is_trained_part:  # attention and what is kept for backward are the frozen part's
         return replace(whole, matmul_numel=float(sum(met)), attention_width=0, boundary_values=0, inside_values=0)
+    if unit.experts is not None:
+        active, count = words.active_experts, unit.experts.num_experts
+        return replace(
+            whole,
+            matmul_numel=float(sum(met)),
+            attention_width=0,
+            boundary_values=0,
+            inside_values=words.width,
+            frozen_matmul_numel=float(sum(met)),
+            quantized_numel=quantized,
+            in_groups=True,
+            share_met=min(active / count, 1.0) if active else 1.0,
+            is_passed=unit.name.rpartition(".")[0] in shared,
+        )
     return replace(
         whole,
         matmul_numel=float(sum(met)),
@@ -341,6 +403,7 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words) -> UnitWork:
         # Of a mixture, backward ends within the last expert: nearly all runs again.
         last_numel=met[-1] if products and met[-1] == products[-1].numel else 0.0,
         frozen_matmul_numel=float(sum(n for param, n in zip(products, met, strict=True) if not param.trainable)),
+        quantized_numel=quantized,
     )
 
 

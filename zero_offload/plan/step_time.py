@@ -64,16 +64,18 @@ class Work(IntEnum):
     FETCH_FROZEN = 5  # values that the update did not change, for the first forward; nothing if the unit stayed
     FETCH_DELIVERED = 6  # new values that an update beside forward writes into the unit's pages; else as FETCH_FROZEN
     FETCH_AGAIN = 7  # for each later forward and each backward; nothing if the unit stayed
-    KEEP = 8  # what was gathered goes to where parameters rest, once
-    GRADS = 9  # from each backward to where they rest
-    ADD = 10  # reads what each backward but the first adds to
-    REDUCE_LATE = 11  # once, before the update
-    UPDATE = 12  # on the host
-    UPDATE_ON_DEVICE = 13
-    COMMIT = 14
+    FETCH_GROUPS = 8  # experts in groups, for each forward: they never stay
+    FETCH_GROUPS_AGAIN = 9  # the same for each backward
+    KEEP = 10  # what was gathered goes to where parameters rest, once
+    GRADS = 11  # from each backward to where they rest
+    ADD = 12  # reads what each backward but the first adds to
+    REDUCE_LATE = 13  # once, before the update
+    UPDATE = 14  # on the host
+    UPDATE_ON_DEVICE = 15
+    COMMIT = 16
 
 
-FETCHES = [Work.FETCH, Work.FETCH_FROZEN, Work.FETCH_DELIVERED, Work.FETCH_AGAIN]
+FETCHES = [work for work in Work if work.name.startswith("FETCH")]
 COLUMN = {lane: index for index, lane in enumerate(Lane)}
 STALL = len(COLUMN)
 """The column after the lanes': seconds that compute stands still, since a gather is not launched ahead."""
@@ -180,7 +182,7 @@ def unit_seconds(job: Job, index: int, at: Tiers, machine: Machine) -> Numbers:
     found = np.zeros((len(Work), len(COLUMN) + 1))
     for work, lane, nbytes in chain(
         _saved(job, index, machine),
-        _fetches(job, unit, at, machine),
+        _fetches(job, index, at, machine),
         _grads(job, unit, at, machine),
         _update(job, unit, at, machine),
     ):
@@ -192,10 +194,12 @@ def unit_seconds(job: Job, index: int, at: Tiers, machine: Machine) -> Numbers:
     found[Work.FORWARD, COLUMN[Lane.COMPUTE]] = forward_s
     found[Work.BACKWARD, COLUMN[Lane.COMPUTE]] = backward_s
     # A gather is launched ahead where each rank has its part in memory.
-    if found[Work.FETCH_AGAIN, COLUMN[Lane.READ]] or job.partition.replicates_params:
+    again = found[[Work.FETCH_AGAIN, Work.FETCH_GROUPS_AGAIN], COLUMN[Lane.READ]].any()
+    if again or job.partition.replicates_params:
         found[FETCHES, STALL] = found[FETCHES, COLUMN[Lane.NETWORK]]
     if batch.num_together > 1:  # they take turns at the unit; its gradients leave once, added up
-        found[[Work.FORWARD, Work.BACKWARD, Work.SAVE, Work.RESTORE]] *= batch.num_together
+        groups = [Work.FETCH_GROUPS, Work.FETCH_GROUPS_AGAIN]  # each micro-batch fetches its own
+        found[[Work.FORWARD, Work.BACKWARD, Work.SAVE, Work.RESTORE, *groups]] *= batch.num_together
         found[Work.ADD] = found[Work.GRADS, COLUMN[Lane.HOST]] = 0.0
     return found
 
@@ -205,11 +209,14 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
         return job.measured_s[index]
     work, batch = job.work[index], job.batch
     whole = job.units[index].params_bytes * job.partition.param_shards
+    touched = work.share_touched(batch.tokens)
     # Few tokens: the weights must still be read once.
-    floor_s = whole / machine.device_bytes if work.matmul_numel else 0.0
+    floor_s = touched * whole / machine.device_bytes if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
     passes = work.backward_share(batch.sequence) + work.rerun_share(batch.sequence, batch.recompute)
-    return forward_s, passes * forward_s
+    # What is made of a quantized weight is written to the device's memory and read again, for each use.
+    made_s = 2 * touched * work.quantized_numel * value_bytes(job.config) / machine.device_bytes
+    return forward_s + made_s, passes * forward_s + work.backward_uses(batch.recompute) * made_s
 
 
 def _saved(job: Job, index: int, machine: Machine) -> Iterator[Amount]:
@@ -235,7 +242,9 @@ def _is_updated_on_device(at: Tiers, machine: Machine) -> bool:
 
 
 def buffer_bytes(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
-    """Bytes of compute memory while the unit is there; 0 if it always is."""
+    """Bytes of compute memory while the unit is there, whole; 0 if it always is, or comes in groups."""
+    if unit.group_bytes:
+        return 0
     parts = ((unit.trained_bytes, True), (unit.frozen_bytes, False))
     return sum(
         nbytes * job.partition.param_shards
@@ -252,7 +261,16 @@ def _leaves(partition: Partition, at: Tiers, machine: Machine, *, is_trained: bo
     return not (_is_in_place(at, machine) or is_own)
 
 
-def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+def _fetches(job: Job, index: int, at: Tiers, machine: Machine) -> Iterator[Amount]:
+    unit, work = job.units[index], job.work[index]
+    if unit.group_bytes:
+        # Ranks gather all groups, in order; one rank fetches the experts that its tokens meet.
+        touched = 1.0 if job.partition.param_shards > 1 else work.share_touched(job.batch.tokens)
+        for kind, lane, nbytes in _fetches_of(job, unit.frozen_bytes, at, machine, is_trained=False):
+            if kind is Work.FETCH_AGAIN:
+                yield Work.FETCH_GROUPS, lane, nbytes * touched
+                yield Work.FETCH_GROUPS_AGAIN, lane, nbytes * touched * work.backward_uses(job.batch.recompute)
+        return
     yield from _fetches_of(job, unit.trained_bytes, at, machine, is_trained=True)
     yield from _fetches_of(job, unit.frozen_bytes, at, machine, is_trained=False)
 
@@ -399,7 +417,8 @@ def of_unit(job: Job, index: int, at: Tiers, machine: Machine) -> Totals:
     params, grads, optimizer = (at[kind] for kind in PLACED_KINDS)
     resting = unit.grads_bytes * (grads is Tier.DEVICE) + unit.optimizer_bytes * (optimizer is Tier.DEVICE)
     # Beside optimizer states on the device the trained values are a part of them.
-    resting += (unit.params_bytes - unit.trained_bytes * (optimizer is Tier.DEVICE)) * (buffer == 0)
+    stays = buffer == 0 and not (unit.group_bytes and _leaves(job.partition, at, machine, is_trained=False))
+    resting += (unit.params_bytes - unit.trained_bytes * (optimizer is Tier.DEVICE)) * stays
     sizes = np.array([buffer, resting, Tier.NVME in (grads, optimizer)], dtype=float)
     return Totals(unit_seconds(job, index, at, machine), sizes)
 
@@ -428,11 +447,11 @@ def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> St
     uses_drives = (restored + work[Work.GRADS])[:, [READ, WRITE]].any(1)
     commit = work[Work.COMMIT] * uses_drives[:, None]
     beside = work[Work.UPDATE] * is_beside[:, None]
-    forward = (work[Work.FORWARD], (Cause.ACTIVATIONS, saved))
+    forward = (work[Work.FORWARD], (Cause.ACTIVATIONS, saved), (Cause.PARAMS, work[Work.FETCH_GROUPS]))
     backward = (
         work[Work.BACKWARD],
         (Cause.ACTIVATIONS, restored),
-        (Cause.PARAMS, work[Work.FETCH_AGAIN]),
+        (Cause.PARAMS, work[Work.FETCH_AGAIN] + work[Work.FETCH_GROUPS_AGAIN]),
         (Cause.GRADS, work[Work.GRADS]),
     )
     adds = (*backward, (Cause.GRADS, work[Work.ADD]))
@@ -440,7 +459,7 @@ def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> St
     phases = [
         (1, (*forward, (Cause.PARAMS, new), (Cause.UPDATE, beside * (not in_backward)))),
         (passes - 1, (*forward, (Cause.PARAMS, work[Work.FETCH_AGAIN]))),
-        (references, (work[Work.FORWARD], (Cause.PARAMS, work[Work.FETCH_AGAIN]))),
+        (references, (work[Work.FORWARD], (Cause.PARAMS, work[Work.FETCH_AGAIN] + work[Work.FETCH_GROUPS]))),
         (min(passes - 1, 1), backward),
         (max(passes - 2, 0), adds),
         (1, (*last, (Cause.UPDATE, beside * in_backward))),
@@ -474,9 +493,10 @@ def _overlaps(job: Job, uses_drives: npt.NDArray[np.bool_], machine: Machine) ->
 def _counts(batch: Batch) -> Numbers:
     """How often a step does each work."""
     passes, references = batch.num_passes, batch.num_references
-    of_pass = {Work.BACKWARD, Work.SAVE, Work.RESTORE, Work.GRADS}
+    of_pass = {Work.BACKWARD, Work.SAVE, Work.RESTORE, Work.GRADS, Work.FETCH_GROUPS_AGAIN}
     others = {
         Work.FORWARD: passes + references,
+        Work.FETCH_GROUPS: passes + references,
         Work.ADD: passes - 1,
         Work.FETCH_AGAIN: 2 * passes - 1 + references,
     }
