@@ -41,10 +41,10 @@ from zero_offload.cli.planning import (
     plan_request,
 )
 from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Drives, Machine, find_gpu, gpu_memory_bytes
-from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
+from zero_offload.hardware.probe import existing_parent, free_memory_bytes, is_remote, nvme_free_bytes, resident_bytes
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import Bottleneck, find_bottleneck
-from zero_offload.plan.layout import make_layout
+from zero_offload.plan.layout import UnitLayout, make_layout
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, resting, value_bytes
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
@@ -52,6 +52,7 @@ from zero_offload.plan.placement import weight
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import Batch, Prediction, kept_bytes, predict
 from zero_offload.plan.wear import TBW_USUAL, Wear
+from zero_offload.runtime.hooks import experts_in
 
 if TYPE_CHECKING:
     from zero_offload.cli.finetune.data import Prepared  # brings datasets and TRL
@@ -631,7 +632,7 @@ class _Planner:
         for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
             if at[StateKind.OPTIMIZER] is Tier.NVME:
                 found += unit.optimizer_bytes * self._here
-            if at[StateKind.PARAMS] is Tier.NVME or keeps_generations:
+            if (at[StateKind.PARAMS] is Tier.NVME or keeps_generations) and not unit.in_base:
                 found += unit.frozen_bytes * self._here
         return found
 
@@ -661,12 +662,26 @@ class _Known:
         key = (lora, str(config.numerics), shards)
         if key not in self._work:
             model = meta_model(self._folder, lora)
-            spec = ModelSpec.from_module(model)
+            spec = ModelSpec.from_module(model, experts=experts_in(model))
             layout = make_layout(spec, resolve(model, config), shards)
-            numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(layout.units)]
-            work = work_of(model, spec)
-            self._work[key] = tuple(replace(each, numel=numel) for each, numel in zip(work, numels, strict=True))
+            self._work[key] = tuple(
+                replace(each, numel=self._numel(each, unit, spec.in_use_with(index)))
+                for index, (each, unit) in enumerate(zip(work_of(model, spec), layout.units, strict=True))
+            )
         return self._work[key]
+
+    def _numel(self, work: UnitWork, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...]) -> UnitNumel:
+        """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
+        found = UnitNumel.of(unit, in_use_with)
+        frozen = [section.dtype for section in unit.sections if not section.trainable]
+        in_base = bool(frozen) and self._folder.quantize is None and all(each == self._stored for each in frozen)
+        return replace(found, frozen=work.numel.frozen, in_base=in_base)
+
+    @functools.cached_property
+    def _stored(self) -> torch.dtype | None:
+        """The dtype of the folder's files, as its config says, if they are on a drive that is read each time."""
+        dtype = getattr(self._folder.config, "dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) and not is_remote(self._folder.path) else None
 
     def rehearsal(self, job: FolderJob) -> Rehearsal:
         dtype = getattr(torch, job.offload.compute_dtype_name)

@@ -68,6 +68,8 @@ DEVICE_CHUNKS_IN_FLIGHT = 4
 SNAPSHOT_CHUNKS_IN_FLIGHT = 2
 """Chunks of states in memory that a commit writes at once: no buffers for those on the host, but a queue that others
 stand in; one buffer each for those in a device's memory."""
+BASE_BUFFER_BYTES = 32 << 20
+"""What values that rest in files of a base pass through, on the host."""
 ACTIVATION_BLOCK_BYTES = 1 << 20
 """What activations on disk are cut into."""
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
@@ -115,6 +117,8 @@ class UnitNumel:
     """As in `UnitSpec`."""
     group_bytes: int = 0
     """As `plan.groups.group_bytes`: memory for one group, of a unit that is not fetched whole."""
+    in_base: bool = False
+    """True if files of a base have the frozen values: drives get none of them, and they are read there."""
 
     @classmethod
     def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
@@ -156,6 +160,8 @@ class UnitBytes:
     """As in `UnitSpec`."""
     group_bytes: int = 0
     """As in `UnitNumel`; over ranks it is the same."""
+    in_base: bool = False
+    """As in `UnitNumel`."""
 
     @property
     def trained_bytes(self) -> int:
@@ -192,6 +198,7 @@ def measure_units(
             in_use_with=unit.in_use_with,
             is_trained_part=unit.is_trained_part,
             group_bytes=unit.group_bytes,
+            in_base=unit.in_base,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -232,7 +239,8 @@ def resting(
         if kind is StateKind.PARAMS and tiers[kind] is Tier.DEVICE and not shared_memory:
             yield from _params_of_device(unit, nbytes, tiers[StateKind.OPTIMIZER], partition)
         else:
-            yield tiers[kind], kind, nbytes
+            in_files = kind is StateKind.PARAMS and tiers[kind] is Tier.NVME and unit.in_base
+            yield tiers[kind], kind, nbytes - unit.frozen_bytes * in_files
 
 
 def _params_of_device(
@@ -391,7 +399,7 @@ def estimate_memory(
         elif keeps_generations:
             committed += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
-        if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations:
+        if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations and not unit.in_base:
             # Of frozen values one slot, written once.
             whole = unit.frozen_bytes * partition.param_shards
             rest[Tier.NVME, StateKind.PARAMS] += divide_up(whole, partition.optimizer_shards)
@@ -508,6 +516,7 @@ def _staging_bytes(
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE}),
         Tier.CPU: in_flight_sum(landing, units)
         + groups_bytes * lands_groups
+        + BASE_BUFFER_BYTES * any(unit.in_base for unit in units)
         + sum_of_largest(staged, STAGED_SECTIONS)
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)

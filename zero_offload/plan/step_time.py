@@ -266,16 +266,17 @@ def _fetches(job: Job, index: int, at: Tiers, machine: Machine) -> Iterator[Amou
     if unit.group_bytes:
         # Ranks gather all groups, in order; one rank fetches the experts that its tokens meet.
         touched = 1.0 if job.partition.param_shards > 1 else work.share_touched(job.batch.tokens)
-        for kind, lane, nbytes in _fetches_of(job, unit.frozen_bytes, at, machine, is_trained=False):
+        for kind, lane, nbytes in _fetches_of(job, unit, at, machine, is_trained=False):
             if kind is Work.FETCH_AGAIN:
                 yield Work.FETCH_GROUPS, lane, nbytes * touched
                 yield Work.FETCH_GROUPS_AGAIN, lane, nbytes * touched * work.backward_uses(job.batch.recompute)
         return
-    yield from _fetches_of(job, unit.trained_bytes, at, machine, is_trained=True)
-    yield from _fetches_of(job, unit.frozen_bytes, at, machine, is_trained=False)
+    yield from _fetches_of(job, unit, at, machine, is_trained=True)
+    yield from _fetches_of(job, unit, at, machine, is_trained=False)
 
 
-def _fetches_of(job: Job, nbytes: int, at: Tiers, machine: Machine, *, is_trained: bool) -> Iterator[Amount]:
+def _fetches_of(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, is_trained: bool) -> Iterator[Amount]:
+    nbytes = unit.trained_bytes if is_trained else unit.frozen_bytes
     params, optimizer, partition = at[StateKind.PARAMS], at[StateKind.OPTIMIZER], job.partition
     whole, shards = nbytes * partition.param_shards, partition.optimizer_shards
     on_device = is_trained and _is_updated_on_device(at, machine)
@@ -287,6 +288,8 @@ def _fetches_of(job: Job, nbytes: int, at: Tiers, machine: Machine, *, is_traine
         Lane.READ: own * (params is Tier.NVME),
         Lane.UPLOAD: own * crosses,
         Lane.NETWORK: gathered * (partition.param_shards > 1),
+        # From a buffer to their place: read and written.
+        Lane.HOST: 2 * own * (params is Tier.NVME and unit.in_base and not is_trained),
     }
     work, first = Work.FETCH, again
     if not is_trained:
