@@ -674,7 +674,7 @@ class _Known:
         """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
         found = UnitNumel.of(unit, in_use_with)
         frozen = [section.dtype for section in unit.sections if not section.trainable]
-        in_base = bool(frozen) and self._folder.quantize is None and all(each == self._stored for each in frozen)
+        in_base = bool(frozen) and all(each == self._stored for each in frozen)
         return replace(found, frozen=work.numel.frozen, in_base=in_base)
 
     @functools.cached_property

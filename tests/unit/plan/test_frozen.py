@@ -1,0 +1,164 @@
+"""Plans of what is frozen: quantized weights, experts in groups, a base that rests in its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import StateKind, Tier
+from zero_offload.hardware.machines import Lane, Machine
+from zero_offload.plan.dtypes import resolve
+from zero_offload.plan.groups import GROUPS_IN_FLIGHT
+from zero_offload.plan.layout import make_layout
+from zero_offload.plan.memory import (
+    BASE_BUFFER_BYTES,
+    Budget,
+    Placement,
+    UnitNumel,
+    estimate_memory,
+    measure_units,
+)
+from zero_offload.plan.model_spec import Experts, ModelSpec
+from zero_offload.plan.partition import ONE_RANK
+from zero_offload.plan.shapes import UnitWork, plain_block, work_of
+from zero_offload.plan.step_time import Batch, Job, predict, unit_seconds
+from zero_offload.storage.files.base_files import BLOCK_BYTES, GROUP_BLOCKS, NUM_GROUPS
+
+GPU = Machine(False, 1e14, 1e12, 25e9, 25e9, 50e9, 50e9, 10e9, 5e9, True, 0.0)
+NUMEL = 10**8
+ON_NVME = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.DEVICE, StateKind.OPTIMIZER: Tier.DEVICE}
+ROOMY = Budget(1 << 40, 1 << 40, 1 << 40, False)
+READ = list(Lane).index(Lane.READ)
+
+
+def config(**settings: Any) -> OffloadConfig:
+    return OffloadConfig(**({"params": "nvme", "nvme": "x", "durability": "scratch"} | settings))
+
+
+def frozen(**numel: Any) -> UnitWork:
+    unit = replace(plain_block(UnitNumel("0", 0, NUMEL)), frozen_matmul_numel=float(NUMEL))
+    return replace(unit, numel=replace(unit.numel, **numel))
+
+
+def read_s(work: UnitWork, batch: Batch) -> float:
+    """Seconds that drives read for a step of several such units, none of which stays."""
+    job = Job.of([work] * 8, config(device_memory="1GiB"), ONE_RANK, batch)
+    placement = Placement((ON_NVME,) * 8, replace(ROOMY, device_bytes=1 << 30))
+    found = predict(job, placement, GPU)
+    return found.busy[Lane.READ] * found.step_s / 8
+
+
+@pytest.mark.parametrize("durability", ["scratch", "process"])
+@pytest.mark.parametrize("tier", [Tier.NVME, Tier.CPU])
+def test_a_base_in_its_files_takes_a_buffer_and_nothing_of_drives(durability: str, tier: Tier) -> None:
+    settings = config(durability=durability)
+    placement = Placement(({**ON_NVME, StateKind.PARAMS: tier},), ROOMY)
+
+    def planned(in_base: bool) -> Any:
+        return estimate_memory(
+            measure_units([UnitNumel("0", 0, NUMEL, in_base=in_base)], settings), placement, settings
+        )
+
+    own, base = planned(False), planned(True)
+    copies = tier is Tier.NVME or durability != "scratch"
+    assert own.used_bytes(Tier.NVME) == 2 * NUMEL * copies and base.used_bytes(Tier.NVME) == 0
+    assert base.used_bytes(Tier.CPU) - own.used_bytes(Tier.CPU) == BASE_BUFFER_BYTES
+    assert BLOCK_BYTES * GROUP_BLOCKS * NUM_GROUPS == BASE_BUFFER_BYTES
+    assert base.wear.bytes_per_step == own.wear.bytes_per_step == 0
+
+
+def test_experts_in_groups_are_fetched_for_each_forward_and_backward() -> None:
+    sizes = {"sizes": (0, 2 * NUMEL, 0), "group_bytes": NUMEL // 4}
+    experts = replace(frozen(**sizes), in_groups=True, attention_width=0, share_met=1 / 16)
+    whole_s, many = 2 * NUMEL / GPU.read_bytes, Batch(2048, 1, 2048)
+    assert read_s(experts, many) == pytest.approx(2 * whole_s)
+    assert read_s(replace(experts, is_passed=True), many) == pytest.approx(3 * whole_s)
+    assert read_s(replace(experts, is_passed=True), replace(many, recompute=False)) == pytest.approx(2 * whole_s)
+    assert read_s(experts, replace(many, micro_batches=3)) == pytest.approx(6 * whole_s)
+    # zo.accumulate takes turns at units, and each micro-batch fetches its own groups.
+    assert read_s(experts, replace(many, micro_batches=3, by_unit=True)) == pytest.approx(6 * whole_s)
+    # Units that are fetched whole stay for all of them.
+    assert read_s(frozen(), replace(many, micro_batches=3, by_unit=True)) <= 2 * whole_s
+
+
+def test_few_tokens_touch_few_experts() -> None:
+    experts = replace(frozen(), share_met=1 / 16)
+    assert experts.share_touched(1) == pytest.approx(1 / 16)
+    assert experts.share_touched(16) == pytest.approx(1 - (15 / 16) ** 16)
+    assert experts.share_touched(512) == pytest.approx(1.0)
+    groups = replace(experts, in_groups=True, numel=replace(experts.numel, group_bytes=NUMEL))
+    one, many = (read_s(groups, Batch(tokens, 1, tokens)) for tokens in (1, 512))
+    assert one == pytest.approx(many / 16, rel=1e-3)
+
+
+def test_memory_has_two_groups_and_not_the_unit() -> None:
+    units = measure_units([UnitNumel("0", 0, NUMEL, group_bytes=1000), UnitNumel("1", 0, NUMEL // 10)], config())
+    plan = estimate_memory(units, Placement((ON_NVME, ON_NVME), ROOMY), config())
+    assert plan.staging_bytes[Tier.DEVICE] == 2 * NUMEL // 10 + GROUPS_IN_FLIGHT * 1000
+
+
+def test_a_quantized_weight_is_made_for_each_use() -> None:
+    plain, quantized = frozen(), replace(frozen(), quantized_numel=float(NUMEL))
+    batch = Batch(2048, 1, 2048)
+
+    def seconds(work: UnitWork, recompute: bool) -> Any:
+        job = Job.of([work], config(), ONE_RANK, replace(batch, recompute=recompute))
+        return unit_seconds(job, 0, ON_NVME, GPU)[:2, list(Lane).index(Lane.COMPUTE)]
+
+    made_s = 2 * 2 * NUMEL / GPU.device_bytes
+    assert seconds(quantized, True) - seconds(plain, True) == pytest.approx([made_s, 2 * made_s])
+    assert seconds(quantized, False) - seconds(plain, False) == pytest.approx([made_s, made_s])
+
+
+class Packed(nn.Module):
+    """A layer of 64 x 32 in 4 bits, and its scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features, self.out_features = 32, 64
+        self.weight = nn.Parameter(torch.zeros(64 * 32 // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+
+class Mixture(nn.Module):
+    """Eight experts in one parameter, and maybe one that sees every token."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.zeros(8, 4, 16), requires_grad=False)
+        if shared:
+            self.shared_experts = nn.Linear(4, 16)
+
+
+class Named(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.config = type("Config", (), {"hidden_size": 32, "num_attention_heads": 2, "num_experts_per_tok": 2})()
+
+
+def test_work_of_a_quantized_layer_is_that_of_what_it_stands_for() -> None:
+    model = Named(Packed(), Packed())
+    spec = ModelSpec.from_module(model, ["blocks.0", "blocks.1"])
+    for work in work_of(model, spec):
+        assert work.matmul_numel == work.frozen_matmul_numel == work.quantized_numel == 64 * 32
+        assert work.numel.frozen == 64 * 32
+    layout = make_layout(spec, resolve(model, config()), 1)
+    assert UnitNumel.of(layout.units[0]).sizes == (0, 64 * 32 // 2, 0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_work_of_experts_in_groups(shared: bool) -> None:
+    model = Named(Mixture(shared), Mixture(shared))
+    experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
+    spec = ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts)
+    found = {work.numel.name: work for work in work_of(model, spec)}["blocks.0.experts"]
+    assert found.in_groups and found.is_passed is shared and found.share_met == 2 / 8
+    assert found.matmul_numel == found.frozen_matmul_numel == 8 * 4 * 16 * 2 / 8
+    assert found.attention_width == 0 and not found.keeps_inputs(True)
+    assert [found.rerun_share(128, recompute) for recompute in (False, True)] == [1.0, 2.0 if shared else 1.0]
