@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +47,12 @@ class ManyExperts(nn.Module):
             which, tokens = torch.where(index.t() == expert)
             if len(tokens):
                 values = {name: param[expert][None] for name, param in self.named_parameters()}
-                added = self.one(values, hidden[tokens], weights[tokens, which, None])
+                added = self.one(values, (), hidden[tokens], weights[tokens, which, None])
                 output.index_add_(0, tokens, added.to(output.dtype))
         return output
 
     @staticmethod
-    def one(values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    def one(values: Mapping[str, Tensor], more: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
         gate, up = F.linear(hidden, values["up"][0], values["bias"][0]).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, values["down"][0]) * weights
 

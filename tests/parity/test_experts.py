@@ -16,8 +16,11 @@ from tests.helpers.experts import NUM_EXPERTS, TOP_K, experts_lm, trained
 from tests.helpers.models import build, tokens_of
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import RankPools
-from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
+from tests.helpers.reference import Recipe, Trajectory, param_groups, train_offloaded, train_plain
+from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import need_runtime
+from zero_offload.plan.groups import group_bytes
+from zero_offload.plan.layout import CHUNK_NUMEL
 
 MATRIX: dict[str, Any] = {
     "params": ["cpu", "nvme", {"cpu": 0.5, "nvme": 0.5}],
@@ -92,3 +95,26 @@ def test_without_gradients_experts_that_no_token_chooses_are_not_read(nvme: Path
     zo.close(model)
     experts_bytes = 2 * NUM_EXPERTS * 3 * 32 * 40_000
     assert TOP_K / NUM_EXPERTS * experts_bytes < reads[0] < 0.6 * experts_bytes < experts_bytes < reads[1]
+
+
+def test_memory_holds_two_groups_and_no_more_of_the_experts(nvme: Path) -> None:
+    resident, groups = dict[int, int](), dict[int, int]()
+    for size in (1, 3):
+        model = build(functools.partial(experts_lm, inner=40_000, size=size, num_blocks=2))
+        folder = nvme / str(size)
+        config = zo.OffloadConfig(nvme=folder, params="nvme", precision="bf16", durability="scratch")
+        zo.offload(model, config)
+        optimizer = zo.SGD(param_groups(model), lr=1e-2)
+        for step in range(2):
+            model(tokens_of(step)).backward()
+            optimizer.step()
+        resident[size] = zo.stats(model).resident_bytes["cpu"]
+        units = need_runtime(model, "a test").layout.units
+        groups[size] = max(map(group_bytes, units))
+        zo.close(model)
+    slices = 3 * 32 * 40_000 * 2  # of one expert, in bytes
+    blocks = 3 * 2 * CHUNK_NUMEL * 2  # at both ends of each of three parameters
+    assert slices < groups[1] <= slices + blocks + MIB
+    assert 3 * slices < groups[3] <= 3 * slices + blocks + MIB
+    assert resident[1] < 2 * groups[1] + 16 * MIB
+    assert abs((resident[3] - resident[1]) - 2 * (groups[3] - groups[1])) <= 4 * FRAME

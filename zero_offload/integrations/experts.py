@@ -6,14 +6,22 @@ transformers 5 keeps all experts of a layer in parameters of three dimensions, a
 between its products is done here too. The additions are ours, in the order of the experts. Before a class is accepted,
 `_check` compares both on a few numbers.
 
-Imports transformers only when it is called.
+Adapters of peft on experts (`target_parameters`) are `ParamWrapper`s, which put the whole adapted parameter in the
+place of the base's. They get a class of ours, which leaves the parameter as it is and says what it would have added:
+each expert's values are adapted when they are here.
+
+Imports transformers and peft only when they are needed.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +39,29 @@ _NAME = "zero_offload"
 """Of our function among transformers'."""
 
 
+class _Adapter(NamedTuple):
+    """What an active adapter adds to a parameter of experts: scaling * lhs @ rhs, of each expert."""
+
+    module: nn.Module
+    name: str
+    """The parameter's, in its module."""
+    lhs: Tensor
+    """(experts, ...), as `rhs`."""
+    rhs: Tensor
+    scaling: float
+
+
+_ADAPTERS: ContextVar[tuple[_Adapter, ...]] = ContextVar("adapters", default=())
+"""Those of the wrappers whose forward runs."""
+
+
 def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     """Let the experts of a transformers model be fetched and computed in groups, instead of all of a layer at once.
 
     In place, before `zo.offload`; returns the model. It computes what transformers' "eager" implementation computes,
     bit for bit, with or without offload. Memory has two groups of `group_size` experts: one in use, one arriving. By
     default a group takes at most 256 MiB, in the dtype that its parameters have now, and has at least one expert.
+    Adapters of peft, on experts too, come before this call.
 
     Raises ConfigError for a model without such experts, for a class of experts that adds up in another way, and for a
     group size that is not a number from 1 on; ImportError where transformers is missing.
@@ -72,6 +97,12 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
         nbytes = sum(param.nbytes for param in values.values()) // experts
         size = max(GROUP_BYTES // max(nbytes, 1), 1) if group_size is None else group_size
         mark_experts(module, Experts(experts, min(size, experts)))
+    if "peft" in sys.modules:
+        wrapper = _wrapper_class()
+        inside: Any
+        for inside in model.modules():
+            if type(inside) is wrapper.__base__ and any(inside.get_base_layer() is each for each in found.values()):
+                inside.__class__ = wrapper
     return model
 
 
@@ -93,16 +124,66 @@ def _values_of(module: Any) -> dict[str, nn.Parameter]:
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in the place of the module's forward."""
-    param = next(iter(_values_of(module).values()))
-    owner = owner_of(param)
-    if not isinstance(owner, ModelRuntime):
+    owner = _owner_of(module)
+    if owner is None:
         return _eager(module, hidden_states, top_k_index, top_k_weights)
+    if hasattr(module, "parametrizations"):
+        raise ConfigError(
+            f"a parameter of {type(module).__name__} is replaced by a parametrization, as peft does for adapters that "
+            "come after zo.group_experts. Call get_peft_model, then zo.group_experts, then zo.offload"
+        )
+    adapters = [each for each in _ADAPTERS.get() if each.module is module]
 
-    def one(values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
-        return _alone(module, values, hidden, weights)
+    def one(values: Mapping[str, Tensor], more: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+        adapted = dict(values)
+        for number, adapter in enumerate(adapters):
+            lhs, rhs = more[2 * number : 2 * number + 2]
+            # As peft does: in the parameter's dtype.
+            with torch.autocast(lhs.device.type, enabled=False):
+                adapted[adapter.name] = torch.baddbmm(
+                    adapted[adapter.name], lhs[None], rhs[None], alpha=adapter.scaling
+                )
+        return _alone(module, adapted, hidden, weights)
 
-    unit = owner.places[param].unit
-    return owner.experts.run(owner, unit, one, hidden_states, top_k_index, top_k_weights)
+    stacks = [stack for adapter in adapters for stack in (adapter.lhs, adapter.rhs)]
+    unit = owner.places[next(iter(_values_of(module).values()))].unit
+    return owner.experts.run(owner, unit, one, hidden_states, top_k_index, top_k_weights, stacks)
+
+
+def _owner_of(module: nn.Module) -> ModelRuntime | None:
+    owners = map(owner_of, module.parameters())
+    return next((owner for owner in owners if isinstance(owner, ModelRuntime)), None)
+
+
+@functools.cache
+def _wrapper_class() -> Any:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class GroupedParamWrapper(ParamWrapper):  # type: ignore[misc, unused-ignore]
+        """peft's adapter on a parameter of experts, of which no whole tensor is made."""
+
+        @contextmanager
+        def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+            module = self.get_base_layer()
+            active = [name for name in active_adapters if name in self.lora_A]
+            if _owner_of(module) is None or not active:
+                with super()._activate_lora(active_adapters):
+                    yield
+                return
+            if len(active) > 1:
+                raise ConfigError(
+                    f"{', '.join(active)} are active together on experts in groups, which one adapter may change; "
+                    "call model.set_adapter with one name"
+                )
+            wrapper: Any = self
+            adapter = _Adapter(module, self.parameter_name, *wrapper.get_delta_factors(active[0]))
+            token = _ADAPTERS.set((*_ADAPTERS.get(), adapter))
+            try:
+                yield
+            finally:
+                _ADAPTERS.reset(token)
+
+    return GroupedParamWrapper
 
 
 def _eager(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS
 from zero_offload.runtime.units.groups import Group, GroupReader, is_here
 from zero_offload.runtime.units.unit import Unit
 
-OneExpert = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
-"""one(values, hidden, weights) -> (n, width): an expert's part of the output for rows (n, width), each times its
-weight, (n, 1). `values` by name, each of shape (1, ...)."""
+OneExpert = Callable[[Mapping[str, Tensor], Sequence[Tensor], Tensor, Tensor], Tensor]
+"""one(values, more, hidden, weights) -> (n, width): an expert's part of the output for rows (n, width), each times its
+weight, (n, 1). `values` by name, each of shape (1, ...); `more` are the expert's entries of the call's `stacks`."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class _Call:
     """Of the span in use."""
     first: int = 0
     """The first expert of the span in use."""
-    inputs: tuple[Tensor, Tensor] | None = None
-    """Hidden states and routing weights, while a backward runs."""
+    inputs: tuple[Tensor, ...] | None = None
+    """Hidden states, routing weights and stacks, while a backward runs."""
 
     def fetch(self, index: int, *, in_backward: bool) -> None:
         """Have the values of a span here."""
@@ -73,21 +73,24 @@ class _Call:
         at = expert - self.first
         return {name: values[at : at + 1] for name, values in self.values.items()}
 
-    def compute(self, expert: int, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    def compute(
+        self, expert: int, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor, more: Sequence[Tensor]
+    ) -> Tensor:
         """(n, width): what is added to the output for the expert's rows, in the dtype of `hidden`."""
         tokens, which = self.rows[expert]
-        return self.one(values, hidden[tokens], weights[tokens, which, None]).to(hidden.dtype)
+        return self.one(values, more, hidden[tokens], weights[tokens, which, None]).to(hidden.dtype)
 
-    def add(self, expert: int, output: Tensor, hidden: Tensor, weights: Tensor) -> None:
-        output.index_add_(0, self.rows[expert][0], self.compute(expert, self.values_of(expert), hidden, weights))
+    def add(self, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, more: Sequence[Tensor]) -> None:
+        added = self.compute(expert, self.values_of(expert), hidden, weights, more)
+        output.index_add_(0, self.rows[expert][0], added)
 
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, output: Tensor, hidden: Tensor, weights: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.mark_dirty(output)
-        ctx.save_for_backward(hidden, weights)
-        ctx.num_params = len(params)
+        ctx.save_for_backward(*inputs)
+        ctx.num_inputs = len(inputs)
         # The call has this node: a cycle would keep a dropped model until garbage collection.
         ctx.call = weakref.ref(call)
         call.begin = ctx
@@ -98,17 +101,17 @@ class _Begin(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if (call := ctx.call()) is not None:
             call.inputs, call.values = None, {}
-        return (None,) * (4 + ctx.num_params)
+        return (None,) * (2 + ctx.num_inputs)
 
 
 class _Expert(Function):
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *params: Tensor
+        ctx: Any, call: _Call, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *more: Tensor
     ) -> Tensor:
         ctx.mark_dirty(output)
-        ctx.call, ctx.expert, ctx.num_params = call, expert, len(params)
-        call.add(expert, output, hidden, weights)
+        ctx.call, ctx.expert = call, expert
+        call.add(expert, output, hidden, weights, more)
         return output
 
     @staticmethod
@@ -116,20 +119,22 @@ class _Expert(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         call, expert = ctx.call, ctx.expert
         assert call.inputs is not None
-        hidden, weights = (
+        hidden, weights, *stacks = call.inputs
+        inputs = [
             each.detach().requires_grad_(needed)
-            for each, needed in zip(call.inputs, ctx.needs_input_grad[3:5], strict=True)
-        )
+            for each, needed in zip(
+                (hidden, weights, *(stack[expert] for stack in stacks)), ctx.needs_input_grad[3:], strict=True
+            )
+        ]
         values = call.values_of(expert)
         with saved_tensors_hooks(*KEPT_AS_IT_IS), torch.enable_grad(), contextlib.ExitStack() as contexts:
             for autocast in call.autocasts:
                 contexts.enter_context(torch.autocast(*autocast))
-            added = call.compute(expert, values, hidden, weights)
-        wanted = [each for each in (hidden, weights) if each.requires_grad]
+            added = call.compute(expert, values, *inputs[:2], inputs[2:])
+        wanted = [each for each in inputs if each.requires_grad]
         found = iter(torch.autograd.grad(added, wanted, grad.index_select(0, call.rows[expert][0])))
         call.experts.advance()
-        grads = [next(found) if each.requires_grad else None for each in (hidden, weights)]
-        return (None, None, grad, *grads, *([None] * ctx.num_params))
+        return None, None, grad, *(next(found) if each.requires_grad else None for each in inputs)
 
 
 class _Group(Function):
@@ -159,30 +164,42 @@ class GroupedExperts:
         self.advance = reader.advance
 
     def run(
-        self, runtime: object, unit: Unit, one: OneExpert, hidden: Tensor, index: Tensor, weights: Tensor
+        self,
+        runtime: object,
+        unit: Unit,
+        one: OneExpert,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        stacks: Sequence[Tensor] = (),
     ) -> Tensor:
         """(tokens, width): the output for `hidden`, (tokens, width), of which the experts in `index`, (tokens, k), have
-        `weights`, (tokens, k). Each adds what `one` computes. An index above the last expert's is nobody's."""
+        `weights`, (tokens, k). Each adds what `one` computes, of its values and its entries of `stacks`,
+        (experts, ...). An index above the last expert's counts for none.
+        """
         experts = unit.layout.experts
         assert experts is not None
         output, rows = torch.zeros_like(hidden), _rows_of(index, experts.num_experts)
-        has_graph = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
+        inputs = (hidden, weights, *stacks)
+        has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+        # One node for all entries of a stack: its backward stacks their gradients.
+        entries = list(zip(*(stack.unbind(0) for stack in stacks), strict=True)) or [()] * experts.num_experts
         spans = list(_spans(unit, rows, every=self._reader.gathers))
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups
         call = _Call(runtime, self, unit, one, rows, spans, in_groups, autocasts)
         if has_graph:
-            output = _Begin.apply(call, output, hidden, weights)  # type: ignore[no-untyped-call]
+            output = _Begin.apply(call, output, *inputs)  # type: ignore[no-untyped-call]
         for number, span in enumerate(spans):
             call.fetch(number, in_backward=False)
             for expert in span:
                 if expert not in rows:
                     continue
                 if has_graph:
-                    output = _Expert.apply(call, expert, output, hidden, weights)  # type: ignore[no-untyped-call]
+                    output = _Expert.apply(call, expert, output, hidden, weights, *entries[expert])  # type: ignore[no-untyped-call]
                 else:
-                    call.add(expert, output, hidden, weights)
+                    call.add(expert, output, hidden, weights, entries[expert])
                 self.advance()
             if has_graph:
                 output = _Group.apply(call, number, output)  # type: ignore[no-untyped-call]
