@@ -462,6 +462,9 @@ class ParamAccess:
                     self._prefetcher.streams.use(unit)
         return Touched.FOR_READING
 
+    def is_in_use(self, param: nn.Parameter) -> bool:
+        return self._places[param].unit.runs
+
     def is_gathered(self, param: nn.Parameter) -> bool:
         return self._places[param].unit.gathered_uses > 0
 

@@ -45,7 +45,8 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
-from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
+from zero_offload.runtime.units.derived import Derived
+from zero_offload.runtime.units.guard import Away, cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.storage.memory.heap import HeapHole, HeapTrimmer
 
@@ -415,18 +416,21 @@ class PassTracker:
 
     def _keep_views(self, output: Any, around: Sequence[Scope]) -> Any:
         """Views of parameters among the results outlive this forward: they keep their unit, or become copies."""
-        found = [x for x in tensors_in([output]) if not isinstance(x, nn.Parameter)]
+        found = [x for x in tensors_in([output]) if not isinstance(x, nn.Parameter | Away)]
         # Those of a buffer that may go.
         views = [x for x in found if (unit := self._saved.unit_of(x)) is not None and not unit.resident]
+        replaced = None
+        if any(type(x) is Derived for x in found):
+            replaced = output = tree_map_only(Derived, lambda x: x.plain, output)
         if not views:
-            return None
+            return replaced
         if not around:
             ids = set(map(id, views))
             return tree_map_only(Tensor, lambda x: x.clone() if id(x) in ids else x, output)
         for unit in filter(None, map(self._saved.unit_of, views)):
             unit.forward_uses += 1
             around[-1].touched.append(unit)
-        return None
+        return replaced
 
     def reset_forwards(self) -> None:
         """Forwards ended without their exit hooks: nothing of them runs any more."""
@@ -452,6 +456,8 @@ class PassTracker:
             elif unit.forward_uses == 0:
                 (self._inner_forwards if is_backward else self.forwards)[-1].touched.append(unit)
                 self._use(unit, in_backward=is_backward)
+            else:
+                self._use_again(unit)
         for unit in by_operations:
             # What is recomputed saves without asking us.
             unit.used_by_operations = not recomputed

@@ -5,6 +5,8 @@ The graph knows which object is asked, not this module: a cycle would keep a dro
 The user's hooks, around the forward or inside of it, get every other tensor. At the end: which hooks are in place, and
 whether the call that entered them still runs.
 
+What is made of frozen weights that keep their dtype is made again (see derived.py).
+
 [Note: casts of weights]
 torch.autocast casts fp32 weights for an operation, which saves the cast. All of them would stay from forward to
 backward, though their units leave. So the parameter is saved in the cast's place, and cast again: the same bits. A cast
@@ -31,7 +33,8 @@ from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
 from zero_offload.runtime.saved.activations import Activations, changed_in_place
-from zero_offload.runtime.units.guard import storage_of
+from zero_offload.runtime.units.derived import Derived, Step
+from zero_offload.runtime.units.guard import AtRest, plain_of, storage_of
 from zero_offload.runtime.units.unit import Unit
 
 Pack = Callable[[Tensor], Any]
@@ -136,8 +139,12 @@ class SavedTensors:
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(hooks, use, None))
 
-    def _pack(self, users: SavingHooks | None, reads: Use | None, tensor: Tensor) -> Saved | tuple[Any, Unpack]:
+    def _pack(self, users: SavingHooks | None, reads: Use | None, tensor: Tensor) -> Saved | Step | tuple[Any, Unpack]:
         """A tuple has what the user's hooks, or the store, made of the tensor, and what gives it back."""
+        if isinstance(tensor, AtRest | Derived):
+            if type(tensor) is Derived and (step := self._steps_of(tensor, reads)) is not None:
+                return step
+            tensor = plain_of(tensor)
         try:  # as `unit_of` does, without a call
             units = self._unit_of_storage
             unit = units.get(tensor.untyped_storage()._cdata) if type(tensor) in PLAIN else self.unit_of(tensor)
@@ -158,6 +165,15 @@ class SavedTensors:
             if reads is not None:
                 reads(unit)
         return saved
+
+    def _steps_of(self, tensor: Derived, reads: Use | None) -> Step | None:
+        """What makes the tensor again, of tensors that are saved themselves; None where it is kept."""
+        if tensor.step is None or not tensor.is_known or self.unit_of(tensor.plain) is not None:
+            return None
+        step = tensor.step.replaced(partial(self._pack, None, reads), {})
+        if self._checks_casts and not torch.equal(_repeated(step, _kept), tensor.plain):
+            return None  # an operation gives other values each time
+        return step
 
     def _cast_of(self, tensor: Tensor) -> tuple[Tensor, Unit, _Cast] | None:
         """For a view of a cast of a parameter that leaves memory: the parameter, its unit and the view."""
@@ -192,10 +208,12 @@ class SavedTensors:
                         return param
         return None
 
-    def _unpack(self, use: Use, saved: Saved | tuple[Any, Unpack]) -> Tensor:
+    def _unpack(self, use: Use, saved: Saved | Step | tuple[Any, Unpack]) -> Tensor:
         if isinstance(saved, tuple):
             packed, unpack = saved
             return unpack(packed)
+        if isinstance(saved, Step):
+            return _repeated(saved, partial(self._unpack, use))
         kept, unit = saved.kept, saved.unit
         if kept._version != saved.version:
             raise changed_in_place(tuple(kept.shape), kept._version, saved.version)
@@ -209,6 +227,17 @@ class SavedTensors:
             return kept.detach()
         dtype, shape, stride, offset = saved.cast
         return kept.detach().to(dtype).as_strided(shape, stride, offset)
+
+
+def _repeated(step: Step, leaf: Callable[[Saved], Tensor]) -> Tensor:
+    # Autocast has done its part when the steps were noted.
+    with torch.no_grad(), torch._C._DisableAutocast():
+        made: Tensor = step.repeat(Saved, leaf, {})
+    return made
+
+
+def _kept(saved: Saved) -> Tensor:
+    return saved.kept
 
 
 _CASTS = (torch.bfloat16, torch.float16)

@@ -7,6 +7,13 @@ away, a function runs on an `Away` in the parameter's place: a tensor without me
 device is answered, views are views without memory, and the first operation that would read data raises. The hooks
 switch the class to plain `nn.Parameter` for the time a unit is in use.
 
+[Note: quantized weights in use]
+Libraries keep views of a quantized weight from forward to backward where no hook sees them. Such a view would hold its
+unit in memory. So a frozen parameter that keeps its dtype stays guarded while its unit is in use. Views of it have no
+memory then either (`Away`). Each operation makes them from the parameter, in forward and in backward, for which the
+unit is fetched. A tensor subclass that consists of several parameters (`wraps`) is never plain: each operation gets
+one that consists of them as they are now.
+
 [Note: views for reading]
 Views of parameters that are handed out outside of forward and backward are for reading. What is written to one is lost
 where the parameter only visits memory. Where it rests there, it is one half of an fp32 master. With the other half of
@@ -33,6 +40,7 @@ from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
 from zero_offload.plan.quantized import is_wrapper
 from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.runtime.units.derived import Derived
 from zero_offload.storage.shards.registry import Owner, Touched, dropped_error, owner_of
 
 _HARMLESS_PROPERTIES = (
@@ -393,7 +401,7 @@ class AtRest:
             fills = kwargs.pop("materialize_grads", False)
             found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
             return _filled(args, kwargs, found) if fills else found
-        if func in named(*_FACTORIES, *_QUESTIONS):
+        if func in named(*_FACTORIES, *_QUESTIONS) and not any(map(_is_in_use, args[:1])):
             try:
                 answer = _answer(func, args, kwargs)
             except _NeedsDataError:
@@ -411,8 +419,7 @@ class AtRest:
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         param = cast(nn.Parameter, self)
-        owner = owner_of(param)
-        where = "" if owner is None else f", {owner.places.describe(param)}"
+        where = "" if _owner(param) is None else f", {_describe(param)}"
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = tuple(param.shape), param.dtype
         return f"Parameter(shape={shape}, dtype={dtype}{where})"
@@ -466,28 +473,33 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     leaves = tree_leaves((args, kwargs))
     # Those that are in use as well: their units must not go while another one comes.
     params = [cast(nn.Parameter, leaf) for leaf in leaves if isinstance(leaf, AtRest | nn.Parameter)]
+    views = [leaf for leaf in leaves if isinstance(leaf, Away)]
     targets = changed_by(func, args, kwargs)
     refuse_changes(targets, func)
     changed_ids = set(map(id, targets))
     by_owner: dict[int, list[nn.Parameter]] = {}
-    for param in params:
-        by_owner.setdefault(id(owner_of(param)), []).append(param)
+    for param in (*params, *(view.param for view in views if view.may_be_made)):
+        by_owner.setdefault(id(_owner(param)), []).append(param)
     lent: list[tuple[Tensor, str]] = [(leaf, leaf.of) for leaf in leaves if isinstance(leaf, ReadOnly)]
-    is_away = any(isinstance(leaf, Away) for leaf in leaves)
+    is_away = not all(view.may_be_made for view in views)
+    is_guarded = False
     for owned in by_owner.values():
-        owner = owner_of(owned[0])
+        owner = _owner(owned[0])
         if owner is None:
             if any(isinstance(param, AtRest) for param in owned):
                 raise dropped_error(owned[0])
             continue
-        touched = owner.access.touch(owned)
+        touched = owner.access.touch([tensor for param in owned for tensor in _tensors_of(param)])
         if touched is Touched.OPEN:
+            is_guarded = is_guarded or any(isinstance(param, AtRest) for param in owned)
             continue
         for param in owned:
             if id(param) in changed_ids:
                 raise _changes(func, param)
-        is_away |= touched is Touched.AWAY
-        lent += [(_part_of(param), owner.places.name_of(param)) for param in owned]
+        is_away |= touched is Touched.AWAY or any(view.param is param for view in views for param in owned)
+        lent += [(_part_of(param), owner.places.name_of(param)) for param in owned if not _wraps(param)]
+    if is_guarded and not is_away:
+        return lend(_compute(func, args, kwargs), lent)
     if is_away:
         try:
             return _answer(func, args, kwargs)
@@ -496,6 +508,51 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         return lend(result, lent) if lent else result
+
+
+def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the function on what parameters that stay guarded in use hold now; see [Note: quantized weights in use]."""
+    made: dict[int, Tensor] = {}
+    shown: list[tuple[Tensor, nn.Parameter]] = []
+    # What reads memory past operations takes no subclass.
+    derives = torch.is_grad_enabled() and func not in named(*ADDRESSES)
+
+    def real(leaf: Any) -> Tensor:
+        if id(leaf) not in made:
+            made[id(leaf)] = _as_it_is_now(leaf, shown, derives=derives)
+        return made[id(leaf)]
+
+    with torch._C.DisableTorchFunctionSubclass():
+        args, kwargs = tree_map_only((AtRest, Away), real, (args, kwargs))
+        if not any(map(_is_wrapper, made.values())):
+            return wrap_views(func(*args, **kwargs), shown, _away_at)
+    return wrap_views(func(*args, **kwargs), shown, _away_at)
+
+
+def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
+    """A plain tensor, or a `Derived`, in the place of a parameter or of a view; `shown` gets what it shows."""
+    if _is_wrapper(leaf):
+        kind = type(leaf).__bases__[1] if isinstance(leaf, AtRest) else type(leaf)
+        names, context = leaf.__tensor_flatten__()
+        inner = {name: _as_it_is_now(getattr(leaf, name), shown, derives=derives) for name in names}
+        return cast(Tensor, kind.__tensor_unflatten__(inner, context, leaf.size(), leaf.stride()))
+    if not isinstance(leaf, AtRest | Away):
+        return cast(Tensor, leaf)
+    param = leaf.param if isinstance(leaf, Away) else cast(nn.Parameter, leaf)
+    plain = param.detach()
+    shown.append((plain, param))
+    if isinstance(leaf, Away) and not leaf.as_param:
+        of_dtype = plain if leaf.meta.dtype == plain.dtype else plain.view(-1).view(leaf.meta.dtype)
+        begin = of_dtype.storage_offset() + leaf.meta.storage_offset()
+        plain = of_dtype.as_strided(leaf.meta.size(), leaf.meta.stride(), begin)
+    return Derived.made(plain) if derives else plain
+
+
+def _away_at(view: Tensor, param: nn.Parameter) -> Away:
+    """The view of a parameter without its memory."""
+    begin = int(view.storage_offset()) - int(param.storage_offset()) * param.itemsize // view.itemsize
+    all_of_it = torch.empty(param.nbytes // view.itemsize, dtype=view.dtype, device="meta")
+    return Away.made(param, all_of_it.as_strided(view.size(), view.stride(), begin))
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -593,8 +650,40 @@ def no_step_of_others(param: str) -> ZeroOffloadError | None:
 
 
 def _describe(param: nn.Parameter) -> str:
-    owner = owner_of(param)
-    return "of a model that was deleted" if owner is None else owner.places.describe(param)
+    owner = _owner(param)
+    return "of a model that was deleted" if owner is None else owner.places.describe(_tensors_of(param)[0])
+
+
+def _name_of(param: nn.Parameter) -> str:
+    owner = _owner(param)
+    return "" if owner is None else owner.places.name_of(_tensors_of(param)[0])
+
+
+def _owner(param: nn.Parameter) -> Owner | None:
+    """The runtime that offloads a parameter, or those of which it consists."""
+    found = _tensors_of(param)
+    return owner_of(found[0]) if found else None
+
+
+def _is_wrapper(tensor: object) -> bool:
+    """True if a tensor consists of others, which its class names, and has no memory."""
+    return hasattr(type(tensor), "__tensor_flatten__") and not is_dtensor(tensor)
+
+
+def _tensors_of(param: nn.Parameter) -> list[nn.Parameter]:
+    """The parameters that a parameter consists of: itself, if it is a plain one."""
+    if type(param) is nn.Parameter or type(param) is GuardedParameter or not _is_wrapper(param):
+        return [param]
+    tensors: Any = param
+    return [each for name in tensors.__tensor_flatten__()[0] for each in _tensors_of(getattr(param, name))]
+
+
+def _is_in_use(param: object) -> bool:
+    """True if a forward or backward uses its unit now."""
+    if not isinstance(param, AtRest):
+        return False
+    owner = _owner(cast(nn.Parameter, param))
+    return owner is not None and all(map(owner.access.is_in_use, _tensors_of(cast(nn.Parameter, param))))
 
 
 # Views for reading, see the note above
@@ -691,10 +780,12 @@ def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[
     }
 
     def wrap(tensor: Tensor) -> Tensor:
-        storage = storage_of(tensor) if type(tensor) is Tensor else None
+        storage = storage_of(tensor) if type(tensor) in (Tensor, Derived) else None
         found = None if storage is None else storages.get(storage._cdata)
         return tensor if found is None else view(tensor, found[1])
 
+    if not storages:
+        return result
     if isinstance(result, Tensor | tuple):
         return tree_map_only(Tensor, wrap, result)
     if isinstance(result, list) and result and isinstance(result[0], Tensor):
@@ -736,6 +827,11 @@ class Away(View):
     as_param: bool
     """True if it lies as the parameter does."""
 
+    @property
+    def may_be_made(self) -> bool:
+        """True if an operation may take the parameter's memory in its place: no gradient is lost."""
+        return not self.param.requires_grad and not _is_wrapper(self.param)
+
     @staticmethod
     def of_param(param: nn.Parameter) -> Away:
         """Stands for the parameter itself."""
@@ -755,8 +851,7 @@ class Away(View):
             requires_grad=requires_grad,
             dispatch_device=True,
         )
-        owner = owner_of(param)
-        view.of = "" if owner is None else owner.places.name_of(param)
+        view.of = _name_of(param)
         view.param, view.meta = param, meta
         same_dtype = meta.dtype == param.dtype and meta.storage_offset() == 0
         view.as_param = same_dtype and (meta.size(), meta.stride()) == (param.size(), param.stride())
@@ -805,6 +900,12 @@ class Away(View):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, a view of {_describe(self.param)})"
+
+
+def plain_of(tensor: Any) -> Tensor:
+    """The same memory as a plain tensor, of a parameter that is guarded in use, or of what was made of one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast(Tensor, tensor.plain if type(tensor) is Derived else tensor.detach())
 
 
 def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) -> bool:

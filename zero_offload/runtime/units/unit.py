@@ -183,12 +183,19 @@ class Unit:
 
     def open(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
-        for param in self.params:
+        for param in self._opened:
             if isinstance(param, AtRest):
                 param.__class__ = type(param).__bases__[1]  # its class is (AtRest, the class in use)
         if self.writable:
             self._take_replaced()
-        self._versions = [param._version for param in self.params]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [param._version for param in self.params]
+
+    @cached_property
+    def _opened(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that are plain in a use: not quantized weights, unless the unit never leaves.
+        See [Note: quantized weights in use] in guard.py."""
+        return tuple(p for section, piece, p in self.placed_params if self.resident or not stays_guarded(section, piece))
 
     def watch(self) -> None:
         """After `open`: see changes in this use that torch counts no version for, too, made through `.data`.
@@ -227,11 +234,13 @@ class Unit:
         # Without versions it was never opened: there was no room for it.
         misplaced = self._misplaced() if self._versions else []
         self._is_replaced = bool(misplaced)
-        names = [piece.spec.name for s, piece, param in misplaced if not _equal(local_part(param), s.own_view(piece))]
+        with torch._C.DisableTorchFunctionSubclass():
+            names = [p.spec.name for s, p, param in misplaced if not _equal(local_part(param), s.own_view(p))]
         elsewhere = {id(param) for _, _, param in misplaced}
-        for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
-            if param._version != version and id(param) not in elsewhere and self._loses(section):
-                doubtful.append((section, piece.spec.name))
+        with torch._C.DisableTorchFunctionSubclass():
+            for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
+                if param._version != version and id(param) not in elsewhere and self._loses(section):
+                    doubtful.append((section, piece.spec.name))
         if self._fingerprints is not None:
             differ = (self._take_fingerprints() != self._fingerprints).tolist()
             names += [
@@ -248,29 +257,31 @@ class Unit:
     def _misplaced(self) -> list[tuple[Section, ParamSlice, nn.Parameter]]:
         """Parameters that are not their part of the buffers, which are here. Asked for after each use."""
         found = []
-        for place in self.placed_params:
-            section, piece, param = place
-            part = param if type(param) is nn.Parameter else local_part(param)
-            address = section.flat.data_ptr() + piece.begin * section.flat.itemsize
-            is_there = part.data_ptr() == address or part.numel() == 0
-            if not (is_there and part.shape == piece.spec.shape and _lies_as(part, piece.spec)):
-                found.append(place)
+        with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
+            for place in self.placed_params:
+                section, piece, param = place
+                part = param if type(param) is nn.Parameter else local_part(param)
+                address = section.flat.data_ptr() + piece.begin * section.flat.itemsize
+                is_there = part.data_ptr() == address or part.numel() == 0
+                if not (is_there and part.shape == piece.spec.shape and _lies_as(part, piece.spec)):
+                    found.append(place)
         return found
 
     def put_back(self) -> None:
         """Make parameters views of the buffers again, with the values that were there, if the program has given them
         other memory, as by `param.data = values`. To be called while the unit is here."""
         self._is_replaced = False
-        with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
+        with torch._C.DisableTorchFunctionSubclass():
             for section, piece, param in self._misplaced():
                 if not is_dtensor(param):
                     param.data = section.own_view(piece)
 
     def _take_replaced(self) -> None:
         """Make parameters views of the buffers again, with the values that the program gave them."""
-        for section, piece, param in self._misplaced():
-            if param.shape == piece.spec.shape:
-                section.own_view(piece).copy_(param.detach())
+        with torch._C.DisableTorchFunctionSubclass():
+            for section, piece, param in self._misplaced():
+                if param.shape == piece.spec.shape:
+                    section.own_view(piece).copy_(param.detach())
         self.put_back()
 
     def close(self) -> None:
@@ -320,6 +331,14 @@ class Unit:
 def _lies_as(part: torch.Tensor, spec: ParamSpec) -> bool:
     """True if the elements lie in the parameter's order."""
     return part.is_contiguous() if not spec.order else part.permute(spec.order).is_contiguous()
+
+
+def stays_guarded(section: Section, piece: ParamSlice) -> bool:
+    """True for a quantized weight, and for what belongs to one."""
+    return not section.layout.trainable and section.layout.dtype not in _COMPUTE_DTYPES
+
+
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _equal(values: torch.Tensor, own: torch.Tensor) -> bool:

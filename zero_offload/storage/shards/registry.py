@@ -56,6 +56,9 @@ class ParamAccess(Protocol):
     def touch(self, params: Sequence[nn.Parameter]) -> Touched:
         """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
 
+    def is_in_use(self, param: nn.Parameter) -> bool:
+        """True if a forward or backward uses its unit now."""
+
     def is_gathered(self, param: nn.Parameter) -> bool:
         """True if it may be read now as it stands, inside of `zo.gathered`."""
 

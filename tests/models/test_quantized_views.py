@@ -1,0 +1,285 @@
+"""Quantized weights leave between forward and backward, whatever their layers keep of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import zero_offload as zo
+from tests.helpers.reference import placed
+from zero_offload.model.api import runtime_of
+from zero_offload.runtime.units.derived import Derived, Step
+from zero_offload.runtime.units.guard import AtRest, Away
+from zero_offload.runtime.units.unit import UnitState
+
+HIDDEN = 1024
+"""A weight of int8 has 1 MiB, half a frame."""
+
+
+def _quantized(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(outputs, inputs) * 0.03
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round().to(torch.int8), scale
+
+
+class Dequantized(nn.Module):
+    """Autograd saves the values that the layer has made."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype = torch.int8) -> None:
+        super().__init__()
+        values, scale = _quantized(outputs, inputs)
+        self.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+class _KeepsView(torch.autograd.Function):
+    """As libraries do: a view and the scale are kept where no hook sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        ctx.kept = weight.t().view(torch.uint8), scale
+        return F.linear(x, weight.to(x.dtype).mul_(scale))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        turned, scale = ctx.kept
+        return grads[0] @ turned.view(torch.int8).t().to(grads[0].dtype).mul_(scale), None, None
+
+
+class Kept(Dequantized):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _KeepsView.apply(x, self.weight, self.scale)
+        return found
+
+
+class Packed(nn.Module):
+    """Four bits in integers, in buffers, as layers of GPTQ have them."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        values = torch.randint(0, 16, (inputs // 8, 8, outputs), dtype=torch.int32)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        self.register_buffer("qweight", (values << shifts[:, None]).sum(1, dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(inputs // 128, outputs) * 0.01)
+        self.register_buffer("g_idx", torch.arange(inputs, dtype=torch.int32) // 128)
+        self.register_buffer("shifts", shifts, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = self.qweight.unsqueeze(1).expand(-1, 8, -1)
+        values = torch.bitwise_right_shift(spread, self.shifts[None, :, None]).to(torch.int16).bitwise_and(15)
+        weight = self.scales[self.g_idx.long()] * (values.reshape(-1, self.scales.shape[1]) - 8)
+        return x @ weight.to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, layer: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(layer(HIDDEN, HIDDEN) for _ in range(2))
+        self.down, self.up = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.base:
+            x = x + F.gelu(layer(x))
+        return x + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, layer: Callable[[int, int], nn.Module], reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(layer) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "int8": Dequantized,
+    "fp8": functools.partial(Dequantized, dtype=torch.float8_e4m3fn),
+    "kept view": Kept,
+    "packed": Packed,
+}
+
+
+def offloaded(model: Model, nvme: Path, device_memory: str = "8MiB") -> Model:
+    zo.offload(model, placed("fp32", ("nvme", "cpu", "cpu"), nvme, device_memory))
+    return model
+
+
+def train(model: Model, steps: int = 2) -> list[Tensor]:
+    optimizer = zo.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = []
+    torch.manual_seed(1)
+    for _ in range(steps):
+        loss = model(torch.randn(2, 8, HIDDEN, requires_grad=bool(model.reentrant))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found + [value.clone() for name, value in model.state_dict().items() if ".up." in name or ".down." in name]
+
+
+def saved_of(loss: Tensor) -> list[Any]:
+    """What the nodes of a graph have saved, as hooks have packed it."""
+    found, nodes, left = [], set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        names = [name for name in dir(node) if name.startswith("_raw_saved_")]
+        found += [raw.data for name in names if (raw := getattr(node, name)) is not None]
+        left += [following for following, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["none", "plain", "reentrant"])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+def test_training_is_exact(layer: Callable[[int, int], nn.Module], reentrant: bool | None, nvme: Path) -> None:
+    expected = train(Model(layer, reentrant))
+    found = train(offloaded(Model(layer, reentrant), nvme))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+def test_units_leave_before_backward(layer: Callable[[int, int], nn.Module], nvme: Path) -> None:
+    model = offloaded(Model(layer), nvme)
+    for _ in range(2):
+        loss = model(torch.randn(2, 8, HIDDEN)).square().mean()
+        owner = runtime_of(model)
+        assert owner is not None
+        quantized = [unit for unit in owner.units if any(p.dtype.itemsize != 4 or not p.requires_grad for p in unit.params)]
+        assert not any(unit.lent for unit in quantized)
+        assert sum(unit.state is UnitState.AWAY for unit in quantized) >= 1
+        loss.backward()
+
+
+@pytest.mark.parametrize("layer", [LAYERS["int8"], LAYERS["fp8"], LAYERS["packed"]], ids=["int8", "fp8", "packed"])
+def test_values_that_a_layer_makes_are_not_saved(layer: Callable[[int, int], nn.Module], nvme: Path) -> None:
+    model = offloaded(Model(layer), nvme)
+    saved = saved_of(model(torch.randn(2, 8, HIDDEN)).square().mean())
+    assert sum(isinstance(each, Step) for each in saved) >= 7
+    kept = [each.kept for each in saved if isinstance(getattr(each, "kept", None), Tensor) and each.unit is None]
+    assert not any(tensor.numel() >= HIDDEN * HIDDEN for tensor in kept)
+
+
+def _values(layer: Dequantized) -> Tensor:
+    return layer.weight.float() * layer.scale
+
+
+class Probed(Dequantized):
+    """Runs a function in its forward."""
+
+    probe: Callable[[Dequantized], Any] = staticmethod(lambda layer: None)
+    results: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        Probed.results.append(Probed.probe(self))
+        return super().forward(x)
+
+
+def probe(nvme: Path, function: Callable[[Dequantized], Any]) -> Any:
+    model = offloaded(Model(Probed), nvme)
+    Probed.probe, Probed.results = staticmethod(function), []
+    try:
+        with torch.enable_grad():
+            model(torch.randn(2, 8, HIDDEN))
+        return Probed.results[-1]
+    finally:
+        Probed.probe, Probed.results = staticmethod(lambda layer: None), []
+
+
+def test_views_in_forward_have_no_memory(nvme: Path) -> None:
+    views = probe(nvme, lambda layer: (layer.weight.t(), layer.weight[3:5], layer.weight.data, layer.weight.view(-1, 1)))
+    assert all(isinstance(view, Away) for view in views)
+    assert [tuple(view.shape) for view in views] == [(1024, 1024), (2, 1024), (1024, 1024), (1024 * 1024, 1)]
+    assert isinstance(probe(nvme, lambda layer: layer.weight), AtRest)
+
+
+def test_a_view_of_a_view_is_the_right_part(nvme: Path) -> None:
+    def both(layer: Dequantized) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            view = layer.weight.t()[5:9, ::2].view(torch.uint8)[1:]
+            return view + 0, layer.weight.clone().t()[5:9, ::2].view(torch.uint8)[1:]
+
+    assert torch.equal(*probe(nvme, both))
+
+
+def test_what_draws_random_numbers_or_is_changed_is_saved_itself(nvme: Path) -> None:
+    def steps(layer: Dequantized) -> list[bool]:
+        made = _values(layer)
+        changed = _values(layer).mul_(2)
+        written = torch.empty_like(made)
+        written.copy_(made)
+        return [
+            made.step is not None and made.is_known,
+            type(changed) is Derived and changed.is_known,
+            type(written) is Derived and written.is_known,
+            type(written.t() + 0) is Derived,
+            type(F.dropout(made)) is Derived,
+            type(made + torch.randn(HIDDEN, HIDDEN)) is Derived,
+            type(made @ torch.randn(HIDDEN, 2)) is Derived,
+        ]
+
+    assert probe(nvme, steps) == [True, False, False, False, False, False, False]
+
+
+def test_a_table_that_is_changed_later_counts_as_it_was(nvme: Path) -> None:
+    class Shifted(Dequantized):
+        def forward(self, x: Tensor) -> Tensor:
+            shift = torch.ones(HIDDEN)
+            found = F.linear(x, self.weight.to(x.dtype) * self.scale * shift)
+            shift.zero_()
+            return found
+
+    expected, found = train(Model(Shifted)), train(offloaded(Model(Shifted), nvme))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_outputs_and_copies_are_plain(nvme: Path) -> None:
+    class Gives(Dequantized):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.to(x.dtype) * self.scale
+
+    model = zo.offload(nn.ModuleList([Gives(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 4)]), placed("fp32", ("nvme", "cpu", "cpu"), nvme))
+    assert type(model[0](torch.ones(1))) is Tensor
+    found = probe(nvme, lambda layer: (_values(layer).numpy()[0, 0], _values(layer).tolist()[0][0], repr(_values(layer))))
+    assert found[0] == found[1] and "tensor(" in found[2]
+
+
+def test_double_backward(nvme: Path) -> None:
+    def penalty(model: Model) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 2 * HIDDEN).view(2, HIDDEN).requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), x)
+        return [grad.detach(), second]
+
+    expected, found = penalty(Model(Dequantized)), penalty(offloaded(Model(Dequantized), nvme))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_autocast(nvme: Path) -> None:
+    def run(model: Model) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(model)
+
+    assert all(torch.equal(*pair) for pair in zip(run(Model(Dequantized)), run(offloaded(Model(Dequantized), nvme)), strict=True))
+
+
+def test_a_change_in_forward_is_refused(nvme: Path) -> None:
+    with pytest.raises(zo.ZeroOffloadError, match="in place"):
+        probe(nvme, lambda layer: layer.weight.zero_())

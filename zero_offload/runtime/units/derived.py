@@ -1,0 +1,155 @@
+"""Tensors that are made of frozen weights alone, such as the values of a quantized weight.
+
+[Note: what is made of frozen weights]
+Autograd saves the values that a layer has made of its quantized weight: all of them would stay from forward to
+backward, though their units leave. So an operation on a frozen weight that keeps its dtype returns a `Derived`. It
+computes like a plain tensor, and knows the operations that have made it. Saved for backward are those operations and
+the weights, and backward repeats them: the same bits, for any format.
+
+What is combined with other tensors is plain again, those apart that are small or frozen parameters. So activations are
+never repeated. A change in place ends the knowledge, and so does an operation that draws random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+SMALL_BYTES = 128 * 1024
+"""Other tensors up to this size may take part: tables of shifts, the order of columns."""
+_PRODUCTS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "dot", "convolution", "embedding", "_scaled_mm")
+)
+"""Operations whose other input is an activation, however small."""
+
+
+class Step:
+    """One operation, on what other steps make and on tensors."""
+
+    __slots__ = ("func", "args", "kwargs")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+
+    def replaced(self, leaf: Callable[[Tensor], Any], known: dict[int, Step]) -> Step:
+        """The same operations with `leaf` of each tensor in its place; `known` has the steps that are replaced."""
+        if (found := known.get(id(self))) is None:
+
+            def replace(each: Any) -> Any:
+                return each.replaced(leaf, known) if isinstance(each, Step) else leaf(each)
+
+            found = Step(self.func, *tree_map_only(Step | Tensor, replace, (self.args, self.kwargs)))
+            known[id(self)] = found
+        return found
+
+    def repeat(self, kind: type, leaf: Callable[[Any], Tensor], known: dict[int, Any]) -> Any:
+        """What the operations make of `leaf` of each leaf of type `kind`; `known` has the results of steps."""
+        if id(self) not in known:
+
+            def value(each: Any) -> Any:
+                return each.repeat(kind, leaf, known) if isinstance(each, Step) else leaf(each)
+
+            args, kwargs = tree_map_only((Step, kind), value, (self.args, self.kwargs))
+            known[id(self)] = self.func(*args, **kwargs)
+        return known[id(self)]
+
+
+class Derived(Tensor):
+    """A tensor that is made of frozen weights; see the module's docstring."""
+
+    __slots__ = ("plain", "step", "version")
+
+    plain: Tensor
+    """The same memory."""
+    step: Step | None
+    """What has made it; None for a weight itself."""
+    version: int
+    """Its version, as it was made."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def made(plain: Tensor, step: Step | None = None) -> Derived:
+        derived = Tensor._make_subclass(Derived, plain)
+        derived.plain, derived.step, derived.version = plain, step, plain._version
+        return derived
+
+    @property
+    def is_known(self) -> bool:
+        """True if the operations make what it holds: it was not changed in place since."""
+        return self.plain._version == self.version
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind is not Derived for kind in types):
+            return NotImplemented  # a wrapper takes its tensors out first
+        has_inner = bool(kwargs) or any(type(each) in (list, tuple) for each in args)
+        if has_inner:
+            plain_args, plain_kwargs = tree_map_only(Derived, _plain, (args, kwargs))
+        else:
+            plain_args, plain_kwargs = tuple(each.plain if type(each) is Derived else each for each in args), kwargs
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            return args[0] if args and result is plain_args[0] else result
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return result
+        steps: list[bool] = []
+        is_product = func.overloadpacket.__name__ in _PRODUCTS
+
+        def leaf(each: Tensor) -> Any:
+            if type(each) is not Derived:
+                is_param = isinstance(each, nn.Parameter) or isinstance(each._base, nn.Parameter)
+                takes_part = (is_param or each.nbytes <= SMALL_BYTES) and not (is_product or each.requires_grad)
+                steps.append(takes_part)
+                return each.detach() if is_param or not takes_part else each.clone()  # it may be changed
+            steps.append(each.is_known)
+            return each.plain if each.step is None else each.step
+
+        if has_inner:
+            inner_args, inner_kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
+        else:
+            inner_args, inner_kwargs = tuple(leaf(each) if isinstance(each, Tensor) else each for each in args), kwargs
+        if not all(steps):
+            return result
+        step = Step(func, inner_args, inner_kwargs)
+        if isinstance(result, Tensor):
+            return Derived.made(result, step)
+        if isinstance(result, list | tuple):
+            return type(result)(
+                Derived.made(each, Step(_item, (step, index), {})) if isinstance(each, Tensor) else each
+                for index, each in enumerate(result)
+            )
+        return result
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.plain.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain)
+
+
+def _plain(derived: Derived) -> Tensor:
+    return derived.plain
+
+
+def _item(results: Any, index: int) -> Any:
+    return results[index]
+
