@@ -489,7 +489,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             if any(isinstance(param, AtRest) for param in owned):
                 raise dropped_error(owned[0])
             continue
-        touched = owner.access.touch([tensor for param in owned for tensor in _tensors_of(param)])
+        tensors = [tensor for param in owned for tensor in _tensors_of(param)]
+        touched = owner.access.touch(tensors)
         if touched is Touched.OPEN:
             is_guarded = is_guarded or any(isinstance(param, AtRest) for param in owned)
             continue
@@ -497,7 +498,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             if id(param) in changed_ids:
                 raise _changes(func, param)
         is_away |= touched is Touched.AWAY or any(view.param is param for view in views for param in owned)
-        lent += [(_part_of(param), owner.places.name_of(param)) for param in owned if not _wraps(param)]
+        lent += [(_part_of(tensor), owner.places.name_of(tensor)) for tensor in tensors]
     if is_guarded and not is_away:
         return lend(_compute(func, args, kwargs), lent)
     if is_away:

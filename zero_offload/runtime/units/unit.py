@@ -335,10 +335,7 @@ def _lies_as(part: torch.Tensor, spec: ParamSpec) -> bool:
 
 def stays_guarded(section: Section, piece: ParamSlice) -> bool:
     """True for a quantized weight, and for what belongs to one."""
-    return not section.layout.trainable and section.layout.dtype not in _COMPUTE_DTYPES
-
-
-_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+    return not section.layout.trainable and piece.spec.keeps_dtype
 
 
 def _equal(values: torch.Tensor, own: torch.Tensor) -> bool:
