@@ -162,7 +162,9 @@ def test_units_leave_before_backward(layer: Callable[[int, int], nn.Module], nvm
         loss = model(torch.randn(2, 8, HIDDEN)).square().mean()
         owner = runtime_of(model)
         assert owner is not None
-        quantized = [unit for unit in owner.units if any(p.dtype.itemsize != 4 or not p.requires_grad for p in unit.params)]
+        quantized = [
+            unit for unit in owner.units if any(p.dtype.itemsize != 4 or not p.requires_grad for p in unit.params)
+        ]
         assert not any(unit.lent for unit in quantized)
         assert sum(unit.state is UnitState.AWAY for unit in quantized) >= 1
         loss.backward()
@@ -172,7 +174,7 @@ def test_units_leave_before_backward(layer: Callable[[int, int], nn.Module], nvm
 def test_values_that_a_layer_makes_are_not_saved(layer: Callable[[int, int], nn.Module], nvme: Path) -> None:
     model = offloaded(Model(layer), nvme)
     saved = saved_of(model(torch.randn(2, 8, HIDDEN)).square().mean())
-    assert sum(isinstance(each, Step) for each in saved) >= 7
+    assert sum(isinstance(each, Step) for each in saved) == 6  # the first block's input has no gradient
     kept = [each.kept for each in saved if isinstance(getattr(each, "kept", None), Tensor) and each.unit is None]
     assert not any(tensor.numel() >= HIDDEN * HIDDEN for tensor in kept)
 
@@ -204,7 +206,9 @@ def probe(nvme: Path, function: Callable[[Dequantized], Any]) -> Any:
 
 
 def test_views_in_forward_have_no_memory(nvme: Path) -> None:
-    views = probe(nvme, lambda layer: (layer.weight.t(), layer.weight[3:5], layer.weight.data, layer.weight.view(-1, 1)))
+    views = probe(
+        nvme, lambda layer: (layer.weight.t(), layer.weight[3:5], layer.weight.data, layer.weight.view(-1, 1))
+    )
     assert all(isinstance(view, Away) for view in views)
     assert [tuple(view.shape) for view in views] == [(1024, 1024), (2, 1024), (1024, 1024), (1024 * 1024, 1)]
     assert isinstance(probe(nvme, lambda layer: layer.weight), AtRest)
@@ -230,12 +234,13 @@ def test_what_draws_random_numbers_or_is_changed_is_saved_itself(nvme: Path) -> 
             type(changed) is Derived and changed.is_known,
             type(written) is Derived and written.is_known,
             type(written.t() + 0) is Derived,
+            type(made.t()[2:].add(1)) is Derived,
             type(F.dropout(made)) is Derived,
             type(made + torch.randn(HIDDEN, HIDDEN)) is Derived,
             type(made @ torch.randn(HIDDEN, 2)) is Derived,
         ]
 
-    assert probe(nvme, steps) == [True, False, False, False, False, False, False]
+    assert probe(nvme, steps) == [True, False, False, False, True, False, False, False]
 
 
 def test_a_table_that_is_changed_later_counts_as_it_was(nvme: Path) -> None:
@@ -255,9 +260,14 @@ def test_outputs_and_copies_are_plain(nvme: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.weight.to(x.dtype) * self.scale
 
-    model = zo.offload(nn.ModuleList([Gives(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 4)]), placed("fp32", ("nvme", "cpu", "cpu"), nvme))
+    model = zo.offload(
+        nn.ModuleList([Gives(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 4)]), placed("fp32", ("nvme", "cpu", "cpu"), nvme)
+    )
     assert type(model[0](torch.ones(1))) is Tensor
-    found = probe(nvme, lambda layer: (_values(layer).numpy()[0, 0], _values(layer).tolist()[0][0], repr(_values(layer))))
+    zo.close(model)
+    found = probe(
+        nvme, lambda layer: (_values(layer).numpy()[0, 0], _values(layer).tolist()[0][0], repr(_values(layer)))
+    )
     assert found[0] == found[1] and "tensor(" in found[2]
 
 
@@ -277,7 +287,10 @@ def test_autocast(nvme: Path) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return train(model)
 
-    assert all(torch.equal(*pair) for pair in zip(run(Model(Dequantized)), run(offloaded(Model(Dequantized), nvme)), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(run(Model(Dequantized)), run(offloaded(Model(Dequantized), nvme)), strict=True)
+    )
 
 
 def test_a_change_in_forward_is_refused(nvme: Path) -> None:

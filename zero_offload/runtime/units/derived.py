@@ -75,15 +75,17 @@ class Derived(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def made(plain: Tensor, step: Step | None = None) -> Derived:
+    def made(plain: Tensor, step: Step | None = None, version: int | None = None) -> Derived:
+        """`version`: that of the tensor that it is a view of, with which it will count."""
         derived = Tensor._make_subclass(Derived, plain)
-        derived.plain, derived.step, derived.version = plain, step, plain._version
+        derived.plain, derived.step = plain, step
+        derived.version = derived._version if version is None else version
         return derived
 
     @property
     def is_known(self) -> bool:
         """True if the operations make what it holds: it was not changed in place since."""
-        return self.plain._version == self.version
+        return self._version == self.version
 
     @classmethod
     def __torch_dispatch__(
@@ -120,12 +122,14 @@ class Derived(Tensor):
             inner_args, inner_kwargs = tuple(leaf(each) if isinstance(each, Tensor) else each for each in args), kwargs
         if not all(steps):
             return result
-        step = Step(func, inner_args, inner_kwargs)
+        step, returns = Step(func, inner_args, inner_kwargs), func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None
+        version = args[0]._version if is_view else None
         if isinstance(result, Tensor):
-            return Derived.made(result, step)
+            return Derived.made(result, step, version)
         if isinstance(result, list | tuple):
             return type(result)(
-                Derived.made(each, Step(_item, (step, index), {})) if isinstance(each, Tensor) else each
+                Derived.made(each, Step(_item, (step, index), {}), version) if isinstance(each, Tensor) else each
                 for index, each in enumerate(result)
             )
         return result
@@ -152,4 +156,3 @@ def _plain(derived: Derived) -> Tensor:
 
 def _item(results: Any, index: int) -> Any:
     return results[index]
-

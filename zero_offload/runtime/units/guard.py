@@ -525,14 +525,14 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     with torch._C.DisableTorchFunctionSubclass():
         args, kwargs = tree_map_only((AtRest, Away), real, (args, kwargs))
-        if not any(map(_is_wrapper, made.values())):
+        if not any(map(is_wrapper, made.values())):
             return wrap_views(func(*args, **kwargs), shown, _away_at)
     return wrap_views(func(*args, **kwargs), shown, _away_at)
 
 
 def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
     """A plain tensor, or a `Derived`, in the place of a parameter or of a view; `shown` gets what it shows."""
-    if _is_wrapper(leaf):
+    if is_wrapper(leaf):
         kind = type(leaf).__bases__[1] if isinstance(leaf, AtRest) else type(leaf)
         names, context = leaf.__tensor_flatten__()
         inner = {name: _as_it_is_now(getattr(leaf, name), shown, derives=derives) for name in names}
@@ -543,7 +543,8 @@ def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derive
     plain = param.detach()
     shown.append((plain, param))
     if isinstance(leaf, Away) and not leaf.as_param:
-        of_dtype = plain if leaf.meta.dtype == plain.dtype else plain.view(-1).view(leaf.meta.dtype)
+        in_order = plain.as_strided((plain.numel(),), (1,))
+        of_dtype = plain if leaf.meta.dtype == plain.dtype else in_order.view(leaf.meta.dtype)
         begin = of_dtype.storage_offset() + leaf.meta.storage_offset()
         plain = of_dtype.as_strided(leaf.meta.size(), leaf.meta.stride(), begin)
     return Derived.made(plain) if derives else plain
@@ -666,14 +667,9 @@ def _owner(param: nn.Parameter) -> Owner | None:
     return owner_of(found[0]) if found else None
 
 
-def _is_wrapper(tensor: object) -> bool:
-    """True if a tensor consists of others, which its class names, and has no memory."""
-    return hasattr(type(tensor), "__tensor_flatten__") and not is_dtensor(tensor)
-
-
 def _tensors_of(param: nn.Parameter) -> list[nn.Parameter]:
     """The parameters that a parameter consists of: itself, if it is a plain one."""
-    if type(param) is nn.Parameter or type(param) is GuardedParameter or not _is_wrapper(param):
+    if type(param) is nn.Parameter or type(param) is GuardedParameter or not is_wrapper(param):
         return [param]
     tensors: Any = param
     return [each for name in tensors.__tensor_flatten__()[0] for each in _tensors_of(getattr(param, name))]
@@ -831,7 +827,7 @@ class Away(View):
     @property
     def may_be_made(self) -> bool:
         """True if an operation may take the parameter's memory in its place: no gradient is lost."""
-        return not self.param.requires_grad and not _is_wrapper(self.param)
+        return not self.param.requires_grad and not is_wrapper(self.param)
 
     @staticmethod
     def of_param(param: nn.Parameter) -> Away:

@@ -195,7 +195,9 @@ class Unit:
     def _opened(self) -> tuple[nn.Parameter, ...]:
         """The parameters that are plain in a use: not quantized weights, unless the unit never leaves.
         See [Note: quantized weights in use] in guard.py."""
-        return tuple(p for section, piece, p in self.placed_params if self.resident or not stays_guarded(section, piece))
+        return tuple(
+            p for section, piece, p in self.placed_params if self.resident or not stays_guarded(section, piece)
+        )
 
     def watch(self) -> None:
         """After `open`: see changes in this use that torch counts no version for, too, made through `.data`.
