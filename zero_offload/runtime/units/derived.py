@@ -72,7 +72,7 @@ class Derived(Tensor):
     version: int
     """Its version, as it was made."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def made(plain: Tensor, step: Step | None = None, version: int | None = None) -> Derived:
@@ -88,7 +88,7 @@ class Derived(Tensor):
         return self._version == self.version
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

@@ -533,7 +533,7 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
     """A plain tensor, or a `Derived`, in the place of a parameter or of a view; `shown` gets what it shows."""
     if is_wrapper(leaf):
-        kind = type(leaf).__bases__[1] if isinstance(leaf, AtRest) else type(leaf)
+        kind: Any = type(leaf).__bases__[1] if isinstance(leaf, AtRest) else type(leaf)
         names, context = leaf.__tensor_flatten__()
         inner = {name: _as_it_is_now(getattr(leaf, name), shown, derives=derives) for name in names}
         return cast(Tensor, kind.__tensor_unflatten__(inner, context, leaf.size(), leaf.stride()))
