@@ -27,7 +27,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.types import GIB, MIB, Durability, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
-from zero_offload.cli.finetune.folder import Lora, ModelFolder, meta_model
+from zero_offload.cli.finetune.folder import Lora, ModelFolder, group_frozen_experts, meta_model
 from zero_offload.cli.finetune.rehearsal import Rehearsal, rehearse
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.planning import (
@@ -43,7 +43,7 @@ from zero_offload.cli.planning import (
 from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Drives, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, is_remote, nvme_free_bytes, resident_bytes
 from zero_offload.plan.dtypes import resolve
-from zero_offload.plan.forecast import Bottleneck, find_bottleneck
+from zero_offload.plan.forecast import NOTICED, Bottleneck, break_even_tokens, find_bottleneck
 from zero_offload.plan.layout import UnitLayout, make_layout
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, resting, value_bytes
 from zero_offload.plan.model_spec import ModelSpec
@@ -262,6 +262,10 @@ class FolderPlan:
     """Why activations are not a rehearsal's; empty where they are."""
     reference_bytes: dict[Tier, int]
     """Memory of DPO's reference model, where all parameters are trained: it reads its weights from the drives."""
+    one_more_drive: Prediction | None
+    """The step with one more drive of the same speed; None where it is as long, or no drive is used."""
+    hidden_tokens: int | None
+    """Tokens of a micro-batch from which on a step is as long as without offload; None if 2^24 are too few."""
     ways: tuple[Way, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
@@ -407,7 +411,7 @@ class _Planner:
     def __init__(self, job: FolderJob, out: Path | None, known: _Known) -> None:
         self._job, self._out = job, out
         config = job.offload
-        work = known.work(job.lora, config, Partition.of(config, job.ranks).optimizer_shards)
+        work = known.work(job, Partition.of(config, job.ranks).optimizer_shards)
         self._rehearsal = known.rehearsal(job)
         self._work = _with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
         self._here = Cluster(job.ranks, job.nodes).ranks_per_node
@@ -465,7 +469,18 @@ class _Planner:
             chosen,
             self._rehearsal.problem,
             self._reference_bytes,
+            self._with_one_more_drive(planned, prediction) if config.nvme_dirs else None,
+            self._hidden_tokens(planned),
         )
+
+    def _with_one_more_drive(self, planned: Planned, now: Prediction) -> Prediction | None:
+        machine = planned.machine.with_drives((self._num_drives + 1) / self._num_drives)
+        found = predict(planned.job, planned.placement, machine)
+        return found if found.step_s < now.step_s * NOTICED else None
+
+    def _hidden_tokens(self, planned: Planned) -> int | None:
+        found = break_even_tokens(planned.job, planned.placement, planned.machine)
+        return None if found is None else math.ceil(found / planned.job.batch.micro_batches)
 
     def _request(self, config: OffloadConfig) -> _FolderRequest:
         job = self._job
@@ -657,11 +672,13 @@ class _Known:
         self._work: dict[object, tuple[UnitWork, ...]] = {}
         self._rehearsals: dict[object, Rehearsal] = {}
 
-    def work(self, lora: Lora | None, config: OffloadConfig, shards: int) -> tuple[UnitWork, ...]:
+    def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""
-        key = (lora, str(config.numerics), shards)
+        folder, config = job.folder, job.offload
+        key = (job.lora, folder.group_size, str(config.numerics), shards)
         if key not in self._work:
-            model = meta_model(self._folder, lora)
+            model = meta_model(folder, job.lora)
+            group_frozen_experts(model, folder)
             spec = ModelSpec.from_module(model, experts=experts_in(model))
             layout = make_layout(spec, resolve(model, config), shards)
             self._work[key] = tuple(
@@ -688,11 +705,11 @@ class _Known:
         key = (job.lora, dtype, *job.shape, job.recompute)
         if key not in self._rehearsals:
             try:
-                found = rehearse(self._folder, job.lora, dtype, *job.shape, recompute=job.recompute)
+                found = rehearse(job.folder, job.lora, dtype, *job.shape, recompute=job.recompute)
             except ZeroOffloadError:
                 raise
             except Exception as error:  # of any model's code: some asks for values, which there are none of
-                found = _by_arithmetic(self.work(job.lora, job.offload, 1), job, type(error).__name__)
+                found = _by_arithmetic(self.work(job, 1), job, type(error).__name__)
             self._rehearsals[key] = found
         return self._rehearsals[key]
 
@@ -717,7 +734,7 @@ def _with_saved(
     tokens = rehearsal.rows * rehearsal.seq * nbytes
     found = []
     for index, unit in enumerate(work):
-        saved = rehearsal.saved_bytes[unit.numel.name] + rehearsal.saved_bytes[""] * (index == len(work) - 1)
+        saved = rehearsal.saved_bytes.get(unit.numel.name, 0) + rehearsal.saved_bytes[""] * (index == len(work) - 1)
         values = -(-saved // tokens)
         is_kept = unit.keeps_inputs(recompute)
         found.append(replace(unit, boundary_values=values) if is_kept else replace(unit, inside_values=values))
@@ -746,15 +763,20 @@ def _variants(job: FolderJob) -> Iterator[list[_Variant]]:
     given = [kind for kind in PLACED_KINDS if not _is_automatic(config, kind)] if config.nvme_dirs else []
     tiers = tuple(word for kind in given for word in (f"--{kind.value}-tier", "auto"))
     automatic: dict[str, Any] = {kind.value: "auto" for kind in given}
+    is_adapter = job.lora is not None or job.folder.adapter is not None
 
-    def changed(*flags: str, lora: Lora | None = job.lora, **settings: Any) -> _Variant:
-        return flags, replace(job, lora=lora, offload=replace(config, **settings))
+    def changed(
+        *flags: str, lora: Lora | None = job.lora, folder: ModelFolder = job.folder, **settings: Any
+    ) -> _Variant:
+        return flags, replace(job, lora=lora, folder=folder, offload=replace(config, **settings))
 
     yield [changed()]
     if given:
         yield [changed(*tiers, **automatic)]
     if config.cpu_memory is not None:
         yield [changed("--cpu-memory", _MORE, cpu_memory=None)]
+    if job.folder.has_experts and job.folder.group_size != 1 and is_adapter:
+        yield [changed("--group-size", "1", folder=replace(job.folder, group_size=1))]
     activations = "cpu" if job.gpu is not None or find_gpu_here() is not None else "nvme"
     if set(config.activation_fractions) == {Tier.DEVICE} and (activations == "cpu" or config.nvme_dirs):
         yield [changed("--activations-tier", activations, activations=activations)]
@@ -763,7 +785,7 @@ def _variants(job: FolderJob) -> Iterator[list[_Variant]]:
         flags = ("--states", "compact")
         with_tiers = [changed(*tiers, *flags, **automatic, precision=compact)] if given else []
         yield [changed(*flags, precision=compact), *with_tiers]
-    if job.lora is None and job.folder.adapter is None:
+    if not is_adapter:
         flags = ("--lora", str(_LORA.rank))
         with_tiers = [changed(*tiers, *flags, lora=_LORA, **automatic)] if given else []
         yield [changed(*flags, lora=_LORA), *with_tiers]

@@ -136,11 +136,23 @@ def _disk_lines(plan: FolderPlan) -> Iterator[str]:
 def _time_lines(plan: FolderPlan) -> Iterator[str]:
     speed = format_number(plan.prediction.tokens_per_s)
     yield f"a step takes {format_duration(plan.step_s)}, {speed} tokens/s, bound by {plan.bottleneck.title}"
+    yield from _drive_lines(plan)
     if plan.run_s is not None:
         ends = "" if plan.job.is_elsewhere else f", until {_clock(plan.run_s)}"
         verb = "step takes" if plan.job.steps == 1 else "steps take"
         yield f"{plan.job.steps:,} {verb} {format_duration(plan.run_s)}{ends}"
     yield f"rates: {plan.planned.machine.source}"
+
+
+def _drive_lines(plan: FolderPlan) -> Iterator[str]:
+    """What would hide transfers."""
+    hidden, tokens = plan.hidden_tokens, plan.job.tokens
+    if hidden is not None and hidden > tokens:
+        yield f"  from {hidden:,} tokens of a micro-batch on (now {tokens:,}) compute hides all transfers"
+    if plan.one_more_drive is not None:
+        then = plan.one_more_drive
+        speed = format_number(then.tokens_per_s)
+        yield f"  with one more such drive a step takes {format_duration(then.step_s)}, {speed} tokens/s"
 
 
 def _clock(seconds: float) -> str:
@@ -152,6 +164,8 @@ def _clock(seconds: float) -> str:
 
 def _wear_lines(plan: FolderPlan) -> Iterator[str]:
     if not plan.written_per_step:
+        if plan.offload.nvme_dirs:
+            yield "a step writes nothing to drives"
         return
     most = "up to " if plan.wear.is_bound else ""
     text = f"written to drives: {most}{format_written(plan.written_per_step)} per step"
@@ -233,6 +247,8 @@ def as_json(plan: FolderPlan) -> dict[str, Any]:
         "step_s": plan.step_s,
         "tokens_per_s": plan.prediction.tokens_per_s,
         "bottleneck": plan.bottleneck.title,
+        "hidden_from_tokens": plan.hidden_tokens,
+        "one_more_drive_step_s": plan.one_more_drive and plan.one_more_drive.step_s,
         "rates": plan.planned.machine.source,
         "steps": job.steps or None,
         "run_s": plan.run_s,

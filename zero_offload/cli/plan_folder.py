@@ -26,6 +26,7 @@ from zero_offload.plan.shapes import SHAPES
 
 _OF_RUNS = (
     *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "merge", "packing"),
+    "group_size",
 )
 """Settings of `finetune` whose flags `plan` has for folders alone."""
 _SHARED = ("accumulate", "recompute")
@@ -105,6 +106,7 @@ def _job(
     config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
     task = TASKS.get(config.method, TASKS["sft"])
     opened = open_folder(config.model, task, needs_weights=False, needs_tokenizer=args.finetune_data is not None)
+    opened = replace(opened, group_size=config.group_size)
     if not opened.has_weights:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     if args.measure:

@@ -106,6 +106,12 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     return model
 
 
+def has_frozen_experts(model: nn.Module) -> bool:
+    """True if the model has experts that `group_experts` takes, none of which is trained."""
+    values = [param for module in model.modules() if _is_experts(module) for param in _values_of(module).values()]
+    return bool(values) and not any(param.requires_grad for param in values)
+
+
 def _is_experts(module: nn.Module) -> Any:
     """True for what transformers' `use_experts_implementation` decorates, with experts in its own parameters."""
     return (

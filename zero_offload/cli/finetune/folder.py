@@ -26,6 +26,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
+from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.peft import adapter_file_names
 from zero_offload.integrations.pretrained import AdapterFile, FileNames, Joined, load_weights, state_names
 from zero_offload.model.api import need_runtime
@@ -64,6 +65,14 @@ class ModelFolder:
     task: str
     has_weights: bool = True
     """False if they are missing and were not needed: the model can be planned."""
+    group_size: int = 0
+    """Experts that are fetched together, where they are frozen; 0 is chosen by their size."""
+
+    @property
+    def has_experts(self) -> bool:
+        """True of a mixture of experts, by its config."""
+        text = self.config.get_text_config()
+        return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
     @property
     def num_positions(self) -> int:
@@ -395,6 +404,24 @@ def meta_model(folder: ModelFolder, lora: Lora | None) -> nn.Module:
     return model
 
 
+def group_frozen_experts(model: nn.Module, folder: ModelFolder) -> None:
+    """Let experts that are not trained be fetched in groups, as the folder says. To be called before `zo.offload`.
+
+    Raises ConfigError where a size is given for a model without such experts.
+    """
+    if has_frozen_experts(model):
+        try:
+            group_experts(model, folder.group_size or None)
+        except ConfigError:  # of a class that adds up in another way: its experts come whole
+            if folder.group_size:
+                raise
+    elif folder.group_size:
+        raise ConfigError(
+            f"--group-size {folder.group_size} is of frozen experts, and {folder.path} has none"
+            " that stay frozen; leave it out, or train adapters: --lora 16"
+        )
+
+
 def build_model(
     folder: ModelFolder, offload: OffloadConfig | None, lora: Lora | None, seed: int = 0, *, trains: bool = True
 ) -> nn.Module:
@@ -413,6 +440,7 @@ def build_model(
     if not trains:
         model.requires_grad_(False).eval()
         built.model.config.use_cache = getattr(folder.config, "use_cache", True)
+    group_frozen_experts(model, folder)
     offload_model(model, offload)
     if not need_runtime(model, "build_model").resume_pending:
         load_weights(model, folder.path, built.names)

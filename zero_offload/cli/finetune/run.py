@@ -109,6 +109,7 @@ def finetune(
 
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
     folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
+    folder = replace(folder, group_size=config.group_size)
     if config.merge and not _is_adapter(config, folder):
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
     return config.with_length(folder.num_positions), folder
@@ -149,7 +150,7 @@ def _read(config: FinetuneConfig, folder: ModelFolder, ranks: Ranks, tokens: Pat
     """The data; `tokens` is where their tokens are kept for the next start."""
     prepared = prepare(config.data, folder, **config.of_data(), cache=tokens)
     if prepared.labels:
-        folder = open_folder(config.model, folder.task, prepared.labels)
+        folder = replace(open_folder(config.model, folder.task, prepared.labels), group_size=config.group_size)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
     return Job(config, folder, prepared, ranks)
 

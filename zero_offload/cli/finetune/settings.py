@@ -79,6 +79,8 @@ class FinetuneConfig:
     """Adapters are scaled by alpha / rank; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of linear layers; () is all but the output's."""
+    group_size: int = 0
+    """Frozen experts of a layer that are fetched together; 0 is as many as 256 MiB hold."""
     merge: bool = False
     """True if OUT/merged gets the base with its adapters merged into it."""
     packing: bool = True
@@ -232,7 +234,7 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
     for name in ("batch", "accumulate"):
         if not is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
-    for name in ("steps", "seq", "seed", "lora", "eval_every", "patience", "samples"):
+    for name in ("steps", "seq", "seed", "lora", "group_size", "eval_every", "patience", "samples"):
         if not is_count(value := getattr(config, name), least=0):
             yield f"{name}={value!r} is not a whole number from 0 up"
     for name in ("epochs", "clip"):
@@ -325,6 +327,7 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
         metavar="ALPHA",
     )
     add("--lora-targets", "ends of layers' names (default: all linear layers)", nargs="+", metavar="NAME")
+    add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
     add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
     add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
