@@ -19,6 +19,7 @@ import transformers
 import zero_offload as zo
 from tests.helpers import folders
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import GIB, MIB, Tier
 from zero_offload.cli.finetune import folder as folder_module
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, build_model, meta_model, open_folder
@@ -304,6 +305,81 @@ def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: 
     assert set(place.needed) == {"swap files", "model"} and place.free_bytes == 4 * MIB
     assert not plan.fits and f"{place.name}: needs" in plan.shortages[0]
     assert [way.flags for way in plan.ways][-1] == ("--lora", "16")
+
+
+# Frozen bases
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """A config alone, of 8 experts of 0.8M parameters in each of 4 layers."""
+    path = tmp_path_factory.mktemp("mixture")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=256,
+        moe_intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(path)
+    return open_folder(path, needs_weights=False, needs_tokenizer=False)
+
+
+ELSEWHERE = {"gpu": "rtx4090", "ram": "64GiB"}
+
+
+def test_a_frozen_base_is_read_from_its_files_and_a_step_writes_nothing(mixture: ModelFolder, tmp_path: Path) -> None:
+    tiers = {"params": {"device": 0.2, "nvme": 0.8}, "grads": "device", "optimizer": "device"}
+    offload = OffloadConfig(**tiers, nvme=tmp_path, precision="bf16", durability="scratch")
+    job = FolderJob(mixture, offload, Lora(4, 8.0), drives=parse_drives(["1GB/s"]), **ELSEWHERE)
+    plan = plan_job(job, None)
+    assert plan.fits and plan.written_per_step == 0 == plan.planned.memory.used_bytes(Tier.NVME)
+    lines = as_text(plan).splitlines()
+    assert "a step writes nothing to drives" in lines
+    # A drive this slow is what a step waits for: twice of it take half as long.
+    assert plan.one_more_drive is not None and plan.one_more_drive.step_s < 0.6 * plan.step_s
+    assert plan.hidden_tokens is not None and plan.hidden_tokens > job.tokens
+    assert any(line.startswith("  with one more such drive") for line in lines)
+    found = as_json(plan)
+    assert found["one_more_drive_step_s"] == plan.one_more_drive.step_s
+    assert found["hidden_from_tokens"] == plan.hidden_tokens
+    # "auto" has the same of what is trained.
+    auto = plan_job(replace(job, offload=replace(offload, params="auto", grads="auto", optimizer="auto")), None)
+    assert auto.fits and auto.offload.grads == auto.offload.optimizer == "device"
+
+
+def test_other_dtypes_are_copied(mixture: ModelFolder, tmp_path: Path) -> None:
+    offload = OffloadConfig(params="nvme", nvme=tmp_path, precision="fp32", durability="scratch")
+    job = FolderJob(mixture, offload, Lora(4, 8.0), drives=parse_drives(["1GB/s"]), **ELSEWHERE)
+    plan = plan_job(job, None)
+    assert plan.planned.memory.rest_bytes[Tier.NVME, PLACED_KINDS[0]] == sum(
+        unit.params_bytes for unit in plan.planned.job.units
+    )
+
+
+def test_groups_of_experts_take_less_of_a_gpu(mixture: ModelFolder, tmp_path: Path) -> None:
+    offload = OffloadConfig(params="nvme", nvme=tmp_path, precision="bf16")
+    job = FolderJob(mixture, offload, Lora(4, 8.0), batch=1, seq=64, drives=parse_drives(["1GB/s"]), **ELSEWHERE)
+
+    def in_flight(job: FolderJob) -> int:
+        return plan_job(job, None).planned.memory.staging_bytes[Tier.DEVICE]
+
+    one, all_of_them = (in_flight(replace(job, folder=replace(mixture, group_size=size))) for size in (1, 8))
+    expert = 3 * 256 * 1024 * 2
+    assert 8 * expert < all_of_them - one < 2 * 8 * expert  # what is read of one is whole chunks
+
+
+def test_a_group_size_is_of_frozen_experts(folder: ModelFolder, mixture: ModelFolder, tmp_path: Path) -> None:
+    for each, lora in ((folder, Lora(4, 8.0)), (mixture, None)):
+        job = _job(replace(each, group_size=2), tmp_path, lora)
+        with pytest.raises(ConfigError, match=r"--group-size 2 is of frozen experts"):
+            plan_job(job, None)
 
 
 # The commands

@@ -500,7 +500,9 @@ class _Planner:
             sums = dict.fromkeys(Tier, 0)
             for unit, at in zip(units, tiers, strict=True):
                 sums[at[kind]] += weight(unit, kind)
-            shares = {tier.value: round(nbytes / (sum(sums.values()) or 1), 4) for tier, nbytes in sums.items()}
+            # Rounded up: trained parts are to fit into the share of the fastest tier.
+            whole = sum(sums.values()) or 1
+            shares = {tier.value: math.ceil(1e4 * nbytes / whole) / 1e4 for tier, nbytes in sums.items()}
             largest = max(shares, key=lambda name: shares[name])
             shares[largest] = 1.0 - sum(share for name, share in shares.items() if name != largest)
             parts = {name: share for name, share in shares.items() if share}
