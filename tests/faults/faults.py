@@ -84,6 +84,49 @@ FAULTS = [
         "            pass",
         STAGES + "test_replicas_serve_eval_and_later_forwards",
     ),
+    # A base that is read where it lies
+    fault(
+        "bytes of a base that change after their first read are trained on",
+        "storage/files/base_files.py",
+        "op = IoOp.READ if group.is_known else IoOp.READ_UNVERIFIED",
+        "op = IoOp.READ_UNVERIFIED",
+        "tests/models/test_base.py::test_a_block_that_changes_while_a_model_trains",
+    ),
+    fault(
+        "a resumed run does not know what it has read of the base before",
+        "storage/files/base_files.py",
+        "        self.known |= known\n",
+        "        pass\n",
+        "tests/crash/test_base.py::test_what_a_committed_step_has_read_is_verified_after_a_kill",
+    ),
+    fault(
+        "another base in the place of the first one is taken for it",
+        "storage/files/base_files.py",
+        "            if self.known[block] and self.crcs[block] != other.crcs[block]:",
+        "            if False:",
+        "tests/unit/storage/files/test_base_files.py::test_a_copy_elsewhere",
+    ),
+    fault(
+        "a generation still names the base for a section that was written since",
+        "storage/shards/store.py",
+        "        self.finish_update(shard)\n        self._leave_base(shard)\n",
+        "        self.finish_update(shard)\n",
+        "tests/models/test_base.py::test_a_write_makes_a_copy_of_our_own",
+    ),
+    fault(
+        "padding between what is read of a base keeps the bytes of another unit",
+        "storage/files/base_files.py",
+        "            ctypes.memset(address + at - begin, 0, low - at)\n",
+        "",
+        "tests/unit/storage/files/test_base_files.py::test_what_comes_is_what_files_have_and_zeros_between",
+    ),
+    fault(
+        "a rank reads another rank's part of the base",
+        "storage/shards/shard.py",
+        "first, itemsize = self.shard_index * self.layout.shard_nbytes, self.layout.dtype.itemsize",
+        "first, itemsize = 0, self.layout.dtype.itemsize",
+        "tests/parity/test_base_ranks.py::test_losses_are_those_of_one_rank",
+    ),
     # Gradients
     fault(
         "a second micro-batch replaces the gradient of the first",

@@ -396,7 +396,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         saved = [each for each in self.model.parameters() if each.requires_grad or not is_peft(self.model)]
         nbytes = sum(each.numel() * each.element_size() for each in saved)
         if not self.args.save_only_model:
-            shards = owner.store.shards
+            shards = [shard for shard in owner.store.shards if shard.base is None]
             kept = [shard_bytes(each.layout, (*master_components(each.layout), *each.states)) for each in shards]
             nbytes += sum(kept) * owner.ranks.world_size
         free = shutil.disk_usage(folder).free
