@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value, least in (("--batch", args.batch, 1), ("--eval-samples", args.eval_samples, 0)):
         if value < least:
             raise ConfigError(f"{flag} {value} is below {least}")
-    folder = open_folder(args.dir, TASKS[args.method])
+    folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
     quiet_libraries()
     from zero_offload.cli.finetune.data import prepare
 

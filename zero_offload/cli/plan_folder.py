@@ -25,7 +25,8 @@ from zero_offload.hardware.machines import ONE_DRIVE, Drives
 from zero_offload.plan.shapes import SHAPES
 
 _OF_RUNS = (
-    *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "merge", "packing"),
+    *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
+    "packing",
     "group_size",
 )
 """Settings of `finetune` whose flags `plan` has for folders alone."""
@@ -105,7 +106,13 @@ def _job(
     config = FinetuneConfig.from_tables({"model": str(folder.absolute()), "data": _NO_DATA} | given, dict(places))
     config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
     task = TASKS.get(config.method, TASKS["sft"])
-    opened = open_folder(config.model, task, needs_weights=False, needs_tokenizer=args.finetune_data is not None)
+    opened = open_folder(
+        config.model,
+        task,
+        quantize=config.quantize or None,
+        needs_weights=False,
+        needs_tokenizer=args.finetune_data is not None,
+    )
     opened = replace(opened, group_size=config.group_size)
     if not opened.has_weights:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")

@@ -14,6 +14,7 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
 from zero_offload.cli.finetune.folder import ModelFolder, build_model
+from zero_offload.integrations.quantize import QUANTIZATIONS
 
 
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,9 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cpu-memory", metavar="SIZE", help="budget, for example 8GiB (default: what there is)")
     group.add_argument("--device-memory", metavar="SIZE", help="budget, for example 20GiB (default: what there is)")
     group.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    group.add_argument(
+        "--quantize", metavar="KIND", help=f"make linear layers {', '.join(QUANTIZATIONS)}, as an adapter's base was"
+    )
 
 
 def open_for_reading(folder: ModelFolder, args: argparse.Namespace) -> nn.Module:

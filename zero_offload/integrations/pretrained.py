@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -57,15 +58,17 @@ from zero_offload.integrations.peft import (
     merged_tensors,
     write_adapters,
 )
-from zero_offload.model.api import need_runtime
+from zero_offload.integrations.quantize import need_library, part_of, quantize_layers
+from zero_offload.model.api import need_runtime, runtime_of
+from zero_offload.model.deferred.from_files import FileRecipe
+from zero_offload.model.move_in import check_same_base
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, records, slots
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.storage.files.base_files import fingerprint_of
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.heap import trim_heap
-from zero_offload.storage.shards.registry import Recipe
+from zero_offload.storage.shards.registry import Recipe, keep_recipe, recipe_of
 from zero_offload.storage.shards.shard import Component
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,8 +108,8 @@ class FileNames:
     adapter: AdapterFile | None = None
 
 
-def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> None:
-    """Replace the weights of an offloaded model by those of a local folder of safetensors. Every rank must call.
+def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quantize: str | None = None) -> None:
+    """Give a model the weights of a local folder of safetensors. Every rank must call.
 
     `path` holds `model.safetensors`, or `model.safetensors.index.json` and its shards, or is one such file. In folders
     of diffusers these are `diffusion_pytorch_model`; of variants (`.fp16`) one may be there alone, or be named. fp32,
@@ -115,18 +118,89 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     adapters of PEFT these are the names of the base; adapters keep their values, and get fresh ones after
     `zo.deferred_init(values="skip")`.
 
-    Call it after `zo.offload` and before the first step: it starts a training, with moments of zero; gradients that no
-    step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes weights and keeps
-    moments). Where existing="resume" has found a generation, its weights stay and a warning says so.
+    Before `zo.offload`, of a model built in `zo.deferred_init(values="skip")`, everything is checked and nothing read:
+    `zo.offload` reads each weight when it moves in, unless existing="resume" finds a generation. With `quantize`
+    linear layers become quantized ones, those that transformers chooses: "nf4", "nf4-double" (its scales are quantized
+    too) and "int8" are bitsandbytes', "fp8" is torchao's. A weight is quantized from its values in the dtype that the
+    model is built in. Call `peft.get_peft_model` after it.
+
+    After `zo.offload`, before the first step, it replaces the weights: it starts a training, with moments of zero;
+    gradients that no step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes
+    weights and keeps moments). Where existing="resume" has found a generation, its weights stay and a warning says so.
 
     Frozen parameters that files on a drive of this machine have in their compute dtype are not copied: each use reads
     them where they are (docs/STORAGE.md), so the folder must stay as it is. Where it has moved, `path` is its new
     place, also where a generation is resumed.
 
     Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
-    damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again.
+    damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again. Raises
+    ConfigError for a `quantize` that cannot be, CapacityError where its library is not installed.
     """
-    load_weights(model, path, FileNames(prefix=prefix))
+    names = FileNames(prefix=prefix)
+    if not _is_deferred(model):
+        if quantize is not None:
+            raise ConfigError(
+                f"zo.load_pretrained(quantize={quantize!r}) comes before zo.offload, of a model that is built in "
+                "'with zo.deferred_init(values=\"skip\"):'"
+            )
+        load_weights(model, path, names)
+        return
+    with contextlib.ExitStack() as undo:
+        if quantize is not None:
+            need_library(quantize)
+            quantize_layers(model, quantize, undo)
+        plan_weights(model, path, names)
+        undo.pop_all()
+
+
+def _is_deferred(model: object) -> bool:
+    """True if it is not offloaded, and has parameters whose values are to be made."""
+    if not isinstance(model, nn.Module) or runtime_of(model) is not None:
+        return False
+    return any(recipe_of(param) is not None for _, param in offloaded_tensors(model))
+
+
+def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
+    """Let `zo.offload` read the weights of a deferred model, whose files have other names than it.
+
+    Raises what `load_pretrained` raises, before anything is changed.
+    """
+    with contextlib.ExitStack() as opened:
+        stored = opened.enter_context(open_weights(Path(path)))
+        sources, buffers = _sources(model, stored, names, Path(path))
+        if names.adapter is not None:
+            values = opened.enter_context(open_weights(names.adapter.path))
+            sources |= _adapter_sources(model, values, names.adapter)
+        recipes = {id(tensor): recipe_of(tensor) for _, tensor in offloaded_tensors(model)}
+        lacking = {key: each for key, each in recipes.items() if each is not None and each.is_skipped}
+        fresh = _fresh(model, lacking, sources)
+        with torch.no_grad():
+            for buffer, source in buffers:
+                buffer.copy_(source.read(0, source.numel).view(source.shape))
+        files = _OpenFiles(opened.pop_all())
+    for _, tensor in offloaded_tensors(model):
+        part = part_of(tensor)
+        key = id(tensor if part is None else part.weight.original)
+        if key in fresh:
+            recipe: Any = fresh[key]
+            keep_recipe(tensor, replace(recipe, is_skipped=False))
+        if key not in sources:
+            continue
+        source = sources[key]
+        if part is not None:
+            part.weight.read_from(source, files)
+        elif recipes[key] is not None:
+            keep_recipe(tensor, FileRecipe(source, tuple(tensor.shape), files))
+        else:
+            with torch.no_grad():
+                tensor.copy_(source.read(0, source.numel).view(source.shape))
+
+
+class _OpenFiles:
+    """Files that are open as long as this object is."""
+
+    def __init__(self, opened: contextlib.ExitStack) -> None:
+        weakref.finalize(self, opened.close)
 
 
 def load_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
@@ -194,7 +268,7 @@ def _replace(
             if names.adapter is not None:
                 values = files.enter_context(open_weights(names.adapter.path))
                 params |= _adapter_sources(model, values, names.adapter)
-            fresh = _fresh(model, owner, params)
+            fresh = _fresh(model, owner.without_values, params)
         _check_same_draws(owner, fresh)
         owner.grads.drop()
         try:
@@ -203,7 +277,7 @@ def _replace(
                 with torch.no_grad():
                     for buffer, source in buffers:
                         buffer.copy_(source.read(0, source.numel).view(source.shape))
-            _check_same_base(owner)
+            check_same_base(owner.store, owner.ranks)
         finally:
             torch.autograd.graph.increment_version([param for unit in owner.units for param in unit.params])
             for unit in owner.units:
@@ -368,10 +442,10 @@ def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file:
     return {id(each.tensor): source for each, source in zip(wanted, sources, strict=True) if source is not None}
 
 
-def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, FileTensor]) -> dict[int, Recipe]:
+def _fresh(model: nn.Module, lacking: Mapping[int, Recipe], sources: Mapping[int, FileTensor]) -> dict[int, Recipe]:
     """By id: parameters in no file, of which `deferred_init` has left the values out."""
     named = {id(param): name for name, param in offloaded_tensors(model)}
-    missing = {key: recipe for key, recipe in owner.without_values.items() if key not in sources}
+    missing = {key: recipe for key, recipe in lacking.items() if key not in sources}
     if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
         raise ConfigError(
             f"{len(lost)} parameters are in no file, and begin with numbers that are computed from others, which "
@@ -386,13 +460,6 @@ def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
         raise ConfigError(
             f"ranks would draw different values for {len(fresh)} parameters that are in no file. Call "
             "torch.manual_seed(0) before the model is built, with the same seed on all ranks"
-        )
-
-
-def _check_same_base(owner: ModelRuntime) -> None:
-    if len(set(owner.ranks.gather_digests(fingerprint_of(owner.store.base_files)))) > 1:
-        raise ConfigError(
-            "ranks have found different files, and would train different models. Give all of them copies of one folder"
         )
 
 
@@ -716,7 +783,13 @@ def state_names(model: nn.Module) -> list[str]:
 
 
 def _named_params(model: nn.Module) -> list[Wanted]:
-    return _under_all_names((name, param, True) for name, param in offloaded_tensors(model, remove_duplicate=False))
+    found: dict[tuple[str, int], tuple[str, torch.Tensor, bool]] = {}
+    for name, tensor in offloaded_tensors(model, remove_duplicate=False):
+        part = part_of(tensor)
+        if part is not None:  # files have the weight that it is made from
+            name, tensor = name.removesuffix(part.name) + "weight", part.weight.original
+        found[name, id(tensor)] = (name, tensor, True)
+    return _under_all_names(found.values())
 
 
 def _named_buffers(model: nn.Module) -> list[Wanted]:

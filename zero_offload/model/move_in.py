@@ -28,7 +28,7 @@ from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, r
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
-from zero_offload.model.deferred.recorder import DeferredTensor
+from zero_offload.model.deferred.recorder import DeferredTensor, class_of
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.quantized import Holder, Slot, ordinary_buffers_of, prepare, problem_of, slots
@@ -36,6 +36,7 @@ from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.base_files import fingerprint_of
 from zero_offload.storage.memory.heap import HeapTrimmer, trim_heap
 from zero_offload.storage.shards.registry import Recipe, recipe_of
 from zero_offload.storage.shards.store import ShardStore
@@ -146,6 +147,14 @@ def sections_without_values(layout: ShardLayout, params: Mapping[str, torch.Tens
 def _source_of(recipe: Recipe | None) -> object | None:
     """The tensor of files that has a deferred parameter's values."""
     return getattr(recipe, "source", None)
+
+
+def check_same_base(store: ShardStore, ranks: CommitGroup) -> None:
+    """Raise ConfigError on every rank if frozen sections rest in different files. Collective."""
+    if len(set(ranks.gather_digests(fingerprint_of(store.base_files)))) > 1:
+        raise ConfigError(
+            "ranks have found different files, and would train different models. Give all of them copies of one folder"
+        )
 
 
 def base_paths(params: Iterable[torch.Tensor]) -> dict[str, Path]:
@@ -315,6 +324,8 @@ class _Values:
             return spec.elements(local_part(param).detach())[begin:end]
         if recipe.is_skipped:
             return host_zeros(1, param.dtype).expand(end - begin)
+        if recipe.source is not None and not spec.order:
+            return recipe.source.read(begin, end)
         if self._param is not param:
             freed, self._made = self._made.nbytes, host_empty(0, torch.float32)  # before the next one takes memory
             self._trimmer.freed(freed)
@@ -325,8 +336,8 @@ class _Values:
 def _made_like(tensor: torch.Tensor, view: torch.Tensor) -> nn.Parameter:
     """A new parameter that is this view, of the tensor's class if that is a library's, and with its attributes."""
     made = _made_at(view, tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DeferredTensor):
-        made.__class__ = type(tensor)
+    if issubclass(kind := class_of(tensor), nn.Parameter):
+        made.__class__ = kind
     made.__dict__.update({key: value for key, value in vars(tensor).items() if key != "_is_param"})
     return made
 

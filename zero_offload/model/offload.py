@@ -30,6 +30,7 @@ from zero_offload.hardware.rates import with_measured
 from zero_offload.model.move_in import (
     base_paths,
     check_not_wrapped,
+    check_same_base,
     check_same_model,
     lacks_values,
     move_buffers,
@@ -122,6 +123,7 @@ def offload(
             undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
             _install(model, owner, owner.units, builder.spec, builder.casts, undo)
         owner.files.finish_resume(owner.ranks)
+        check_same_base(owner.store, owner.ranks)
         if owner.files.found is not None:
             owner.adopt_generation(owner.files.found)
             owner.note_lost_base(builder.base_paths)

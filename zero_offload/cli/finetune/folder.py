@@ -1,13 +1,14 @@
 """A local Hugging Face folder: what is wrong with it, and its model, of which no more is in memory than tiers allow.
 
 Owns the checks of a folder, each of which ends in one error that says what to do, and the one way in which a model is
-built: from its config, with parameters that have no values, then offloaded, then filled from the folder's files. An
+built: from its config, with parameters that get the values of the folder's files when they are offloaded. An
 adapter's folder names its base; the model has the adapter's values then. The calls: `open_folder`, then `meta_model`
 for a plan, or `build_model`. transformers and peft are imported inside of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -28,8 +29,8 @@ from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.peft import adapter_file_names
-from zero_offload.integrations.pretrained import AdapterFile, FileNames, Joined, load_weights, state_names
-from zero_offload.model.api import need_runtime
+from zero_offload.integrations.pretrained import AdapterFile, FileNames, Joined, plan_weights, state_names
+from zero_offload.integrations.quantize import need_library, quantize_layers
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload as offload_model
 
@@ -65,6 +66,8 @@ class ModelFolder:
     task: str
     has_weights: bool = True
     """False if they are missing and were not needed: the model can be planned."""
+    quantize: str | None = None
+    """What its linear layers become while weights are read; see `zo.load_pretrained`."""
     group_size: int = 0
     """Experts that are fetched together, where they are frozen; 0 is chosen by their size."""
 
@@ -117,6 +120,7 @@ def open_folder(
     task: str = CAUSAL,
     labels: Sequence[str] = (),
     *,
+    quantize: str | None = None,
     needs_weights: bool = True,
     needs_tokenizer: bool = True,
 ) -> ModelFolder:
@@ -127,6 +131,8 @@ def open_folder(
     for what is wrong, and CapacityError if a package is not installed.
     """
     need_packages()
+    if quantize is not None:
+        need_library(quantize)
     given = Path(path).expanduser().absolute()
     _check_is_folder(given, str(path))
     adapter = given if (given / ADAPTER_CONFIG_NAME).is_file() else None
@@ -143,7 +149,7 @@ def open_folder(
         config.label2id = {label: index for index, label in enumerate(labels)}
     if task == CLASSIFY and config.pad_token_id is None and tokenizer is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights)
+    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize)
 
 
 def check_chat_template(folder: ModelFolder) -> None:
@@ -435,16 +441,14 @@ def build_model(
     torch.manual_seed(seed)
     # Heads that are in no file, and peft's copies of them, begin with numbers that are computed from others.
     with deferred_init(values="skip" if folder.task == CAUSAL else "init"):
-        built = _assemble(folder, lora)
+        built = _assemble(folder, lora, getattr(torch, (offload or OffloadConfig()).compute_dtype_name))
     model: nn.Module = built.model
     if not trains:
         model.requires_grad_(False).eval()
         built.model.config.use_cache = getattr(folder.config, "use_cache", True)
     group_frozen_experts(model, folder)
-    offload_model(model, offload)
-    if not need_runtime(model, "build_model").resume_pending:
-        load_weights(model, folder.path, built.names)
-    return model
+    plan_weights(model, folder.path, built.names)
+    return offload_model(model, offload)
 
 
 @dataclass(frozen=True)
@@ -455,9 +459,14 @@ class _Built:
     names: FileNames
 
 
-def _assemble(folder: ModelFolder, lora: Lora | None) -> _Built:
+def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> _Built:
+    """`dtype`: what a quantized weight is quantized from, and computes in."""
     base = _from_config(folder)
     names = _file_names(folder, base)
+    if folder.quantize is not None:
+        with contextlib.ExitStack() as undo:
+            quantize_layers(base, folder.quantize, undo, dtype)
+            undo.pop_all()
     if folder.adapter is None:
         return _Built(base if lora is None else _with_lora(base, folder, lora, names), names)
     if lora is not None:

@@ -178,7 +178,7 @@ def model_card(
         f"`zero-offload finetune` with the method `{config.method}` on {', '.join(head['datasets'])}.", "",
         "## Results", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
         *_table(evaluations),
-        "## How to load it", "", "```python", *_loading(config, is_adapter), "```", "",
+        *_on_quantized(config), "## How to load it", "", "```python", *_loading(config, is_adapter), "```", "",
         "## Settings", "", "| setting | value |", "|---|---|",
         *(f"| {name} | `{_cell(value)}` |" for name, value in settings.items()), "",
         "## Versions", "", ", ".join(f"{name} {version(name)}" for name in _PACKAGES), "",
@@ -200,6 +200,18 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     head = "| step | evaluation loss |" + " perplexity |" * has_more
     return [head, "|---:|---:|" + "---:|" * has_more, *rows, ""]
+
+
+def _on_quantized(config: FinetuneConfig) -> list[str]:
+    if not config.quantize:
+        return []
+    merged = f" `{MERGED}/` has it merged into the weights before they were quantized." if config.merge else ""
+    return [
+        f"The base's linear layers were quantized ({config.quantize}) while the adapter was trained. On a base that is "
+        f"not, losses are slightly others.{merged} `zero-offload chat` and `evaluate` take "
+        f"`--quantize {config.quantize}`.",
+        "",
+    ]
 
 
 def _loading(config: FinetuneConfig, is_adapter: bool) -> list[str]:

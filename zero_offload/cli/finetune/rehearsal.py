@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def rehearse(
 
     Raises what the model raises for such a batch, such as more tokens than it has positions for.
     """
-    model: Any = meta_model(folder, lora)
+    # Quantized weights are no other: what operations make of them is counted below.
+    model: Any = meta_model(replace(folder, quantize=None), lora)
     units = {unit.name for unit in ModelSpec.from_module(model).units}
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -67,7 +68,8 @@ def rehearse(
             with _saving(model, live, saved):
                 loss = _loss(model, folder, rows, seq)
             loss.backward()
-    return Rehearsal(rows, seq, live.peak, saved)
+    made = max(param.numel() for param in model.parameters()) * dtype.itemsize if folder.quantize else 0
+    return Rehearsal(rows, seq, live.peak + made, saved)
 
 
 def _drop(param: Tensor) -> None:

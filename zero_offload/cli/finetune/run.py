@@ -108,10 +108,15 @@ def finetune(
 
 
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
-    folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]))
+    folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]), quantize=config.quantize or None)
     folder = replace(folder, group_size=config.group_size)
     if config.merge and not _is_adapter(config, folder):
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
+    if config.quantize and not _is_adapter(config, folder):
+        raise ConfigError(
+            f"--quantize {config.quantize} freezes the weights that it quantizes, and nothing would be trained; add "
+            "--lora RANK, such as --lora 16, or leave it out"
+        )
     return config.with_length(folder.num_positions), folder
 
 
@@ -150,7 +155,8 @@ def _read(config: FinetuneConfig, folder: ModelFolder, ranks: Ranks, tokens: Pat
     """The data; `tokens` is where their tokens are kept for the next start."""
     prepared = prepare(config.data, folder, **config.of_data(), cache=tokens)
     if prepared.labels:
-        folder = replace(open_folder(config.model, folder.task, prepared.labels), group_size=config.group_size)
+        opened = open_folder(config.model, folder.task, prepared.labels, quantize=folder.quantize)
+        folder = replace(opened, group_size=config.group_size)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
     return Job(config, folder, prepared, ranks)
 

@@ -27,6 +27,7 @@ from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import Existing, UpdateOverlap
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, Lora
 from zero_offload.cli.recipes.settings import RUNS, is_count, is_real, with_offload
+from zero_offload.integrations.quantize import QUANTIZATIONS
 
 TABLE = "finetune"
 TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
@@ -79,6 +80,8 @@ class FinetuneConfig:
     """Adapters are scaled by alpha / rank; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of linear layers; () is all but the output's."""
+    quantize: str = ""
+    """What the frozen linear layers become, one of `QUANTIZATIONS`; "" leaves them as they are."""
     group_size: int = 0
     """Frozen experts of a layer that are fetched together; 0 is as many as 256 MiB hold."""
     merge: bool = False
@@ -180,6 +183,8 @@ def _default_out(settings: Mapping[str, Any]) -> Path:
         names.append(method)
     if is_count(rank := settings.get("lora", 0), least=1):
         names.append(f"lora{rank}")
+    if quantize := settings.get("quantize"):
+        names.append(str(quantize))
     return RUNS / "-".join(names)
 
 
@@ -252,6 +257,8 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield "eval_data and split both say what to evaluate on; give one of them"
     if config.patience and not (config.eval_data or config.split):
         yield f"patience={config.patience!r} counts evaluations; give --eval-data, or --split 0.05"
+    if config.quantize not in ("", *QUANTIZATIONS):
+        yield f"quantize={config.quantize!r} is unknown; use {', '.join(QUANTIZATIONS)}"
     if not config.lora and (config.lora_alpha or config.lora_targets):
         yield "lora_alpha and lora_targets are of adapters; give --lora RANK, such as --lora 16"
     if config.recompute not in RECOMPUTE:
@@ -302,7 +309,7 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
     add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
     add(
         "--out",
-        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK)",
+        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK-KIND)",
         metavar="OUT",
     )
     add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
@@ -327,6 +334,7 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
         metavar="ALPHA",
     )
     add("--lora-targets", "ends of layers' names (default: all linear layers)", nargs="+", metavar="NAME")
+    add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
     add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
     add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")

@@ -181,6 +181,10 @@ class Recipe:
     is_skipped: bool = False
     """True if they were left out; with a `value` they can be made all the same, if no file has them."""
 
+    @property
+    def source(self) -> None:
+        """They are in no file."""
+
     def drawn(self) -> bytes:
         """What the values depend on beside the program: of generators that they are drawn from, digests."""
         nodes = [] if self.value is None else _needed(self.value)[0]

@@ -93,6 +93,14 @@ def current_recorder() -> Recorder | None:
 
 
 @contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """What is built inside, though inside of a recording, is as it is without one."""
+    recorder = current_recorder()
+    with recorder.paused() if recorder is not None else contextlib.nullcontext(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Our own tensor calls, which no mode sees."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -114,6 +122,8 @@ class DeferredTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name, recorder = name_of(func), current_recorder()
+        if name == "device":
+            return torch.device("cpu")  # where a plain build has it: libraries put what belongs to it there
         if recorder is None and name not in _HARMLESS:
             raise ConfigError(
                 f"{name} needs a parameter of a module that was built in zo.deferred_init, whose values are not made "
@@ -143,6 +153,11 @@ class DeferredTensor(Tensor):
         return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, deferred)"
 
 
+def class_of(tensor: Tensor) -> type:
+    """The class of a tensor, of a deferred one that of what it stands for."""
+    return next(kind for kind in type(tensor).__mro__ if not issubclass(kind, DeferredTensor))
+
+
 def _guarded(recorder: Recorder, name: str, result: Tensor) -> Tensor:
     """A view of a parameter is as the parameter."""
     if type(result) is not Tensor or not result.is_meta:
@@ -154,7 +169,7 @@ def _guarded(recorder: Recorder, name: str, result: Tensor) -> Tensor:
 
 _HARMLESS = frozenset(
     (
-        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
+        *("shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
         *("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "names", "name", "_version"),
         *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "untyped_storage"),
         *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "retains_grad"),
@@ -192,6 +207,15 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """True if torch wraps this class for its compiler, whose import takes seconds."""
         return False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What modules register inside is not seen."""
+        thread, self._thread = self._thread, -1
+        try:
+            yield
+        finally:
+            self._thread = thread
 
     def defer(self, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
         """A parameter on meta in the place of a tensor."""

@@ -237,6 +237,13 @@ class Owner(Protocol):
         """Trained parameters that its modules have got since `zo.offload`, with their names."""
 
 
+class RecipeSource(Protocol):
+    """A tensor of files: one, or several that are joined."""
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end): (end - begin,) of the file's dtype, host. Raises StorageError."""
+
+
 class Recipe(Protocol):
     """How the values of a parameter on meta are made."""
 
@@ -247,6 +254,10 @@ class Recipe(Protocol):
     @property
     def value(self) -> object | None:
         """None where `make` cannot make them."""
+
+    @property
+    def source(self) -> RecipeSource | None:
+        """The tensor of files that has the values, in row-major order; None where they are computed."""
 
     def drawn(self) -> bytes:
         """What the values depend on beside the program: of generators that they are drawn from, digests."""

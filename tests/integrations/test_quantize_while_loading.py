@@ -1,0 +1,217 @@
+"""`zo.load_pretrained(quantize=)` before `zo.offload`: the tensors, layers and losses of `from_pretrained`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tools import transformers  # first  # isort: skip
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import zero_offload as zo
+from tests.helpers import folders
+from zero_offload.integrations import quantize as quantize_module
+from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe, Quantized
+from zero_offload.plan.quantized import offloaded_tensors
+from zero_offload.storage.shards.registry import recipe_of
+
+pytestmark = pytest.mark.tools
+
+DTYPE = torch.bfloat16
+
+
+def library_config(kind: str) -> Any:
+    """What a user of the library writes."""
+    if kind == "fp8":
+        from torchao.quantization import Float8WeightOnlyConfig
+
+        return transformers.TorchAoConfig(Float8WeightOnlyConfig())
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=kind == "nf4-double",
+        bnb_4bit_compute_dtype=DTYPE,
+    )
+
+
+def from_library(folder: Path, kind: str, dtype: torch.dtype = DTYPE) -> nn.Module:
+    """The whole model in memory, quantized."""
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=library_config(kind), device_map="cpu"
+    )
+    return model
+
+
+def deferred(folder: Path, dtype: torch.dtype = DTYPE) -> Any:
+    with zo.deferred_init(values="skip"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+
+
+def quantized(folder: Path, kind: str, dtype: torch.dtype = DTYPE) -> Any:
+    model = deferred(folder, dtype)
+    zo.load_pretrained(model, folder, quantize=kind)
+    return model
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def mixtral(path: Path) -> Path:
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=folders.VOCAB, num_local_experts=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).to(DTYPE)
+    model.save_pretrained(path, save_original_format=False)  # as the model has its experts
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of models, by kind; one of bf16, and of several files."""
+    place = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            path = place / kind
+            more: dict[str, Any] = {"attention_bias": True} if kind == "llama" else {}
+            made[kind] = (
+                mixtral(path)
+                if kind == "mixtral"
+                else folders.write_folder(path, kind, sharded=True, dtype="bfloat16", **more)
+            )
+        return made[kind]
+
+    return folder
+
+
+# The library's bits
+
+
+CASES = [
+    (kind, quantize)
+    for kind in ("llama", "qwen3", "gpt2", "mixtral")
+    for quantize in QUANTIZATIONS
+    if (kind, quantize) != ("gpt2", "fp8")  # torchao knows linear layers alone
+]
+
+
+@pytest.mark.parametrize("kind, quantize", CASES)
+def test_tensors_are_those_of_the_library(models: Callable[[str], Path], kind: str, quantize: str) -> None:
+    """Biases, a tied head, layers that hold their weights transposed, experts; each tensor is made, in any order."""
+    ours, theirs = quantized(models(kind), quantize), from_library(models(kind), quantize)
+    expected = dict(offloaded_tensors(theirs))
+    found = dict(offloaded_tensors(ours))
+    assert found.keys() == expected.keys()
+    num_quantized = 0
+    for name, tensor in reversed(found.items()):
+        recipe = recipe_of(tensor)
+        assert recipe is not None and not recipe.is_skipped, name
+        assert (tensor.shape, tensor.dtype) == (expected[name].shape, expected[name].dtype), name
+        made = recipe.make()
+        assert made.shape == tensor.shape and torch.equal(bits(made.to(tensor.dtype)), bits(expected[name])), name
+        num_quantized += tensor.dtype not in (torch.float32, DTYPE)
+    assert num_quantized >= 8
+    assert [type(layer) for layer in ours.modules()] == [type(layer) for layer in theirs.modules()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_weight_is_quantized_from_the_models_dtype(models: Callable[[str], Path], dtype: torch.dtype) -> None:
+    ours, theirs = quantized(models("llama"), "nf4", dtype), from_library(models("llama"), "nf4", dtype)
+    layers = [model.model.layers[0].mlp.up_proj for model in (ours, theirs)]
+    assert layers[0].weight.quant_state.dtype == layers[1].weight.quant_state.dtype == dtype
+    made = recipe_of(layers[0].weight)
+    assert made is not None and torch.equal(made.make(), layers[1].weight.detach())
+
+
+def test_what_does_not_fit_leaves_the_model_as_it_was(models: Callable[[str], Path]) -> None:
+    model = deferred(models("llama"))
+    before = [(type(module), dict(module._parameters)) for module in model.modules()]
+    with pytest.raises(zo.CheckpointError, match="missing in the files.*\n.*unknown to the model"):
+        zo.load_pretrained(model, models("gpt2"), quantize="nf4")
+    after = [(type(module), dict(module._parameters)) for module in model.modules()]
+    assert [kind for kind, _ in before] == [kind for kind, _ in after]
+    for (_, old), (_, new) in zip(before, after, strict=True):
+        assert old.keys() == new.keys() and all(old[name] is new[name] for name in old)
+    assert not getattr(model, "is_quantized", False) and getattr(model, "hf_quantizer", None) is None
+    assert all(param.requires_grad for param in model.parameters())
+    zo.load_pretrained(model, models("llama"), quantize="nf4")
+
+
+def test_what_cannot_be_is_one_error(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = models("llama")
+    with pytest.raises(zo.ConfigError, match="quantize='int3' is unknown; use one of nf4, nf4-double, int8, fp8"):
+        quantized(folder, "int3")
+    with pytest.raises(zo.ConfigError, match="quantized already"):
+        zo.load_pretrained(quantized(folder, "nf4"), folder, quantize="nf4")
+    with pytest.raises(zo.ConfigError, match="get_peft_model"):
+        with zo.deferred_init(values="skip"):
+            model = get_peft_model(folders.model(), LoraConfig(target_modules="all-linear"))
+        zo.load_pretrained(model, folder, quantize="nf4")
+    offloaded = zo.offload(deferred(folder), zo.OffloadConfig())
+    with pytest.raises(zo.ConfigError, match="before zo.offload"):
+        zo.load_pretrained(offloaded, folder, quantize="nf4")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find_spec(name, *more)
+    )
+    with pytest.raises(zo.CapacityError, match=r"bitsandbytes, which is not installed; pip install 'zero_offload\["):
+        quantized(folder, "nf4")
+
+
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+def test_peft_takes_the_layers(models: Callable[[str], Path], quantize: str) -> None:
+    """Its classes for quantized layers; adapters are real, and as over the library's model."""
+    settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    found = []
+    for base in (quantized(models("llama"), quantize), from_library(models("llama"), quantize)):
+        torch.manual_seed(3)
+        found.append(get_peft_model(base, LoraConfig(**settings)))
+    assert [type(layer) for layer in found[0].modules()] == [type(layer) for layer in found[1].modules()]
+    adapters = [
+        {name: param.detach() for name, param in model.named_parameters() if param.requires_grad} for model in found
+    ]
+    assert adapters[0].keys() == adapters[1].keys() and len(adapters[0]) == 28
+    assert all(not param.is_meta and param.dtype == torch.float32 for param in adapters[0].values())
+    assert any(param.abs().sum() > 0 for param in adapters[0].values())
+
+
+@pytest.mark.parametrize("kept, times", [(1 << 20, 1), (0, 2)])
+def test_scales_wait_for_their_section(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kept: int, times: int
+) -> None:
+    """A weight is quantized once, or again where nothing was kept, to the same bits."""
+    monkeypatch.setattr(quantize_module, "_KEPT_BYTES", kept)
+    model, theirs = quantized(models("llama"), "nf4"), dict(offloaded_tensors(from_library(models("llama"), "nf4")))
+    made: list[Tensor] = []
+    for weight in {id(each): each for _, each in parts_of(model)}.values():
+        monkeypatch.setattr(weight, "_parts_of", functools.partial(counted, weight._parts_of, made))
+    for suffix in ("weight", "absmax"):
+        for name, tensor in offloaded_tensors(model):
+            if name.endswith(suffix) and f"{name.removesuffix('.absmax')}.absmax" in theirs:
+                recipe = recipe_of(tensor)
+                assert recipe is not None and torch.equal(bits(recipe.make()), bits(theirs[name]))
+    assert len(made) == 14 * times
+
+
+def parts_of(model: nn.Module) -> list[tuple[str, Quantized]]:
+    recipes = ((name, recipe_of(tensor)) for name, tensor in offloaded_tensors(model))
+    return [(name, recipe.weight) for name, recipe in recipes if isinstance(recipe, PartRecipe)]
+
+
+def counted(quantize: Callable[[Tensor], dict[str, Tensor]], made: list[Tensor], values: Tensor) -> dict[str, Tensor]:
+    made.append(values)
+    return quantize(values)

@@ -1,0 +1,306 @@
+"""Linear layers that are quantized while weights are loaded: bitsandbytes' nf4 and int8, torchao's fp8.
+
+transformers' own quantizer chooses the layers, and puts the library's in their places. Their weights are deferred here:
+each tensor of a quantized weight is made from one of the files, by the library's own functions, when `zo.offload` asks
+for it. So one weight at a time is in memory unquantized, and bits are those of `from_pretrained`. The calls:
+`need_library`; `quantize_layers`; `Quantized.read_from` of each weight, by what knows the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.host import host_zeros
+from zero_offload.base.types import MIB
+from zero_offload.checkpoint.hf_files import FileTensor
+from zero_offload.model.deferred.from_files import deferred, digest
+from zero_offload.model.deferred.recorder import unrecorded
+from zero_offload.plan.quantized import is_wrapper, slots
+from zero_offload.storage.shards.registry import keep_recipe, recipe_of
+
+NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
+"""4 bit (NormalFloat), the same with scales that are quantized too, 8 bit integers, 8 bit floats."""
+_WEIGHT = "weight"
+_KEPT_BYTES = 64 * MIB
+"""Scales that wait until their section is filled, at most."""
+_ATTRIBUTES = ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit")
+"""What transformers sets on a model that it quantizes, and peft and Trainer read."""
+
+
+def need_library(quantize: object) -> None:
+    """Raise ConfigError for what is none of `QUANTIZATIONS`, CapacityError where its library is not installed."""
+    if quantize not in QUANTIZATIONS:
+        raise ConfigError(f"quantize={quantize!r} is unknown; use one of {', '.join(QUANTIZATIONS)}")
+    needed = ("transformers", "accelerate", "torchao" if quantize == FP8 else "bitsandbytes")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise CapacityError(
+            f"quantize={quantize!r} needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed; "
+            "pip install 'zero_offload[quantize]'"
+        )
+
+
+# What a weight is made of
+
+
+class Quantized:
+    """A weight that becomes several tensors, each made where it is needed."""
+
+    def __init__(self, original: Tensor, parts_of: Callable[[Tensor], dict[str, Tensor]], kept: _Kept) -> None:
+        """`original` is the weight as the files have it, on meta, in the dtype that it is quantized from."""
+        self.original = original
+        self._parts_of = parts_of
+        self._kept = kept
+        self._source: FileTensor | None = None
+        self._files: object = None
+
+    def read_from(self, source: FileTensor, files: object) -> None:
+        """Say where its values are; `files` keeps them open."""
+        self._source, self._files = source, files
+
+    def drawn(self) -> bytes:
+        return b"" if self._source is None else digest(self._source)
+
+    def make(self, name: str) -> Tensor:
+        """One of its tensors, by the name in the library's state dict. What else is made with it is kept for later."""
+        found = self._kept.take(self, name)
+        if found is None:
+            if self._source is None:
+                raise ConfigError("a quantized weight has no values; call zo.load_pretrained before zo.offload")
+            values = self._source.read(0, self._source.numel).view(self.original.shape).to(self.original.dtype)
+            parts = self._parts_of(values)
+            found = parts.pop(name)
+            self._kept.add(self, parts)
+        return found
+
+
+class _Kept:
+    """Tensors of weights that are asked for later; the oldest are dropped, and made again."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, str], Tensor] = {}
+
+    def add(self, weight: Quantized, parts: dict[str, Tensor]) -> None:
+        self._parts |= {(id(weight), name): part for name, part in parts.items() if name != _WEIGHT}
+        surplus = sum(part.nbytes for part in self._parts.values()) - _KEPT_BYTES
+        for key in list(self._parts):
+            if surplus <= 0:
+                break
+            surplus -= self._parts.pop(key).nbytes
+
+    def take(self, weight: Quantized, name: str) -> Tensor | None:
+        return self._parts.pop((id(weight), name), None)
+
+
+@dataclass(frozen=True, eq=False)
+class PartRecipe:
+    """How one tensor of a quantized weight is made."""
+
+    weight: Quantized
+    name: str
+    """Behind that of the layer."""
+    is_skipped: bool = False
+    source: None = None
+
+    @property
+    def value(self) -> object:
+        return self.weight
+
+    def drawn(self) -> bytes:
+        return self.weight.drawn()
+
+    def make(self) -> Tensor:
+        return self.weight.make(self.name)
+
+
+def part_of(tensor: Tensor) -> PartRecipe | None:
+    """How a tensor of a weight that is quantized while it is loaded is made; None for others."""
+    recipe = recipe_of(tensor)
+    return recipe if isinstance(recipe, PartRecipe) else None
+
+
+# Layers
+
+
+def quantize_layers(
+    model: nn.Module, quantize: str, undo: contextlib.ExitStack, dtype: torch.dtype | None = None
+) -> None:
+    """Put quantized layers into the places that transformers chooses. Their weights are deferred, without files yet.
+
+    A weight is quantized from its values in `dtype`, by default that of the parameter. `undo` puts everything back.
+    Raises ConfigError for a model that is not transformers', or has no layer to quantize.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"quantize={quantize!r} takes a model of transformers, which says what stays as it is; this is a "
+            f"{type(model).__name__}. Quantize before peft.get_peft_model or another wrapper"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ConfigError(f"quantize={quantize!r}: this {type(model).__name__} is quantized already; build it again")
+    _restore(model, undo)
+    quantizer = _quantizer(quantize, dtype or model.dtype)
+    before = dict(model.named_modules())
+    with unrecorded():
+        quantizer.preprocess_model(model=model, dtype=dtype or model.dtype, device_map=None, checkpoint_files=None)
+    kept, count = _Kept(), 0
+    for path, old in before.items():
+        weight = old._parameters.get(_WEIGHT)
+        if weight is None or not quantizer.param_needs_quantization(model, f"{path}.{_WEIGHT}"):
+            continue
+        layer: Any = model.get_submodule(path)
+        undo.callback(old._parameters.__setitem__, _WEIGHT, weight)
+        if layer is not old:
+            undo.callback(model.set_submodule, path, old)
+            others = {name: param for name, param in old._parameters.items() if name != _WEIGHT and param is not None}
+            for param in others.values():
+                undo.callback(param.requires_grad_, param.requires_grad)
+                param.requires_grad_(False)  # as transformers does
+            layer._parameters.update(others)
+            layer.train(old.training)
+        _defer(layer, weight, dtype or weight.dtype, quantizer.quantization_config, kept)
+        count += 1
+    if not count:
+        raise ConfigError(f"quantize={quantize!r}: a {type(model).__name__} has no layer that is quantized")
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+
+
+def _quantizer(quantize: str, dtype: torch.dtype) -> Any:
+    import transformers
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    bits_and_bytes: Any = transformers.BitsAndBytesConfig
+    config: Any
+    if quantize == FP8:
+        from torchao.quantization import Float8WeightOnlyConfig
+
+        config = transformers.TorchAoConfig(Float8WeightOnlyConfig(set_inductor_config=False))
+    elif quantize == INT8:
+        config = bits_and_bytes(load_in_8bit=True)
+    else:
+        config = bits_and_bytes(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=quantize == NF4_DOUBLE,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.validate_environment()
+    return quantizer
+
+
+def _restore(model: Any, undo: contextlib.ExitStack) -> None:
+    """Let `undo` put back what transformers sets on a model beside its layers."""
+    had = {name: vars(model)[name] for name in _ATTRIBUTES if name in vars(model)}
+
+    def put_back() -> None:
+        for name in _ATTRIBUTES:
+            vars(model).pop(name, None)
+        vars(model).update(had)
+        vars(model.config).pop("quantization_config", None)
+
+    undo.callback(put_back)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_is_quantized"):
+            undo.callback(setattr, config, "_is_quantized", config._is_quantized)
+
+
+def _defer(layer: Any, weight: Tensor, dtype: torch.dtype, config: Any, kept: _Kept) -> None:
+    """Give a layer of the library a quantized weight whose tensors are to be made."""
+    is_transposed = getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
+    original = torch.empty(weight.shape, dtype=dtype, device="meta")
+    quantize, like = _QUANTIZE.get(type(layer).__name__, _float8), layer.weight
+
+    def quantized(values: Tensor) -> nn.Parameter:
+        return quantize(like, values.T.contiguous() if is_transposed else values, config)
+
+    def parts_of(values: Tensor) -> dict[str, Tensor]:
+        return _parts(quantized(values))
+
+    with unrecorded():
+        made: Any = quantized(original)
+        whole = Quantized(original, parts_of, kept)
+        for slot in reversed(list(slots(_holder(made)))):  # the weight last: it gets attributes that have changed
+            part = deferred(slot.tensor)
+            keep_recipe(part, PartRecipe(whole, slot.name))
+            slot.holder.put(part)
+            made = part if slot.tensor is made else made
+        if is_wrapper(made):
+            made = _on_host(made)
+    if hasattr(made, "quant_state"):
+        layer.quant_state, made.module = made.quant_state, layer
+        layer.compute_dtype, layer.compute_type_is_set = None, False  # that of the first input
+    if getattr(made, "SCB", None) is not None:
+        layer.state.SCB, made.SCB = made.SCB, None  # where the first forward puts them
+    layer._parameters[_WEIGHT] = made
+
+
+def _on_host(wrapper: Any) -> nn.Parameter:
+    """The same, said to be where its tensors will be: libraries put what belongs to it there."""
+    made: Any = Tensor._make_wrapper_subclass(
+        type(wrapper), wrapper.shape, dtype=wrapper.dtype, device=torch.device("cpu")
+    )
+    made.__dict__.update(wrapper.__dict__)
+    param: nn.Parameter = made
+    return param
+
+
+def _holder(weight: nn.Parameter) -> nn.Module:
+    """A module that has only this weight."""
+    holder = nn.Module()
+    holder._parameters[_WEIGHT] = weight
+    return holder
+
+
+def _parts(weight: nn.Parameter) -> dict[str, Tensor]:
+    """The tensors of a quantized weight by their names."""
+    return {slot.name: slot.tensor.detach() for slot in slots(_holder(weight))}
+
+
+# The library's own functions
+
+
+def _four_bit(like: Any, values: Tensor, config: Any) -> nn.Parameter:
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    settings = {
+        name: getattr(like, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+    }
+    if values.is_meta:
+        # The library makes a table at the first call, and keeps it for all: not on meta.
+        quantize_4bit(host_zeros(like.blocksize, torch.float32), **settings)
+    data, state = quantize_4bit(values.contiguous(), **settings)
+    weight: nn.Parameter = Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
+    return weight
+
+
+def _eight_bit(like: Any, values: Tensor, config: Any) -> nn.Parameter:
+    from bitsandbytes.functional import int8_vectorwise_quant
+    from bitsandbytes.nn import Int8Params
+
+    data, scales, _ = int8_vectorwise_quant(values.contiguous().to(torch.float16))
+    weight: nn.Parameter = Int8Params(data, requires_grad=False, has_fp16_weights=False, SCB=scales)
+    return weight
+
+
+def _float8(like: Any, values: Tensor, config: Any) -> nn.Parameter:
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(values, requires_grad=False)
+    quantize_(layer, config.get_apply_tensor_subclass())
+    return layer.weight
+
+
+_QUANTIZE = {"Linear4bit": _four_bit, "Linear8bitLt": _eight_bit}

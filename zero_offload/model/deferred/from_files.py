@@ -1,0 +1,55 @@
+"""Parameters on meta whose values are read from files: `FileRecipe`, and what makes a tensor one that is deferred."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.checkpoint.hf_files import FileTensor, JoinedTensor
+from zero_offload.model.deferred.recorder import DeferredTensor
+
+
+@dataclass(frozen=True, eq=False)
+class FileRecipe:
+    """The values of one parameter are a tensor of files, in row-major order."""
+
+    source: FileTensor
+    shape: tuple[int, ...]
+    files: object
+    """What keeps the files open."""
+    is_skipped: bool = False
+
+    @property
+    def value(self) -> object:
+        return self.source
+
+    def drawn(self) -> bytes:
+        return digest(self.source)
+
+    def make(self) -> Tensor:
+        """In the file's dtype."""
+        return self.source.read(0, self.source.numel).view(self.shape)
+
+
+def digest(source: FileTensor) -> bytes:
+    """What tells tensors of files apart: names of the files, places in them, shapes and dtypes."""
+    parts = source.parts if isinstance(source, JoinedTensor) else (source,)
+    words = [(part.path.name, getattr(part, "offset", 0), part.shape, part.dtype_name) for part in parts]
+    return hashlib.sha256(repr(words).encode()).digest()
+
+
+def deferred(like: Tensor, requires_grad: bool = False) -> nn.Parameter:
+    """A deferred parameter in the place of one on meta, of the same class and with the same attributes."""
+    base: Any = type(like)
+    is_plain = base in (Tensor, nn.Parameter)
+    kind = DeferredTensor if is_plain else type(base.__name__, (DeferredTensor, base), {"__module__": __name__})
+    with torch._C.DisableTorchFunctionSubclass():
+        made: Any = Tensor._make_subclass(kind, like.detach(), requires_grad)
+    made.__dict__.update(like.__dict__)
+    made._is_param = True
+    param: nn.Parameter = made
+    return param
