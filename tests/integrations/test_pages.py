@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.diffusion import DENOISERS, diffusers
 from tests.helpers.tools import transformers
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,10 +21,20 @@ def llama(path: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **sizes)).save_pretrained(path)
 
 
+def unet(path: Path) -> None:
+    types = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    model = diffusers.UNet2DModel(sample_size=16, block_out_channels=(8, 16), norm_num_groups=4, **types)
+    model.save_pretrained(path, variant="fp16" if path.name == "half" else None)
+
+
+def flux(path: Path) -> None:
+    DENOISERS["flux"].build().save_pretrained(path)
+
+
 FOLDERS: dict[str, dict[str, Callable[[Path], None]]] = {
     "LORA-AND-QUANTIZATION.md": {"llama": llama},
     "MOE.md": {},
-    "DIFFUSION.md": {},
+    "DIFFUSION.md": {"unet": unet, "half": unet, "flux": flux},
     "INFERENCE.md": {"llama": llama},
 }
 """By page: the folders that its blocks find where they run."""
