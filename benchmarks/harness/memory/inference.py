@@ -62,7 +62,7 @@ def token_seconds(model: nn.Module, num_tokens: int) -> tuple[float, float]:
 
 
 def measure(directory: Path, num_blocks: int, num_rounds: int) -> Sequence[Row]:
-    small = build(2, directory / "small", 2 * WIDTH * WIDTH)  # libraries are loaded by the first calls
+    small = build(2, directory / "small", 64 * MIB)  # libraries are loaded by the first calls
     token_seconds(small, 2)
     zo.close(small)
     at_start = rss_bytes()
