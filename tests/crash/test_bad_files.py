@@ -261,8 +261,8 @@ def test_the_package_unpickles_nothing() -> None:
 
 def test_a_manifest_of_a_later_version_says_what_to_do(copy: Path) -> None:
     document = json.loads((copy / GENERATION).read_text())
-    (copy / GENERATION).write_text(json.dumps(document | {"version": 7}))
-    with pytest.raises(zo.CheckpointError, match=r"newer zero_offload \(format 7.*pip install --upgrade") as caught:
+    (copy / GENERATION).write_text(json.dumps(document | {"version": 8}))
+    with pytest.raises(zo.CheckpointError, match=r"newer zero_offload \(format 8.*pip install --upgrade") as caught:
         open_model(copy)
     assert str(copy / GENERATION) in str(caught.value) and caught.value.exit_code == 2
 

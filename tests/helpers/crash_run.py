@@ -132,7 +132,7 @@ class Run:
                 self.store.place_memory(shard, {})
             if self.keeper.found is not None:
                 self.step = self.keeper.found.step
-                self.keeper.restore(self.keeper.rank_payload(), self.store.shards)
+                self.keeper.restore(self.store.shards, self.rank)
             else:
                 for shard in self.store.shards:
                     self.store.add_states(shard, ADAM_STATES)

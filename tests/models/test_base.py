@@ -27,12 +27,15 @@ from tests.helpers.models import build, tokens_of
 from tests.helpers.pretrained import read_folder
 from tests.helpers.reference import read_masters
 from tests.unit.storage.files.test_base_files import flip
+from zero_offload.base.types import Durability
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.cli import export
 from zero_offload.cli.main import main
 from zero_offload.hardware.abi import Fault
 from zero_offload.integrations.pretrained import FileNames, Joined, load_weights, replace_weights
 from zero_offload.storage.files.base_files import BaseFiles
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
 from zero_offload.storage.shards.registry import keep_recipe
 from zero_offload.storage.shards.shard import Component
 
@@ -620,3 +623,39 @@ def test_a_state_dict_reads_it(folder: Path, tmp_path: Path) -> None:
         weights[shard.layout.params[0].spec.name].flatten(),
     )
     zo.close(model)
+
+
+FORGED: dict[str, Any] = {
+    "a span behind the end": lambda base: base["sections"].update(
+        {k: [[0, 100, 0, 1 << 40]] for k in base["sections"]}
+    ),
+    "a span before the begin": lambda base: base["sections"].update({k: [[-5, 100, 0, 0]] for k in base["sections"]}),
+    "no such file": lambda base: base["sections"].update({k: [[0, 100, 99, 0]] for k in base["sections"]}),
+    "a file of no size": lambda base: base["files"][0].update(nbytes=0),
+    "a huge file": lambda base: base["files"][0].update(nbytes=1 << 60),
+    "text for numbers": lambda base: base["files"][0].update(nbytes="many"),
+    "a sample of no block": lambda base: base["files"][0].update(samples={"12345": 1}),
+    "files that are none": lambda base: base.update(files=None),
+    "a folder as a file": lambda base: base["files"][0].update(path="/"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_record_that_was_forged(what: str, folder: Path, tmp_path: Path) -> None:
+    """Under a right digest: refused before anything is read by it."""
+    model, optimizer = opened(folder, settings(tmp_path / "run"))
+    steps(model, optimizer, 0, 1)
+    zo.close(model)
+    with RunDirectory.open(tmp_path / "run") as directory:
+        (name,) = [name for name in directory.names() if name.startswith("generation")]
+        payload = read_manifest(directory, name)
+        assert payload is not None
+        FORGED[what](payload["base"])
+        write_manifest(directory, name, payload, Durability.PROCESS)
+    with pytest.raises(zo.IntegrityError):
+        model, optimizer = opened(None, settings(tmp_path / "run", existing="resume"))
+        try:
+            zo.resume(model, optimizer)
+            steps(model, optimizer, 1, 2)
+        finally:
+            close_broken(model)

@@ -61,6 +61,8 @@ NUM_GROUPS = 4
 """Groups on their way at a time."""
 LENGTH_NBYTES = 8
 """A safetensors file begins with the length of its header."""
+_NBYTES_MAX = 1 << 44
+"""Of a file that a record may name: its checksums take memory."""
 _STUCK: list[BaseFiles] = []
 """Those whose drive may still write to their memory."""
 
@@ -205,7 +207,9 @@ class BaseFile:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> BaseFile:
         """Not open yet. Raises ValueError and its like for what is not such a record."""
-        file = cls(Path(record["path"]), int(record["nbytes"]), int(record["mtime_ns"]), str(record["head"]))
+        if not 0 < (nbytes := int(record["nbytes"])) < _NBYTES_MAX:
+            raise ValueError(f"a file of {nbytes} bytes")
+        file = cls(Path(record["path"]), nbytes, int(record["mtime_ns"]), str(record["head"]))
         file.problem = "is not open"
         for block, crc in record["samples"].items():
             file.crcs[int(block)], file.known[int(block)] = int(crc), True
