@@ -36,6 +36,7 @@ from zero_offload.model.commits import Commits
 from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
+from zero_offload.plan.quantized import tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.grads.handle import GradHandle
@@ -89,7 +90,9 @@ class ParamPlaces:
         }
 
     def __getitem__(self, param: nn.Parameter) -> Place:
-        return self._places[id(param)]
+        """Of a parameter that consists of others, the place of the first of them."""
+        place = self._places.get(id(param))
+        return self._places[id(tensors_of([param])[0])] if place is None else place
 
     def __contains__(self, param: nn.Parameter) -> bool:
         return id(param) in self._places

@@ -23,7 +23,7 @@ from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
-from zero_offload.runtime.units.guard import AtRest, class_at_rest, storage_of
+from zero_offload.runtime.units.guard import AtRest, GuardedParameter, class_at_rest, storage_of
 from zero_offload.storage.memory.resizable import Buffer
 from zero_offload.storage.shards.shard import Shard
 
@@ -193,10 +193,13 @@ class Unit:
 
     @cached_property
     def _opened(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that are plain in a use: not quantized weights, unless the unit never leaves.
-        See [Note: quantized weights in use] in guard.py."""
+        """The parameters that are plain in a use: not quantized weights, unless the unit never leaves and torch's own
+        class is theirs. See [Note: quantized weights in use] in guard.py."""
         return tuple(
-            p for section, piece, p in self.placed_params if self.resident or not stays_guarded(section, piece)
+            p
+            for section, piece, p in self.placed_params
+            if not stays_guarded(section, piece)
+            or (self.resident and (isinstance(p, GuardedParameter) or type(p) is nn.Parameter))
         )
 
     def watch(self) -> None:
