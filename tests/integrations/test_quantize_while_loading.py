@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from tests.helpers.tools import transformers  # first  # isort: skip
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.tools import WHERE, Tokens
 from zero_offload.integrations import quantize as quantize_module
 from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe, Quantized
 from zero_offload.plan.quantized import offloaded_tensors
@@ -215,3 +219,97 @@ def parts_of(model: nn.Module) -> list[tuple[str, Quantized]]:
 def counted(quantize: Callable[[Tensor], dict[str, Tensor]], made: list[Tensor], values: Tensor) -> dict[str, Tensor]:
     made.append(values)
     return quantize(values)
+
+
+# Offloaded
+
+
+def losses(model: Any, steps: int = 3) -> list[float]:
+    model.train()
+    optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    found, rows = [], Tokens(8)
+    for step in range(steps):
+        ids = rows[step]["input_ids"][None]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def adapted(base: nn.Module) -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def on_drives(folder: Path, **changes: Any) -> zo.OffloadConfig:
+    settings: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "nvme": str(folder), "existing": "discard"}
+    return zo.OffloadConfig(precision="bf16", **(settings | changes))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("quantize", ["nf4", "nf4-double", "fp8"])
+def test_losses_are_those_of_the_library(
+    models: Callable[[str], Path], tmp_path: Path, quantize: str, where: str
+) -> None:
+    """Against its whole model, offloaded: tensors made while they moved in are the same ones."""
+    ours, theirs = (adapted(make(models("llama"), quantize)) for make in (quantized, from_library))
+    with torch.no_grad():
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if one.requires_grad:
+                other.copy_(one)
+    zo.offload(ours, on_drives(tmp_path) if where == "nvme" else zo.OffloadConfig(precision="bf16"))
+    zo.offload(theirs, zo.OffloadConfig(precision="bf16"))
+    assert losses(ours) == losses(theirs)
+    for model in (ours, theirs):
+        zo.close(model)
+
+
+def test_a_resume_makes_nothing(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = zo.offload(adapted(quantized(models("llama"), "nf4")), on_drives(tmp_path))
+    before = losses(first)
+    zo.close(first)
+    monkeypatch.setattr(Quantized, "make", lambda *_: pytest.fail("a weight was made"))
+    second = zo.offload(adapted(quantized(models("llama"), "nf4")), on_drives(tmp_path, existing="resume"))
+    assert losses(second, 1)[0] < before[0]
+    zo.close(second)
+
+
+def test_one_weight_at_a_time_is_unquantized(tmp_path: Path) -> None:
+    """Moving in, what is made by operations is far below the model, which is larger than one weight by far."""
+    folder = folders.write_folder(
+        tmp_path / "large", dtype="bfloat16", hidden_size=512, intermediate_size=1024, num_hidden_layers=8
+    )
+    model = quantized(folder, "nf4")
+    weight = 512 * 1024 * 2
+    with LiveBytes() as live:
+        zo.offload(model, on_drives(tmp_path / "drive"))
+    assert live.peak < 16 * weight, live.peak / weight  # fp32 copies of one within the library, a chunk, what is kept
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 30 * weight
+    zo.close(model)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that operations make, while they are referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
+        return made
+
+    def _end(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
