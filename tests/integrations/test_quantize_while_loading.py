@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.launched import run_program
 from tests.helpers.tools import WHERE, Tokens
 from zero_offload.integrations import quantize as quantize_module
 from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe, Quantized
@@ -313,3 +314,12 @@ class LiveBytes(TorchDispatchMode):
     def _end(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.now -= nbytes
+
+
+def test_the_example_trains(models: Callable[[str], Path], tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "qlora.py"
+    printed = run_program(script, models("qwen3"), tmp_path, folder=tmp_path)
+    found = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step ")]
+    assert len(found) == 8 and found[-1] < found[0]
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert len(script.read_text().splitlines()) <= 40

@@ -573,6 +573,8 @@ class ParamAccess:
         with torch._C.DisableTorchFunctionSubclass():
             if param.grad is not None:
                 return param.grad  # on its way from autograd: a hook of the program looks at it
+        if param not in self._places:
+            return None  # a quantized weight, which consists of others
         place = self._places[param]
         check_not_updated(self._grads, param, place.name)
         if param in self._grads.zeroed:
