@@ -57,6 +57,13 @@ FAULTS = [
         PLACEMENTS,
     ),
     fault(
+        "prefetch takes memory of others for units that come late",
+        "runtime/prefetcher.py",
+        "                    if ahead >= frames_ahead:\n                        return\n",
+        "",
+        "tests/models/test_inference.py::test_what_fits_stays_between_forwards",
+    ),
+    fault(
         "a forward does not wait for the read of a unit",
         "runtime/units/param_loader.py",
         "        for transfer in self._transfers.get(unit.index, ()):\n            transfer.wait()\n",
