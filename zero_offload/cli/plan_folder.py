@@ -26,8 +26,7 @@ from zero_offload.plan.shapes import SHAPES
 
 _OF_RUNS = (
     *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
-    "packing",
-    "group_size",
+    *("packing", "lora_targets", "group_size"),
 )
 """Settings of `finetune` whose flags `plan` has for folders alone."""
 _SHARED = ("accumulate", "recompute")
