@@ -10,6 +10,7 @@ from harness import command
 COMPARISONS = {
     "activations": "kept, computed again, on disk: memory and time",
     "finetune": "zero-offload finetune of a 3B folder in a cgroup of 4 GiB, by LoRA and whole",
+    "frozen": "LoRA of a 30B MoE model and of 8B in nf4 from the drive, in a cgroup of 4 GiB, killed and resumed",
     "inference": "tokens of a model on disk, against the disk's rate: time, bytes, memory",
     "logits": "chunked losses and tiled heads, against whole ones: memory and time",
     "small_memory": "1.5B and 3B models in a cgroup of 4 GiB, killed and resumed",

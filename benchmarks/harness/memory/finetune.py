@@ -24,12 +24,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from harness import command
+from harness.memory.folders import decoder_files, write_weights
 from harness.processes import MemoryGroup, NoGroupError, memory_group
 from harness.rows import Row, missing, row, show, ungraded, write
 from safetensors import safe_open
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -70,46 +69,6 @@ class Size:
             dtype="bfloat16",
             architectures=["LlamaForCausalLM"],
         )
-
-
-def shapes(config: LlamaConfig) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Of the tensors of each file."""
-    width, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    narrow = width // config.num_attention_heads * config.num_key_value_heads
-    for layer in range(config.num_hidden_layers):
-        name = f"model.layers.{layer}."
-        attention = {"q_proj": (width, width), "k_proj": (narrow, width), "v_proj": (narrow, width)}
-        yield {
-            **{f"{name}self_attn.{key}.weight": shape for key, shape in attention.items()},
-            f"{name}self_attn.o_proj.weight": (width, width),
-            **{f"{name}mlp.{key}_proj.weight": (inner, width) for key in ("gate", "up")},
-            f"{name}mlp.down_proj.weight": (width, inner),
-            **{f"{name}{key}_layernorm.weight": (width,) for key in ("input", "post_attention")},
-        }
-    yield {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
-    yield {"lm_head.weight": (vocab, width)}
-
-
-def write_folder(path: Path, size: Size) -> int:
-    """Random weights, in one file per layer; returns how many parameters."""
-    config, generator, numel = size.config, torch.Generator().manual_seed(0), 0
-    path.mkdir()
-    weight_map, files = {}, list(shapes(config))
-    for number, file in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {
-            key: torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
-            for key, shape in file.items()
-        }
-        save_file(tensors, path / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-        numel += sum(each.numel() for each in tensors.values())
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config.save_pretrained(path)
-    _tokenizer().save_pretrained(path)
-    return numel
 
 
 def descriptions() -> Iterator[tuple[str, str]]:
@@ -219,7 +178,9 @@ def main(arguments: Sequence[str]) -> int:
     rows: list[Row] = []
     status = 0
     with command.scratch_directory(args.nvme) as root:
-        numel = write_folder(root / "model", Size(args.model))
+        config = Size(args.model).config
+        numel = write_weights(root / "model", decoder_files(config), config)
+        _tokenizer().save_pretrained(root / "model")
         write_data(root / "chat.jsonl")
         (root / "one.jsonl").write_text("".join((root / "chat.jsonl").read_text().splitlines(keepends=True)[:2]))
         print(f"{numel / 1e6:.0f}M parameters", flush=True)

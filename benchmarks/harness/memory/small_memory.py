@@ -15,16 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from harness import command
 from harness.disks import Rates, disk_rates
-from harness.processes import MemoryGroup, NoGroupError, memory_group, peak_rss_bytes
+from harness.memory.lives import EndedEarlyError, live
+from harness.processes import NoGroupError, memory_group, peak_rss_bytes
 from harness.rows import Row, missing, row, show, ungraded, write
 
 import zero_offload as zo
@@ -43,10 +42,6 @@ STATES = ("fp32", "bf16", "compact")
 MODELS, LIMIT, STEPS = "1b5:fp32,3b:compact", "4GiB", 6
 QUICK_MODELS, QUICK_LIMIT, QUICK_STEPS = "91m:fp32,91m:compact", "576MiB", 4
 STEPS_MIN, STEPS_LOST_MAX, REACH_DISK = 3, 2, 1.10
-KILL_AFTER = 0.2
-"""Of a step, behind the loss of the one that is broken off."""
-
-Step = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,57 +110,15 @@ def train(job: Job) -> None:
     zo.close(model)
 
 
-@dataclass
-class Life:
-    """What a process told until it ended or was killed."""
-
-    begins: int
-    losses: dict[int, float]
-    steps: list[Step]
-
-    def note(self, told: Step) -> None:
-        if "begins" in told:
-            self.begins = told["begins"]
-        elif "loss" in told:
-            self.losses[told["step"]] = told["loss"]
-        else:
-            self.steps.append(told)
-            print(f"  step {told['step']}: loss {self.losses[told['step']]:.4f}, {told['step_s']:.1f} s", flush=True)
-
-
-class EndedEarlyError(Exception):
-    """A process in the group did not do its job."""
-
-
-def live(group: MemoryGroup, job: Job, kill_in: int | None) -> Life:
-    """One process in the group; killed in the backward of step `kill_in`, when its loss is known."""
-    worker = command.worker_command("memory.py", "small_memory", json.dumps(asdict(job)))
-    child = subprocess.Popen(group.command(worker), stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    life = Life(0, {}, [])
-    for line in child.stdout:
-        life.note(json.loads(line))
-        if kill_in in life.losses:
-            time.sleep(KILL_AFTER * life.steps[-1]["step_s"])
-            child.kill()
-            break
-    child.stdout.close()
-    status = child.wait()
-    if status != 0 and kill_in not in life.losses:
-        killed = "; the kernel ended it for want of memory" if group.num_killed else ""
-        raise EndedEarlyError(f"{job.name}: exit code {status} after {len(life.steps)} steps{killed}")
-    return life
-
-
 def measure(job: Job, limit_bytes: int, rates: Rates) -> list[Row]:
     """Train, kill, resume; the rows of one model. NoGroupError where no group can be made."""
     numel = num_parameters(job.gpt)
     limit = format_bytes(limit_bytes)
     print(f"{job.name} ({numel / 1e6:.0f}M parameters, {job.seq} tokens, {job.dtype}) in {limit}", flush=True)
     with memory_group(limit_bytes) as group:
-        before = live(group, job, kill_in=max(job.num_steps // 2, 1))
+        before = live(group, "small_memory", job, kill_in=max(job.num_steps // 2, 1))
         print("  killed; resuming", flush=True)
-        after = live(group, job, kill_in=None)
+        after = live(group, "small_memory", job, kill_in=None)
         peak = group.peak_bytes
     lost = before.steps[-1]["step"] + 1 - after.begins
     changed = sum(after.losses[step] != loss for step, loss in before.losses.items() if step >= after.begins)

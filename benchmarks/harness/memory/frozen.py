@@ -1,0 +1,272 @@
+"""LoRA over a base many times the memory, in a memory cgroup: what it reads and writes; killed and resumed.
+
+Two folders of random bf16 weights: `moe`, in the shape of Qwen3-30B-A3B (128 experts in each layer, 8 for a token), and
+`dense`, in the shape of Llama-8B, quantized to nf4 as it is loaded. The base stays on the drive. Adapters of rank 8 on
+attention are trained, with their states in memory and recomputed layers. Each process runs in a cgroup of 4 GiB, so
+libraries and page cache count too. It is killed in a backward, and a second one resumes in the same group. Needs root,
+for the cgroup, and disk: 1.2 GB for each layer of `moe`, 22 GB for `dense`.
+
+The bars: the kernel ends nothing and the peak is within the limit; bytes read in a step are at most 1.05 times what is
+counted (layers twice, for forward and backward; the embedding once; the head once); no file of the base changes; bytes
+written in a step are at most those of the adapters and their states; losses go on bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from harness import command
+from harness.disks import Rates, disk_rates
+from harness.memory.folders import decoder_files, write_weights
+from harness.memory.lives import EndedEarlyError, Life, live
+from harness.processes import NoGroupError, disk_bytes, memory_group, peak_rss_bytes
+from harness.rows import Row, missing, row, show, ungraded, write
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+import zero_offload as zo
+from zero_offload.base.types import MIB, format_bytes, parse_bytes
+
+MODELS = ("moe", "dense")
+QUANTIZE = {"moe": None, "dense": "nf4"}
+LAYERS, QUICK_LAYERS = {"moe": 48, "dense": 32}, {"moe": 2, "dense": 4}
+LIMIT, QUICK_LIMIT, STEPS = "4GiB", "2GiB", 4
+STEPS_MIN, REACH_BYTES, REACH_DISK = 3, 1.05, 1.10
+RANK, STATES_BYTES = 8, 12
+"""Of adapters; bytes of one of their elements with its master and moments, fp32."""
+CPU_MEMORY_SHARE = 0.6
+"""Of the limit, for units: libraries, activations and page cache take the rest."""
+
+
+def config_of(model: str, layers: int, vocab: int | None) -> PretrainedConfig:
+    if model == "moe":
+        return Qwen3MoeConfig(
+            num_hidden_layers=layers,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=vocab or 151936,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            dtype="bfloat16",
+            architectures=["Qwen3MoeForCausalLM"],
+        )
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=vocab or 128256,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process trains."""
+
+    model: str
+    folder: str
+    run: str
+    seq: int
+    num_steps: int
+    cpu_memory: int
+    num_threads: int
+
+    @property
+    def name(self) -> str:
+        return {"moe": "MoE, bf16", "dense": "dense, nf4"}[self.model]
+
+
+def train(job: Job) -> None:
+    """The process in the group: prints what `lives` reads."""
+    torch.set_num_threads(job.num_threads)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(job.folder)
+    with zo.deferred_init(values="skip"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    zo.load_pretrained(model, job.folder, quantize=QUANTIZE[job.model])
+    if job.model == "moe":
+        zo.group_experts(model)
+    zo.checkpoint(model.model.layers)
+    model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    zo.offload(
+        model,
+        zo.OffloadConfig(
+            params="nvme",
+            grads="cpu",
+            optimizer="cpu",
+            nvme=job.run,
+            cpu_memory=job.cpu_memory,
+            existing="resume",
+        ),
+    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = zo.AdamW(trained, lr=1e-3)
+    resumed = zo.resume(model, optimizer)
+    first = 0 if resumed is None else resumed.step
+    print(json.dumps({"begins": first, "trained": sum(param.numel() for param in trained)}), flush=True)
+    for step in range(first, job.num_steps):
+        tokens = torch.randint(config.vocab_size, (1, job.seq), generator=torch.Generator().manual_seed(step))
+        start, moved = time.perf_counter(), disk_bytes()
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+        loss.backward()
+        zo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        zo.commit(model, optimizer)
+        stats, after = zo.stats(model), disk_bytes()
+        made = {"step": step, "step_s": time.perf_counter() - start}
+        made |= {"read_bytes": stats.read_bytes["nvme"], "written_bytes": stats.written_bytes["nvme"]}
+        made |= {"disk_read_bytes": after[0] - moved[0], "disk_written_bytes": after[1] - moved[1]}
+        made["resident"] = dict(stats.resident_bytes)
+        print(json.dumps(made | {"peak_rss_bytes": peak_rss_bytes()}), flush=True)
+    zo.close(model)
+
+
+def counted_bytes(config: PretrainedConfig, quantize: str | None) -> int:
+    """What a step reads: layers in forward and in backward, the embedding and the head once.
+
+    nf4 has half a byte for each weight of a linear layer and an fp32 scale for 64 of them.
+    """
+    *layers, embedding, head = decoder_files(config)
+
+    def nbytes(shapes: dict[str, tuple[int, ...]], per_weight: float) -> float:
+        return sum(torch.Size(at).numel() * (per_weight if len(at) > 1 else 2) for at in shapes.values())
+
+    per_weight = 0.5 + 4 / 64 if quantize == "nf4" else 2
+    in_layers = sum(nbytes(dict(each), per_weight) for each in layers)
+    return int(2 * in_layers + nbytes(dict(embedding), 2) + nbytes(dict(head), 2))
+
+
+def _marks(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """What changes when a file is written to."""
+    found = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found}
+
+
+def measure(job: Job, config: PretrainedConfig, limit_bytes: int, rates: Rates) -> list[Row]:
+    """Train, kill, resume; the rows of one model. NoGroupError where no group can be made."""
+    limit, folder = format_bytes(limit_bytes), Path(job.folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{job.name}: {config.num_hidden_layers} layers, {format_bytes(size)} of files, in {limit}", flush=True)
+    marks = _marks(folder)
+    with memory_group(limit_bytes) as group:
+        before = live(group, "frozen", job, kill_in=job.num_steps // 2)
+        print("  killed; resuming", flush=True)
+        after = live(group, "frozen", job, kill_in=None)
+        peak = group.peak_bytes
+    return rows_of(job, config, before, after, peak, limit_bytes, rates, num_changed=_differ(marks, _marks(folder)))
+
+
+def _differ(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, int, int]]) -> int:
+    return sum(before.get(name) != after.get(name) for name in before.keys() | after.keys())
+
+
+def rows_of(
+    job: Job,
+    config: PretrainedConfig,
+    before: Life,
+    after: Life,
+    peak: int,
+    limit_bytes: int,
+    rates: Rates,
+    *,
+    num_changed: int,
+) -> list[Row]:
+    settled = after.steps[1:] or after.steps
+    step_s, read, written, disk_read, disk_written = (
+        statistics.median(step[key] for step in settled)
+        for key in ("step_s", "read_bytes", "written_bytes", "disk_read_bytes", "disk_written_bytes")
+    )
+    changed = sum(after.losses[step] != loss for step, loss in before.losses.items() if step >= after.begins)
+    repeated = sum(step >= after.begins for step in before.losses)
+    counted = counted_bytes(config, QUANTIZE[job.model])
+    rss = max(step["peak_rss_bytes"] for step in before.steps + after.steps)
+    print(
+        f"  {step_s:.1f} s a step of {job.seq} tokens; {format_bytes(int(read))} read, {format_bytes(counted)} counted"
+    )
+    print(f"  {format_bytes(int(disk_read))} read and {format_bytes(int(disk_written))} written by the kernel's count")
+    print(f"  resident at the end of a step: {settled[-1]['resident']}; largest resident set {format_bytes(rss)}")
+    print(f"  {repeated} losses made twice")
+    return [
+        row(
+            f"{job.name}: peak in the group",
+            peak / MIB,
+            "MiB",
+            f"its {format_bytes(limit_bytes)}",
+            limit_bytes / MIB,
+            1.0,
+        ),
+        row(f"{job.name}: read in a step", read / MIB, "MiB", "counted", counted / MIB, REACH_BYTES),
+        row(
+            f"{job.name}: written in a step",
+            max(written, disk_written) / MIB,
+            "MiB",
+            "adapters and states, and 1 MiB",
+            after.told["trained"] * STATES_BYTES / MIB + 1,
+            1.0,
+        ),
+        row(f"{job.name}: files of the base that changed", num_changed, "", "one; none is wanted", 1, 0.0),
+        row(f"{job.name}: losses that changed", changed, "", "one; none is wanted", 1, 0.0),
+        ungraded(f"{job.name}: step", step_s, "s", "bytes / disk rates, no bar", rates.seconds(read, 0), REACH_DISK),
+    ]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command.parser(__name__, __doc__, f"two and four layers, 8192 words, in {QUICK_LIMIT}")
+    command.add_workers(parser)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
+    parser.add_argument("--layers", type=int, help="default: 48 of moe, 32 of dense; quick: 2 and 4")
+    parser.add_argument("--limit", help=f"of the group (default: {LIMIT}; quick: {QUICK_LIMIT})")
+    parser.add_argument("--seq", type=int, default=128, help="tokens (default: 128)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"in all (default: {STEPS})")
+    args = parser.parse_args(arguments)
+    args.limit_bytes = parse_bytes(args.limit or (QUICK_LIMIT if args.quick else LIMIT))
+    if args.steps < STEPS_MIN:
+        parser.error(f"--steps {args.steps} leaves none before the kill or behind it; take {STEPS_MIN} or more")
+    return args
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = parse(arguments)
+    if args.worker:
+        train(Job(**json.loads(args.worker)))
+        return 0
+    rows: list[Row] = []
+    status = 0
+    for model in args.model:
+        layers = args.layers or (QUICK_LAYERS if args.quick else LAYERS)[model]
+        config = config_of(model, layers, 8192 if args.quick else None)
+        with command.scratch_directory(args.nvme) as root:
+            write_weights(root / "base", decoder_files(config), config)
+            memory = int(args.limit_bytes * CPU_MEMORY_SHARE)
+            job = Job(model, str(root / "base"), str(root / "run"), args.seq, args.steps, memory, args.threads)
+            try:
+                rows += measure(job, config, args.limit_bytes, disk_rates(root))
+            except NoGroupError as error:
+                print(error)
+                rows.append(missing(f"{job.name}: peak in the group", 0.0, "MiB", format_bytes(args.limit_bytes), 1.0))
+                status = command.PEER_MISSING_EXIT_CODE
+            except EndedEarlyError as error:
+                print(error)
+                rows.append(row(f"{job.name}: ended early", 1, "", "one; none is wanted", 1, 0.0))
+        write(rows, args.json)
+    show(rows)
+    return status
