@@ -227,3 +227,28 @@ def test_adapters_that_come_after_the_call_are_refused() -> None:
     with pytest.raises(zo.ConfigError, match="Call get_peft_model, then zo.group_experts"):
         step(model, 0)
     zo.close(model)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek"])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_folders_that_have_experts_one_by_one_are_loaded(
+    name: str, before: bool, adapters: bool, nvme: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    plain: Any = MODELS[name]()
+    plain.save_pretrained(tmp_path / "in")
+    wanted = {key: value.clone() for key, value in plain.state_dict().items()}
+    with zo.deferred_init(values="skip"):
+        model = type(plain)(plain.config)
+        if adapters:
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
+    config = zo.OffloadConfig(precision="fp32", params="nvme", nvme=nvme)
+    if before:
+        zo.load_pretrained(model, tmp_path / "in")
+    zo.offload(model, config)
+    if not before:
+        zo.load_pretrained(model, tmp_path / "in")
+    found = {key.replace(".base_layer", ""): value for key, value in base_of(model).state_dict().items()}
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    zo.close(model)

@@ -32,7 +32,8 @@ from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.cli import export
 from zero_offload.cli.main import main
 from zero_offload.hardware.abi import Fault
-from zero_offload.integrations.pretrained import FileNames, Joined, load_weights, replace_weights
+from zero_offload.integrations.file_names import FileNames, Joined
+from zero_offload.integrations.pretrained import load_weights, replace_weights
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest

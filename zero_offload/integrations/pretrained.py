@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from zero_offload.checkpoint.values import (
     read_master,
     read_master_chunk,
 )
+from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
 from zero_offload.integrations.peft import (
     base_names,
     check_adapters,
@@ -77,46 +79,15 @@ CONFIGS = ("config", "generation_config")
 """Attributes of a model that, where they have a `save_pretrained`, are written beside the weights."""
 
 
-@dataclass(frozen=True)
-class AdapterFile:
-    """The values of an adapter of PEFT, which the model has."""
-
-    path: Path
-    known: Mapping[str, str]
-    """The model's name of each tensor in the file; see `peft.adapter_file_names`."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Names in the files whose tensors are one in the model; see `JoinedTensor.of`."""
-
-    names: tuple[str, ...]
-    per_entry: int | None
-
-
-@dataclass(frozen=True)
-class FileNames:
-    """What a folder's files call the parameters and buffers of a model."""
-
-    known: Mapping[str, str] | None = None
-    """The model's name of each tensor in the files; others are not read. None: the files' names behind `prefix`."""
-    fresh: frozenset[str] = frozenset()
-    """The model's names that may be in no file: they keep their values, or get them from their initialization."""
-    prefix: str = ""
-    joined: Mapping[str, Joined] = field(default_factory=dict)
-    """By the model's name, with `known`: what the files have in parts."""
-    adapter: AdapterFile | None = None
-
-
 def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quantize: str | None = None) -> None:
     """Give a model the weights of a local folder of safetensors. Every rank must call.
 
     `path` holds `model.safetensors`, or `model.safetensors.index.json` and its shards, or is one such file. In folders
     of diffusers these are `diffusion_pytorch_model`; of variants (`.fp16`) one may be there alone, or be named. fp32,
     bf16 and fp16 become fp32 masters. Buffers in the files are loaded too; a tied parameter is there under any of its
-    names. `prefix` is put before the names in the files: "model." for the files of a base model. In a model with
-    adapters of PEFT these are the names of the base; adapters keep their values, and get fresh ones after
-    `zo.deferred_init(values="skip")`.
+    names. Experts that the files have one by one are joined, as transformers joins them. `prefix` is put before the
+    names in the files: "model." for the files of a base model. In a model with adapters of PEFT these are the names of
+    the base; adapters keep their values, and get fresh ones after `zo.deferred_init(values="skip")`.
 
     Before `zo.offload`, of a model built in `zo.deferred_init(values="skip")`, everything is checked and nothing read:
     `zo.offload` reads each weight when it moves in, unless existing="resume" finds a generation. With `quantize`
@@ -399,6 +370,7 @@ def _sources(
     if names.adapter is None:
         check_adapters(model)
     base_name = base_names(model)
+    names = _joining_experts(model, stored, names, path)
 
     def as_files_say(named: Iterable[Wanted]) -> list[Wanted]:
         """Under the names of the base model's files; without what is an adapter's own."""
@@ -418,6 +390,19 @@ def _sources(
     ]
     of_param = {id(param): source for param, source in found[: len(params)] if source is not None}
     return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
+
+
+def _joining_experts(model: nn.Module, stored: Iterable[str], names: FileNames, path: Path) -> FileNames:
+    """With what transformers keeps in one parameter, where the files have it in parts."""
+    base: Any = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+    transformers = sys.modules.get("transformers")
+    if names.known is not None or names.prefix or transformers is None:
+        return names
+    if not isinstance(base, transformers.PreTrainedModel):
+        return names
+    known = filter(None, map(base_names(model), state_names(model)))
+    of_files, joined = transformers_names(base, known, stored, path)
+    return replace(names, known=of_files, joined=joined) if joined else names
 
 
 def _take_records(

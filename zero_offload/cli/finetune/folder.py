@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
+from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
+from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
 from zero_offload.integrations.peft import adapter_file_names
-from zero_offload.integrations.pretrained import AdapterFile, FileNames, Joined, plan_weights, state_names
+from zero_offload.integrations.pretrained import plan_weights, state_names
 from zero_offload.integrations.quantize import need_library, quantize_layers
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload as offload_model
@@ -544,62 +545,18 @@ def _file_names(folder: ModelFolder, base: Any) -> FileNames:
 
     Raises CheckpointError where parts are missing, ConfigError for tensors that it makes from others in another way.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
     known = dict.fromkeys(state_names(base), True)
     prefix = base.base_model_prefix
     if not folder.has_weights:  # files have what the config says that they are of
         is_whole = type(base).__name__ in (folder.config.architectures or ())
         return FileNames(fresh=frozenset(name for name in known if not (is_whole or name.startswith(f"{prefix}."))))
-    changes = get_model_conversion_mapping(base)
-    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
-    converters = [each for each in changes if isinstance(each, WeightConverter)]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    ignored = [re.compile(pattern) for pattern in (*(base._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS)]
-    of_files: dict[str, str] = {}
-    parts: dict[str, dict[str, list[str]]] = {}
     with open_weights(folder.path) as stored:
-        names = sorted(stored, key=dot_natural_key)
-    for name in names:
-        new, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if new not in known:  # perhaps its name is right, and what was renamed only resembles an old one
-            new, pattern = rename_source_key(name, [], [], prefix, known)
-        is_left = new not in known and (
-            any(old.search(new) for old in ignored) or (folder.task != CAUSAL and not new.startswith(f"{prefix}."))
+        of_files, joined = transformers_names(
+            base, known, stored, folder.path, lambda new: folder.task != CAUSAL and not new.startswith(f"{prefix}.")
         )
-        if pattern is not None:
-            parts.setdefault(new, {}).setdefault(pattern, []).append(name)
-        elif not is_left:
-            of_files[name] = new
-    joined = {new: _joined(folder, of_pattern[next(iter(found))], found) for new, found in parts.items()}
     has = {*of_files.values(), *joined}
     # Heads are made for the task; whatever else is missing is an error of the load.
     fresh = [name for name in known if name not in has and not name.startswith(f"{prefix}.")]
     if folder.task == CLASSIFY:
         fresh += [name for name in known if name not in has and ".pooler." in name]
     return FileNames(of_files, frozenset() if folder.task == CAUSAL else frozenset(fresh), joined=joined)
-
-
-def _joined(folder: ModelFolder, converter: Any, found: Mapping[str, Sequence[str]]) -> Joined:
-    """How the tensors of the files, by the converter's patterns, make one of the model."""
-    steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
-    columns = [found.get(pattern, []) for pattern in converter.source_patterns]
-    if steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-        if len({len(each) for each in columns}) > 1:
-            counts = ", ".join(f"{len(each)} of {each[0]}" if each else "0" for each in columns)
-            raise CheckpointError(f"{folder.path} lacks experts: {counts} and its like; get the folder again")
-        return Joined(tuple(name for entry in zip(*columns, strict=True) for name in entry), len(columns))
-    elif steps == [("Concatenate", 0)]:
-        return Joined(tuple(name for column in columns for name in column), None)
-    what = " and ".join(name for name, _ in steps)
-    raise ConfigError(
-        f"{folder.path} has {columns[0][0] if columns[0] else converter.source_patterns[0]}, which transformers "
-        f"converts ({what}) in a way that is not streamed. Write the folder as it is loaded, once, where memory holds "
-        f'the model: python -c "from transformers import AutoModelForCausalLM as A; '
-        f"A.from_pretrained('{folder.path}').save_pretrained('{folder.path}-new', save_original_format=False)\""
-    )
-
-
-_OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
-"""Buffers that older versions of transformers have saved, and new ones compute."""
