@@ -289,8 +289,8 @@ def _read_config(folder: Path, task: str) -> Any:
     if quantization := words.get("quantization_config"):
         method = quantization.get("quant_method", "a quantization") if isinstance(quantization, dict) else quantization
         raise ConfigError(
-            f"{folder} is quantized ({method}); weights are trained and streamed in bf16, fp16 or fp32. Give the "
-            "folder of the model that was quantized, which its model card names; --lora trains few of its weights"
+            f"{folder} is quantized ({method}), and this command quantizes by itself. Give the folder of the model "
+            "that was quantized, which its model card names, with --lora 16 --quantize nf4"
         )
     kind = words.get("model_type")
     try:
