@@ -53,7 +53,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deepseek": deepseek,
     "gpt_oss": gpt_oss,
 }
-TRAINS = ("attention and routers", "lora", "lora on experts", "lora on experts, routers and embeddings")
+TRAINS = ("everything", "attention and routers", "lora", "lora on experts", "lora on experts, routers and embeddings")
 MATRIX: dict[str, Any] = {
     "model": list(MODELS),
     "trains": TRAINS,
@@ -67,6 +67,8 @@ MATRIX: dict[str, Any] = {
 def build(name: str, trains: str) -> Any:
     torch.manual_seed(1)
     model: Any = MODELS[name]()
+    if trains == "everything":
+        return model.train()
     if trains == "attention and routers":
         for of, param in model.named_parameters():
             param.requires_grad_(any(part in of for part in ("attn", "gate.weight", "router", "norm")))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers import experts
@@ -16,7 +16,7 @@ from tests.helpers.experts import NUM_EXPERTS, TOP_K, experts_lm, trained
 from tests.helpers.models import build, tokens_of
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import RankPools
-from tests.helpers.reference import Recipe, Trajectory, param_groups, train_offloaded, train_plain
+from tests.helpers.reference import Recipe, Trajectory, param_groups, read_masters, train_offloaded, train_plain
 from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.groups import group_bytes
@@ -30,6 +30,9 @@ MATRIX: dict[str, Any] = {
     "micro_batches": [1, 2],
     "checkpointing": [False, True],
     "activations": ["device", "cpu", "nvme"],
+    "trains": [False, True],
+    "grads": ["cpu", "nvme"],
+    "max_norm": [None, 0.5],
 }
 RANKS: dict[str, Any] = {
     "stage": [3, 2, 1, 0],
@@ -37,28 +40,34 @@ RANKS: dict[str, Any] = {
     "precision": ["fp32", "bf16"],
     "size": [1, 4],
     "world_size": [2, 3],
+    "trains": [False, True],
 }
 
 
-def make(size: int, *, checkpointing: bool = False, inner: int = 24) -> nn.Module:
-    model = experts_lm(size=size, inner=inner)
+def make(size: int, *, checkpointing: bool = False, inner: int = 24, trains: bool = False) -> nn.Module:
+    model = experts_lm(size=size, inner=inner, trained=trains)
     if checkpointing:
         zo.checkpoint(model.blocks)
     return model
 
 
 @functools.cache
-def plain(precision: str, micro_batches: int, inner: int = 24) -> Trajectory:
-    return trained(train_plain(Recipe(functools.partial(make, 0, inner=inner), precision, 3, micro_batches)))
+def plain(
+    precision: str, micro_batches: int = 1, max_norm: float | None = None, inner: int = 24, *, trains: bool = False
+) -> Trajectory:
+    model = functools.partial(make, 0, inner=inner, trains=trains)
+    found = train_plain(Recipe(model, precision, 3, micro_batches, max_norm))
+    return found if trains else trained(found)
 
 
 @pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
-def test_frozen_experts_in_groups_train_to_the_bits_of_plain_tensors(row: Row, nvme: Path) -> None:
-    model = functools.partial(make, row["size"], checkpointing=row["checkpointing"])
-    recipe = Recipe(model, row["precision"], 3, row["micro_batches"])
-    settings = {name: row[name] for name in ("params", "optimizer", "activations", "precision")}
+def test_experts_in_groups_train_to_the_bits_of_plain_tensors(row: Row, nvme: Path) -> None:
+    model = functools.partial(make, row["size"], checkpointing=row["checkpointing"], trains=row["trains"])
+    recipe = Recipe(model, row["precision"], 3, row["micro_batches"], row["max_norm"])
+    settings = {name: row[name] for name in ("params", "grads", "optimizer", "activations", "precision")}
     found = train_offloaded(recipe, zo.OffloadConfig(nvme=nvme, durability="scratch", **settings))
-    assert trained(found) == plain(row["precision"], row["micro_batches"])
+    expected = plain(row["precision"], row["micro_batches"], row["max_norm"], trains=row["trains"])
+    assert (found if row["trains"] else trained(found)) == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -66,7 +75,7 @@ def test_groups_that_begin_inside_of_a_block_of_the_drive(precision: str, nvme: 
     inner = 9000  # of the first parameter 576,000 elements are one expert's, and 2^20 a block
     recipe = Recipe(functools.partial(make, 2, inner=inner), precision, 3)
     found = train_offloaded(recipe, zo.OffloadConfig(nvme=nvme, params="nvme", precision=precision))
-    assert trained(found) == plain(precision, 1, inner)
+    assert trained(found) == plain(precision, inner=inner)
 
 
 @pytest.mark.parametrize("row", pairwise(RANKS), ids=label)
@@ -74,12 +83,46 @@ def test_ranks_gather_groups_though_their_tokens_choose_other_experts(
     row: Row, pools: RankPools, tmp_path: Path
 ) -> None:
     settings = {"stage": row["stage"], "precision": row["precision"], "durability": "scratch"}
-    model = functools.partial(experts_lm, num_blocks=2, dim=48, inner=40)
+    model = functools.partial(experts_lm, num_blocks=2, dim=48, inner=40, trained=row["trains"])
     pool = pools.of(row["world_size"])
     whole = pool.succeed(experts.train, functools.partial(model, size=0), settings)
     grouped = functools.partial(model, size=row["size"])
     found = pool.succeed(experts.train, grouped, settings | {"params": row["params"], "nvme": tmp_path})
     assert found == whole
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_goes_on_from_its_generation(precision: str, overlap: str, nvme: Path) -> None:
+    def train(folder: str, span: range) -> dict[str, Tensor]:
+        model = build(functools.partial(make, 2, trains=True))
+        settings = {"params": "nvme", "optimizer": "nvme", "precision": precision, "overlap": overlap}
+        zo.offload(model, zo.OffloadConfig(nvme=nvme / folder, existing="resume", **settings))
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        zo.resume(model, optimizer)
+        for step in span:
+            model(tokens_of(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            zo.commit(model, optimizer)
+        masters = read_masters(model)
+        zo.close(model)
+        return masters
+
+    whole = train("a", range(4))
+    train("b", range(2))
+    found = train("b", range(2, 4))
+    assert [name for name in whole if not torch.equal(whole[name], found[name])] == []
+    if overlap == "backward":
+        other = build(functools.partial(make, 0, trains=True))
+        zo.offload(other, zo.OffloadConfig(precision=precision, durability="scratch"))
+        optimizer = zo.AdamW(param_groups(other), lr=1e-2)
+        for step in range(4):
+            other(tokens_of(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = read_masters(other)
+        assert [name for name in whole if not torch.equal(whole[name], expected[name])] == []
 
 
 def test_without_gradients_experts_that_no_token_chooses_are_not_read(nvme: Path) -> None:

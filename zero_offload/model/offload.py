@@ -587,11 +587,6 @@ def _check_experts(units: Iterable[UnitLayout], config: OffloadConfig) -> None:
                 f"{unit.name}: ranks gather groups of experts in the same order, and branches='any' says that they use "
                 "different modules; leave branches= or zo.group_experts out"
             )
-        if any(section.trainable for section in unit.sections):
-            raise ConfigError(
-                f"{unit.name} is trained, and experts in groups are frozen; call requires_grad_(False) on it, or leave "
-                "zo.group_experts out"
-            )
 
 
 def _outlook(

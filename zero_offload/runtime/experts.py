@@ -3,7 +3,8 @@
 Owns the autograd nodes of such a forward. The plain model has a chain of additions to the output, expert after expert.
 So has this one, with one node per expert, `_Expert`. Gradients of the hidden states and of the routing weights come out
 expert by expert, in the order in which autograd would add them: the same bits. A node keeps which rows are its own, and
-no values. Backward computes the expert once more, and hands gradients of its values to their store.
+no values. Backward computes the expert once more. Gradients of trained values are gathered expert by expert, and go on
+whole at the end of the chain.
 
 The chain begins with `_Begin`, which saves hidden states and routing weights, once for all. A checkpointed block that
 saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a `_Group`:
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
@@ -53,12 +54,16 @@ class _Call:
     in_groups: bool
     """True if the spans are all of the unit's groups."""
     autocasts: tuple[Autocast, ...]
+    trained: Mapping[str, nn.Parameter]
+    """By name, those of the unit's parameters that get a gradient."""
     begin: Any = None
     """The context of `_Begin`."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """Of the span in use."""
     first: int = 0
     """The first expert of the span in use."""
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients of trained values, by name, while a backward fills them."""
     inputs: tuple[Tensor, ...] | None = None
     """Hidden states, routing weights and stacks, while a backward runs."""
 
@@ -72,6 +77,13 @@ class _Call:
     def values_of(self, expert: int) -> dict[str, Tensor]:
         at = expert - self.first
         return {name: values[at : at + 1] for name, values in self.values.items()}
+
+    def add_grad(self, name: str, expert: int, grad: Tensor) -> None:
+        """One expert's part, (1, ...), of a parameter's gradient, which is zeros elsewhere."""
+        if name not in self.grads:
+            shape = (self.trained[name].shape[0], *grad.shape[1:])
+            self.grads[name] = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+        self.grads[name][expert : expert + 1] = grad
 
     def compute(
         self, expert: int, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor, more: Sequence[Tensor]
@@ -87,10 +99,11 @@ class _Call:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, output: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, output: Tensor, num_inputs: int, *inputs: Tensor) -> Tensor:
+        """Of `inputs` those behind the first `num_inputs` are the trained parameters, at rest."""
         ctx.mark_dirty(output)
-        ctx.save_for_backward(*inputs)
-        ctx.num_inputs = len(inputs)
+        ctx.save_for_backward(*inputs[:num_inputs])
+        ctx.num_inputs, ctx.names = num_inputs, list(call.trained)
         # The call has this node: a cycle would keep a dropped model until garbage collection.
         ctx.call = weakref.ref(call)
         call.begin = ctx
@@ -99,9 +112,11 @@ class _Begin(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if (call := ctx.call()) is not None:
-            call.inputs, call.values = None, {}
-        return (None,) * (2 + ctx.num_inputs)
+        call = ctx.call()
+        if call is None:
+            return (None,) * (3 + ctx.num_inputs + len(ctx.names))
+        call.inputs, call.values = None, {}
+        return (None,) * (3 + ctx.num_inputs) + tuple(call.grads.pop(name, None) for name in ctx.names)
 
 
 class _Expert(Function):
@@ -126,15 +141,21 @@ class _Expert(Function):
                 (hidden, weights, *(stack[expert] for stack in stacks)), ctx.needs_input_grad[3:], strict=True
             )
         ]
-        values = call.values_of(expert)
+        values = {
+            name: value.detach().requires_grad_(name in call.trained) for name, value in call.values_of(expert).items()
+        }
         with saved_tensors_hooks(*KEPT_AS_IT_IS), torch.enable_grad(), contextlib.ExitStack() as contexts:
             for autocast in call.autocasts:
                 contexts.enter_context(torch.autocast(*autocast))
             added = call.compute(expert, values, *inputs[:2], inputs[2:])
-        wanted = [each for each in inputs if each.requires_grad]
+        wanted = [each for each in (*inputs, *values.values()) if each.requires_grad]
         found = iter(torch.autograd.grad(added, wanted, grad.index_select(0, call.rows[expert][0])))
         call.experts.advance()
-        return None, None, grad, *(next(found) if each.requires_grad else None for each in inputs)
+        of_inputs = [next(found) if each.requires_grad else None for each in inputs]
+        for name in values:
+            if name in call.trained:
+                call.add_grad(name, expert, next(found))
+        return None, None, grad, *of_inputs
 
 
 class _Group(Function):
@@ -150,6 +171,7 @@ class _Group(Function):
         call = ctx.call
         if ctx.index == len(call.spans) - 1:
             call.inputs = call.begin.saved_tensors
+            call.grads = {}  # of a backward that broke off
         call.fetch(ctx.index, in_backward=True)
         return None, None, grad
 
@@ -181,16 +203,19 @@ class GroupedExperts:
         assert experts is not None
         output, rows = torch.zeros_like(hidden), _rows_of(index, experts.num_experts)
         inputs = (hidden, weights, *stacks)
-        has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+        trained = {
+            piece.spec.name.rpartition(".")[2]: param for _, piece, param in unit.placed_params if param.requires_grad
+        }
+        has_graph = torch.is_grad_enabled() and (bool(trained) or any(each.requires_grad for each in inputs))
         # One node for all entries of a stack: its backward stacks their gradients.
         entries = list(zip(*(stack.unbind(0) for stack in stacks), strict=True)) or [()] * experts.num_experts
         spans = list(_spans(unit, rows, every=self._reader.gathers))
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups
-        call = _Call(runtime, self, unit, one, rows, spans, in_groups, autocasts)
+        call = _Call(runtime, self, unit, one, rows, spans, in_groups, autocasts, trained)
         if has_graph:
-            output = _Begin.apply(call, output, *inputs)  # type: ignore[no-untyped-call]
+            output = _Begin.apply(call, output, len(inputs), *inputs, *trained.values())  # type: ignore[no-untyped-call]
         for number, span in enumerate(spans):
             call.fetch(number, in_backward=False)
             for expert in span:
