@@ -67,6 +67,8 @@ MATRIX: dict[str, Any] = {
 def build(name: str, trains: str) -> Any:
     torch.manual_seed(1)
     model: Any = MODELS[name]()
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()  # ties: masters are not split as torch rounds
     if trains == "everything":
         return model.train()
     if trains == "attention and routers":
@@ -158,9 +160,11 @@ def test_texts_are_generated_with_a_cache(name: str, nvme: Path) -> None:
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("checkpointing", [None, "zo", "torch"])
-def test_a_checkpointed_block_reads_its_experts_no_third_time(checkpointing: str | None, nvme: Path) -> None:
-    model = build("qwen3", "attention and routers")
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("qwen3", None), ("qwen3", "zo"), ("qwen3", "torch"), ("deepseek", "zo")]
+)
+def test_a_checkpointed_block_reads_its_experts_no_third_time(name: str, checkpointing: str | None, nvme: Path) -> None:
+    model = build(name, "attention and routers")
     zo.group_experts(model, 8)
     checkpointed(model, checkpointing)
     zo.offload(model, zo.OffloadConfig(params="nvme", precision="fp32", nvme=nvme, durability="scratch"))
@@ -176,7 +180,8 @@ def test_a_checkpointed_block_reads_its_experts_no_third_time(checkpointing: str
     owner.experts.fetch = noted  # type: ignore[method-assign]
     step(model, 0)
     zo.close(model)
-    assert len(read) == 2 * 2  # blocks, forward and backward
+    num_blocks = 2 if name == "qwen3" else 1
+    assert len(read) == 2 * num_blocks  # forward and backward
 
 
 def test_without_offload_the_model_is_what_it_was() -> None:

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.saved.recompute import Autocast
+from zero_offload.runtime.saved.recompute import Autocast, keep_result, kept_result
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS
 from zero_offload.runtime.units.groups import Group, GroupReader, is_here
 from zero_offload.runtime.units.unit import Unit
@@ -214,9 +214,12 @@ class GroupedExperts:
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups
         call = _Call(runtime, self, unit, one, rows, spans, in_groups, autocasts, trained)
+        kept = kept_result() if has_graph else None
+        if kept is not None:
+            output, call.spans = kept.detach(), []
         if has_graph:
             output = _Begin.apply(call, output, len(inputs), *inputs, *trained.values())  # type: ignore[no-untyped-call]
-        for number, span in enumerate(spans):
+        for number, span in enumerate(call.spans):
             call.fetch(number, in_backward=False)
             for expert in span:
                 if expert not in rows:
@@ -229,6 +232,8 @@ class GroupedExperts:
             if has_graph:
                 output = _Group.apply(call, number, output)  # type: ignore[no-untyped-call]
         call.values = {}
+        if has_graph and kept is None:
+            keep_result(output)
         return output
 
     def fetch(self, call: _Call, span: range, following: range | None, *, in_backward: bool) -> dict[str, Tensor]:

@@ -10,6 +10,11 @@ A forward that saves nothing is never run again, so its inputs are kept when it 
 pass through the saved-tensor hooks that were in place around the forward: hooks that store or recompute tensors have
 them too. Everything else, and parameters, is kept as it is.
 
+[Note: kept results]
+A part of a forward that is costly, and needs nothing that it would save, may be left out of the second run:
+`keep_result` has a copy of what it gave, and `kept_result` gives that. Where the forward saves nothing behind it, the
+second run does not come so far, and the copy goes at the end of the first.
+
 [Note: early stop]
 Once all slots are full, what is left of the forward computes nothing that is wanted: `_Refilled` leaves it.
 """
@@ -33,7 +38,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.runtime.ranks.group import all_gather
 from zero_offload.runtime.saved.activations import VersionCheck
-from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, Unpack, runs, saver_of, saving_hooks
+from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, Unpack, runs, runs_again, saver_of, saving_hooks
 from zero_offload.storage.shards.registry import owner_of
 
 Group = dist.ProcessGroup
@@ -127,6 +132,7 @@ class Recompute:
         _, region, hooks, _ = self._entered.pop(latest)
         if region is not None and hooks is not None:
             region.caller = None  # a frame keeps what it worked on
+            region.end_run()
             hooks.__exit__(None, None, None)
 
 
@@ -166,9 +172,22 @@ class Region:
         self._slots: list[weakref.ref[Slot]] = []
         self._forms: list[_Form] = []
         self._num_refilled = 0
+        self._results: list[tuple[_KeptInput | None, int]] = []
+        """See [Note: kept results]; each with the number of tensors that were saved before."""
+        self._num_given = 0
         self._backward = -1
 
     # Forward
+
+    def keep(self, result: Tensor) -> None:
+        copy = result.detach().clone()
+        self._results.append((self._keep(copy, VersionCheck(copy)), len(self._slots)))
+
+    def end_run(self) -> None:
+        """A run of the forward is over."""
+        if self._backward == -1:
+            num_slots = len(self._slots)
+            self._results = [(kept if before < num_slots else None, before) for kept, before in self._results]
 
     def pack(self, tensor: Tensor) -> Slot:
         """Autograd saves a tensor."""
@@ -217,7 +236,7 @@ class Region:
         if backward not in (-1, self._backward):
             # What is not asked for after all must not stay until the graph goes.
             torch.autograd.Variable._execution_engine.queue_callback(self._empty)
-        self._backward, self._num_refilled = backward, 0
+        self._backward, self._num_refilled, self._num_given = backward, 0, 0
         inputs = [self._restore(leaf) if isinstance(leaf, _KeptInput) else leaf for leaf in self._inputs]
         args, kwargs = tree_unflatten(inputs, self._tree)
         before = generators()
@@ -245,6 +264,14 @@ class Region:
             assert self._recompute.group is not None
             tensor = _whole(tensor, kept.parted, self._recompute.group)
         return tensor.detach().requires_grad_(kept.requires_grad)
+
+    def give(self) -> Tensor | None:
+        """The next result that the first run has kept."""
+        if self._num_given == len(self._results):
+            return None
+        kept, _ = self._results[self._num_given]
+        self._num_given += 1
+        return None if kept is None else self._restore(kept)
 
     def restart_generators(self) -> None:
         set_generators(self._generators)
@@ -283,6 +310,25 @@ def drop_stale() -> None:
         if region.caller is not None and runs(region.caller):
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def keep_result(result: Tensor) -> None:
+    """A part of a forward has this result, and is not to run again with it."""
+    if (region := _running()) is not None and not runs_again(saving_hooks()):
+        region.keep(result)
+
+
+def kept_result() -> Tensor | None:
+    """In the second run of a forward, the result of a part that is not to run again; asked for in the same order."""
+    region = _running()
+    return region.give() if region is not None and runs_again(saving_hooks()) else None
+
+
+def _running() -> Region | None:
+    """The innermost marked forward that runs and saves here."""
+    hooks = saving_hooks()
+    region = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return region if isinstance(region, Region) else None
 
 
 Generators = tuple[Tensor, list[Tensor]]
