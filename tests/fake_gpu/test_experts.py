@@ -70,7 +70,9 @@ def test_experts_in_groups_train_to_the_bits_of_plain_tensors(row: Row, nvme: Pa
 def test_ranks_gather_groups_on_their_devices(row: Row, pool: RankPool, tmp_path: Path) -> None:  # noqa: F811
     settings = {"stage": row["stage"], "precision": "bf16", "durability": "scratch"}
     model = functools.partial(experts_lm, num_blocks=2, trained=row["trains"])
-    whole = pool.succeed(late, Policy.LATE, 0, experts.train, functools.partial(model, size=0), settings)
+    # Without clipping: a device sums up squares by sections, which are others.
+    train = functools.partial(experts.train, max_norm=None)
+    whole = pool.succeed(late, Policy.LATE, 0, train, functools.partial(model, size=0), settings)
     placed = settings | {"params": row["params"], "nvme": tmp_path}
     grouped = functools.partial(model, size=row["size"])
-    assert pool.succeed(late, row["policy"], 1, experts.train, grouped, placed) == whole
+    assert pool.succeed(late, row["policy"], 1, train, grouped, placed) == whole

@@ -87,7 +87,9 @@ def trained(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def train(rank: int, world_size: int, make: Any, settings: dict[str, Any], num_steps: int = 3) -> Outcome:
+def train(
+    rank: int, world_size: int, make: Any, settings: dict[str, Any], num_steps: int = 3, max_norm: float | None = 0.5
+) -> Outcome:
     """A job of several ranks."""
     model = build(make)
     zo.offload(model, zo.OffloadConfig(**settings))
@@ -97,7 +99,8 @@ def train(rank: int, world_size: int, make: Any, settings: dict[str, Any], num_s
         loss = model(rows_of(step, rank, world_size))
         loss.backward()
         out.losses.append(loss.item())
-        out.norms.append(zo.clip_grad_norm_(model, 0.5).item())
+        if max_norm is not None:
+            out.norms.append(zo.clip_grad_norm_(model, max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
     out.params = read_params(model)
