@@ -36,7 +36,7 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_a_quantized_base_trains_alike_on_every_tier(place: Path, tmp_path: Path, kind: str) -> None:
     """In two starts."""
     for tier in ("cpu", "nvme"):

@@ -250,7 +250,7 @@ def on_drives(folder: Path, **changes: Any) -> zo.OffloadConfig:
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("quantize", ["nf4", "nf4-double", "fp8"])
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
 def test_losses_are_those_of_the_library(
     models: Callable[[str], Path], tmp_path: Path, quantize: str, where: str
 ) -> None:
