@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
@@ -142,7 +143,8 @@ def saved_of(loss: Tensor) -> list[Any]:
             continue
         nodes.add(node)
         names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-        found += [raw.data for name in names if (raw := getattr(node, name)) is not None]
+        raws = [raw for name in names for raw in tree_leaves(getattr(node, name)) if raw is not None]
+        found += [raw.data for raw in raws]
         left += [following for following, _ in node.next_functions]
     return found
 
@@ -246,7 +248,7 @@ def test_what_draws_random_numbers_or_is_changed_is_saved_itself(nvme: Path) -> 
 def test_a_table_that_is_changed_later_counts_as_it_was(nvme: Path) -> None:
     class Shifted(Dequantized):
         def forward(self, x: Tensor) -> Tensor:
-            shift = torch.ones(HIDDEN)
+            shift = torch.ones(1)
             found = F.linear(x, self.weight.to(x.dtype) * self.scale * shift)
             shift.zero_()
             return found

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-SMALL_BYTES = 128 * 1024
-"""Other tensors up to this size may take part: tables of shifts, the order of columns."""
+TABLE_BYTES = 128 * 1024
+"""Other tensors of integers up to this size may take part: shifts, the order of columns."""
+FEW_BYTES = 1024
+"""Other tensors of floats, which may be activations or gradients, up to this size."""
 _PRODUCTS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "dot", "convolution", "embedding", "_scaled_mm")
 )
@@ -102,15 +104,16 @@ class Derived(Tensor):
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             return args[0] if args and result is plain_args[0] else result
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return result
+        if not torch.is_grad_enabled() or torch.Tag.nondeterministic_seeded in func.tags:
+            return result  # nothing saves it, as in backward; or it cannot be made again
         steps: list[bool] = []
         is_product = func.overloadpacket.__name__ in _PRODUCTS
 
         def leaf(each: Tensor) -> Any:
             if type(each) is not Derived:
                 is_param = isinstance(each, nn.Parameter) or isinstance(each._base, nn.Parameter)
-                takes_part = (is_param or each.nbytes <= SMALL_BYTES) and not (is_product or each.requires_grad)
+                most = FEW_BYTES if each.is_floating_point() else TABLE_BYTES
+                takes_part = (is_param or each.nbytes <= most) and not (is_product or each.requires_grad)
                 steps.append(takes_part)
                 return each.detach() if is_param or not takes_part else each.clone()  # it may be changed
             steps.append(each.is_known)
