@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
-from zero_offload.plan.quantized import is_wrapper
+from zero_offload.plan.quantized import is_wrapper, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.units.derived import Derived
 from zero_offload.storage.shards.registry import Owner, Touched, dropped_error, owner_of
@@ -489,7 +489,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             if any(isinstance(param, AtRest) for param in owned):
                 raise dropped_error(owned[0])
             continue
-        tensors = [tensor for param in owned for tensor in tensors_of(param)]
+        tensors = tensors_of(owned)
         touched = owner.access.touch(tensors)
         if touched is Touched.OPEN:
             is_guarded = is_guarded or any(isinstance(param, AtRest) for param in owned)
@@ -653,26 +653,18 @@ def no_step_of_others(param: str) -> ZeroOffloadError | None:
 
 def _describe(param: nn.Parameter) -> str:
     owner = _owner(param)
-    return "of a model that was deleted" if owner is None else owner.places.describe(tensors_of(param)[0])
+    return "of a model that was deleted" if owner is None else owner.places.describe(tensors_of([param])[0])
 
 
 def _name_of(param: nn.Parameter) -> str:
     owner = _owner(param)
-    return "" if owner is None else owner.places.name_of(tensors_of(param)[0])
+    return "" if owner is None else owner.places.name_of(tensors_of([param])[0])
 
 
 def _owner(param: nn.Parameter) -> Owner | None:
     """The runtime that offloads a parameter, or those of which it consists."""
-    found = tensors_of(param)
+    found = tensors_of([param])
     return owner_of(found[0]) if found else None
-
-
-def tensors_of(param: nn.Parameter) -> list[nn.Parameter]:
-    """The parameters that a parameter consists of: itself, if it is a plain one."""
-    if type(param) is nn.Parameter or type(param) is GuardedParameter or not is_wrapper(param):
-        return [param]
-    tensors: Any = param
-    return [each for name in tensors.__tensor_flatten__()[0] for each in tensors_of(getattr(param, name))]
 
 
 def _is_in_use(param: object) -> bool:
@@ -680,7 +672,7 @@ def _is_in_use(param: object) -> bool:
     if not isinstance(param, AtRest):
         return False
     owner = _owner(cast(nn.Parameter, param))
-    return owner is not None and all(map(owner.access.is_in_use, tensors_of(cast(nn.Parameter, param))))
+    return owner is not None and all(map(owner.access.is_in_use, tensors_of([cast(nn.Parameter, param)])))
 
 
 # Views for reading, see the note above
