@@ -26,7 +26,7 @@ ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme"}
 
 
 def losses_of(model: nn.Module, steps: range = range(3)) -> list[float]:
-    optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     return list(trained(model, optimizer, steps))
 
 

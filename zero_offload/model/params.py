@@ -121,7 +121,7 @@ class ParamPlaces:
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         """The same for parameters that an optimizer steps: they may have been thawed while no guard saw it."""
         for param in params:
-            if not self._places[id(param)].section.layout.trainable and param.requires_grad:
+            if not self[param].section.layout.trainable and param.requires_grad:
                 self.check_requires_grad(param, True)
 
 
