@@ -382,6 +382,29 @@ def test_a_group_size_is_of_frozen_experts(folder: ModelFolder, mixture: ModelFo
             plan_job(job, None)
 
 
+@pytest.mark.parametrize(("kind", "nbytes"), [("int8", 1 + 4 / 64), ("nf4", 0.5 + 4 / 64), ("fp8", 1 + 4 / 64)])
+def test_quantized_bases_are_counted_in_their_own_bytes(
+    folder: ModelFolder, tmp_path: Path, kind: str, nbytes: float
+) -> None:
+    """And parameters, compute and adapters as of the weights that are made of them."""
+    pytest.importorskip("torchao" if kind == "fp8" else "bitsandbytes")
+    job = _job(folder, tmp_path / "nvme", Lora(1, 2.0))
+    plain, plan = (plan_job(replace(job, folder=replace(folder, quantize=each)), tmp_path) for each in (None, kind))
+    assert plan.fits
+    works, others = plan.planned.job.work, plain.planned.job.work
+    for name in ("trained", "frozen"):
+        assert [getattr(each.numel, name) for each in works] == [getattr(each.numel, name) for each in others]
+    assert [each.matmul_numel for each in works] == [each.matmul_numel for each in others]
+    saved = 0.0
+    for work, unit, other in zip(works, plan.planned.job.units, plain.planned.job.units, strict=True):
+        layers = work.quantized_numel
+        assert (layers > 0) is (work.attention_width > 0)
+        expected = other.frozen_bytes - (2 - nbytes) * layers
+        assert unit.frozen_bytes == pytest.approx(expected, rel=0.06)
+        saved += other.frozen_bytes - unit.frozen_bytes
+    assert saved > 0
+
+
 # The commands
 
 

@@ -677,7 +677,7 @@ class _Known:
     def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""
         folder, config = job.folder, job.offload
-        key = (job.lora, folder.group_size, str(config.numerics), shards)
+        key = (job.lora, folder.quantize, folder.group_size, str(config.numerics), shards)
         if key not in self._work:
             model = meta_model(folder, job.lora)
             group_frozen_experts(model, folder)
@@ -704,7 +704,7 @@ class _Known:
 
     def rehearsal(self, job: FolderJob) -> Rehearsal:
         dtype = getattr(torch, job.offload.compute_dtype_name)
-        key = (job.lora, dtype, *job.shape, job.recompute)
+        key = (job.lora, job.folder.quantize, dtype, *job.shape, job.recompute)
         if key not in self._rehearsals:
             try:
                 found = rehearse(job.folder, job.lora, dtype, *job.shape, recompute=job.recompute)
