@@ -57,6 +57,13 @@ FAULTS = [
         PLACEMENTS,
     ),
     fault(
+        "a group of experts that was read before an update is used after it",
+        "runtime/prefetcher.py",
+        "        self._groups.outdate(stale)\n",
+        "",
+        "tests/parity/test_experts.py::test_experts_in_groups_train_to_the_bits_of_plain_tensors",
+    ),
+    fault(
         "prefetch takes memory of others for units that come late",
         "runtime/prefetcher.py",
         "                    if ahead >= frames_ahead:\n                        return\n",
