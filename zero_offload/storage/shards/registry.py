@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.plan.quantized import is_wrapper
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -276,11 +277,16 @@ def owner_of(param: torch.Tensor) -> Owner | None:
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
-    """Parameters by the runtime that offloads them, under None the ordinary ones. Each once, in the order given."""
+    """Parameters by the runtime that offloads them, under None the ordinary ones. Each once, in the order given.
+
+    Without those offloaded ones that consist of others: they are quantized, and have neither gradients nor states.
+    """
     grouped: dict[Owner | None, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
         found = _owners.get(param)
         owner = found() if isinstance(found, weakref.ref) else None
+        if owner is not None and hasattr(type(param), "__tensor_flatten__") and is_wrapper(param):
+            continue
         grouped.setdefault(owner, []).append(param)
     return grouped
 
