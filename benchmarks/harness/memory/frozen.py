@@ -104,8 +104,7 @@ def train(job: Job) -> None:
     if job.model == "moe":
         zo.group_experts(model)
     zo.checkpoint(model.model.layers)
-    with zo.deferred_init(values="skip"):
-        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
     zo.offload(
         model,
         zo.OffloadConfig(
