@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +122,27 @@ def fail_to_write(rank: int, world_size: int, case: Case, path: str) -> None:
 
 
 def count_reads(rank: int, world_size: int, case: Case, path: str) -> int:
-    """Bytes of the tensors that this rank reads to load a folder."""
+    """Bytes of the tensors that this rank reads to load a folder: what it copies, and what rests in the files."""
     from zero_offload.checkpoint.hf_files import StoredTensor
+    from zero_offload.storage.files.base_files import BaseFiles, BaseSpan
 
     model, _ = _start(case)
-    counted, original = [], StoredTensor.read
+    counted, copy, fetch = [], StoredTensor.read, BaseFiles.read
 
-    def read(self: StoredTensor, begin: int, end: int) -> Tensor:
-        values = original(self, begin, end)
+    def copy_and_count(self: StoredTensor, begin: int, end: int) -> Tensor:
+        values = copy(self, begin, end)
         counted.append(values.nbytes)
         return values
 
-    StoredTensor.read = read  # type: ignore[method-assign]
+    def fetch_and_count(self: BaseFiles, spans: Sequence[BaseSpan], begin: int, end: int, address: int) -> None:
+        fetch(self, spans, begin, end, address)
+        counted.extend(max(0, min(span.end, end) - max(span.begin, begin)) for span in spans)
+
+    StoredTensor.read = copy_and_count  # type: ignore[method-assign]
+    BaseFiles.read = fetch_and_count  # type: ignore[method-assign]
     try:
         zo.load_pretrained(model, path)
     finally:
-        StoredTensor.read = original  # type: ignore[method-assign]
+        StoredTensor.read, BaseFiles.read = copy, fetch  # type: ignore[method-assign]
         zo.close(model)
     return sum(counted)

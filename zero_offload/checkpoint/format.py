@@ -19,7 +19,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from zero_offload.base.precision import STATE_FORMATS
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
-from zero_offload.plan.quantized import COMPUTE_DTYPES
+from zero_offload.plan.quantized import COMPUTE_DTYPES, Record
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest
 
@@ -310,6 +310,8 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
         | ({"division": piece.spec.division} if piece.spec.division else {})
         | ({"order": list(piece.spec.order)} if piece.spec.order else {})
         | ({"keeps_dtype": True} if piece.spec.keeps_dtype and section.dtype in COMPUTE_DTYPES else {})
+        | ({"held_by": piece.spec.held_by} if piece.spec.held_by else {})
+        | ({"record": asdict(piece.spec.record)} if piece.spec.record else {})
         for section in layout.sections
         for piece in section.params
     ]
@@ -390,6 +392,8 @@ def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
                 division=entry.get("division", ""),
                 keeps_dtype=dtype not in COMPUTE_DTYPES or bool(entry.get("keeps_dtype")),
                 order=tuple(entry.get("order", ())),
+                held_by=entry.get("held_by", ""),
+                record=Record(**entry["record"]) if "record" in entry else None,
             )
             pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
             kinds[index] = (dtype, trainable)

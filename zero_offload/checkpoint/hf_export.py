@@ -29,7 +29,7 @@ from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_files import DTYPES, STEMS, adapter_names, shard_name
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.checkpoint.values import master_of
-from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.storage.files.base_files import LENGTH_NBYTES
 from zero_offload.storage.shards.shard import Component, component_dtype
 
@@ -244,44 +244,77 @@ def export_saved(
 ) -> int:
     """Write every parameter, and every persistent buffer as it is, to a new folder `path`; returns their number.
 
-    `dtype` is what floating parameters are rounded to, from the fp32 masters; None is the compute dtype. `texts` are
-    files by name, written beside the weights. Raises ConfigError, StorageError, and IntegrityError when a block is
-    damaged; after an error nothing is left.
+    `dtype` is what floating parameters are rounded to, from the fp32 masters; None is the compute dtype. Quantized
+    weights are written as they are, with the records that their library reads. `texts` are files by name, written
+    beside the weights. Raises ConfigError, StorageError, and IntegrityError when a block is damaged; after an error
+    nothing is left.
     """
-    divided = [piece.spec.name for section in saved.sections for piece in section.params if piece.spec.division]
-    if divided:
+    specs = [piece.spec for section in saved.sections for piece in section.params]
+    if divided := [spec.name for spec in specs if spec.division]:
         raise ConfigError(
             f"{saved.generation} is of a tensor-parallel run: each of its ranks has a part of {divided[0]!r} and of "
             f"{len(divided) - 1} more parameters, and how they make up the whole is not in its files. Load it in the "
             "script that trained it, and gather the parameters there"
         )
-    if names := adapter_names(piece.spec.name for section in saved.sections for piece in section.params):
+    if names := adapter_names(spec.name for spec in specs):
         raise ConfigError(
             f"{saved.generation} is of a model with adapters of peft; from_pretrained does not know {len(names)} "
             f"of its names, such as {names[0]!r}. In the script that trained it call zo.export_pretrained(model, "
             "path): that writes a folder for PeftModel.from_pretrained"
         )
+    if held := [spec for spec in specs if spec.held_by]:
+        raise ConfigError(f"{saved.generation}: {no_folder_text(held[0].name, held[0].held_by)}")
+    numbers = {spec.record.number for spec in specs if spec.record}
     entries = {
-        piece: TensorEntry(piece.spec.name, written_dtype(section.dtype, dtype), piece.spec.shape)
+        piece: TensorEntry(piece.spec.name, written_dtype(section.dtype, _target(piece, dtype)), piece.spec.shape)
         for section in saved.sections
         for piece in section.params
+        if piece.spec.name not in numbers
     }
     with reading(str(saved.generation)):
         buffers = {name: decoded(each) for name, each in saved.generation.payload.get("buffers", {}).items()}
+        buffers |= _records(saved)
     kept = [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     plans = plan_files([*entries.values(), *kept], max_shard_bytes)
     with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         for section in saved.sections:
-            for piece, entry in ((piece, entries[piece]) for piece in section.params):
+            for piece, entry in ((piece, entries[piece]) for piece in section.params if piece in entries):
                 for begin in range(piece.begin, piece.end, CHUNK_NUMEL):
-                    values = _values(saved, section, (begin, min(begin + CHUNK_NUMEL, piece.end)), dtype)
+                    span = begin, min(begin + CHUNK_NUMEL, piece.end)
+                    values = _values(saved, section, span, _target(piece, dtype))
                     writer.write(entry.name, begin - piece.begin, values.to(entry.dtype))
         for name, buffer in buffers.items():
             writer.write(name, 0, buffer.reshape(-1))
         writer.finish()
     return len(entries) + len(buffers)
+
+
+def no_folder_text(name: str, held_by: str) -> str:
+    """Why a tensor of a parameter without memory is not written, and what to do."""
+    return (
+        f"{name.rpartition('.')[0]} is a {held_by}, whose tensors from_pretrained looks for under other names, with "
+        "words of its library, so no folder is written. In the script that has the model call "
+        "torch.save(model.state_dict(), FILE). Adapters are written without it: zo.export_pretrained(peft_model, path)"
+    )
+
+
+def _target(piece: ParamSlice, dtype: torch.dtype | None) -> torch.dtype | None:
+    return None if piece.spec.keeps_dtype else dtype
+
+
+def _records(saved: SavedGeneration) -> dict[str, torch.Tensor]:
+    """What libraries read beside the tensors of quantized weights, by name."""
+    places = {piece.spec.name: (section, piece) for section in saved.sections for piece in section.params}
+    found = {}
+    for record in [piece.spec.record for _, piece in places.values() if piece.spec.record]:
+        number = 0.0
+        if record.number:
+            section, piece = places[record.number]
+            number = _values(saved, section, (piece.begin, piece.end), None).item()
+        found[record.name] = record.pack(number)
+    return found
 
 
 def _values(

@@ -28,7 +28,14 @@ from torch import nn
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
-from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
+from zero_offload.checkpoint.hf_export import (
+    FolderWriter,
+    TensorEntry,
+    new_folder,
+    no_folder_text,
+    plan_files,
+    written_dtype,
+)
 from zero_offload.checkpoint.hf_files import (
     STEMS,
     FileTensor,
@@ -369,6 +376,12 @@ def _sources(
     """What each parameter (by id) and each buffer is read from; adapters are in no file."""
     if names.adapter is None:
         check_adapters(model)
+    if held := [slot for slot in slots(model) if slot.held_by and part_of(slot.tensor) is None]:
+        raise CheckpointError(
+            f"{path} is not read into {held[0].name.rpartition('.')[0]}, a {held[0].held_by}, whose words its library "
+            "alone knows; nothing was changed. Build the model by from_pretrained, which reads them, and call "
+            "zo.offload then"
+        )
     base_name = base_names(model)
     names = _joining_experts(model, stored, names, path)
 
@@ -518,10 +531,12 @@ class _Contents:
         """Layers to merge by their names, by the index of the unit that their weights are in."""
         self._merged: dict[str, int] = {}
         """All names of their parameters, with the ids."""
+        _check_merges(model)
         kept = {id(slot.tensor): slot for slot in slots(model) if slot.keeps_dtype}
+        if held := [slot for slot in kept.values() if slot.held_by]:
+            raise ConfigError(no_folder_text(held[0].name, held[0].held_by))
         numbers = {record.number for record in records(model)}
         self._kept = frozenset(kept)
-        _check_merges(model)
         for name, tensor, layer in merged_tensors(model, _saved_tensors):
             if not isinstance(tensor, nn.Parameter):
                 self.buffers[TensorEntry(name, tensor.dtype, tuple(tensor.shape))] = tensor

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.plan.quantized import Slot, module_name, slots
+from zero_offload.plan.quantized import Record, Slot, module_name, records_of_weights, slots
 from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num_copies
 
 SMALL_NUMEL = 1 << 18
@@ -60,6 +60,10 @@ class ParamSpec:
     """True if the compute dtype does not apply."""
     order: tuple[int, ...] = ()
     """The dimensions from the outermost in memory to the innermost; () where they lie in their order."""
+    held_by: str = ""
+    """The class of the parameter without memory that it is an attribute of."""
+    record: Record | None = None
+    """Of a weight that files describe by one more tensor."""
 
     def view(self, elements: torch.Tensor) -> torch.Tensor:
         """The parameter, of its elements as they lie in memory, (numel,)."""
@@ -283,11 +287,11 @@ def _param_specs(root: nn.Module, only: Collection[torch.Tensor] | None) -> dict
     for slot in slots(root, remove_duplicate=False):
         if chosen is None or id(slot.tensor) in chosen:
             found.setdefault(slot.identity, []).append(slot)
-    mesh = mesh_of(root.parameters())
-    return {same[0].name: _param_spec(same, mesh) for same in found.values()}
+    mesh, of_weights = mesh_of(root.parameters()), records_of_weights(root)
+    return {same[0].name: _param_spec(same, mesh, of_weights.get(same[0].name)) for same in found.values()}
 
 
-def _param_spec(same: Sequence[Slot], mesh: DeviceMesh | None) -> ParamSpec:
+def _param_spec(same: Sequence[Slot], mesh: DeviceMesh | None, record: Record | None) -> ParamSpec:
     """The tensor that stands in all of these places."""
     name, *aliases = (slot.name for slot in same)
     tensor = same[0].tensor
@@ -303,6 +307,8 @@ def _param_spec(same: Sequence[Slot], mesh: DeviceMesh | None) -> ParamSpec:
         num_copies=num_copies(tensor, mesh),
         keeps_dtype=same[0].keeps_dtype,
         order=_order_of(tensor) if same[0].keeps_strides else (),
+        held_by=same[0].held_by,
+        record=record,
     )
 
 

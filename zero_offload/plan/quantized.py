@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,8 @@ class Slot:
     holder: Holder
     keeps_dtype: bool
     """True if the compute dtype does not apply."""
+    held_by: str = ""
+    """The class of the parameter without memory that it is an attribute of."""
 
     @property
     def keeps_strides(self) -> bool:
@@ -138,17 +140,26 @@ def module_name(root: nn.Module, name: str) -> str:
     return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Record:
     """A tensor of a state dict, and of files, that no slot has: words on how a weight is quantized, maybe a number."""
 
     name: str
-    pack: Callable[[float], Tensor]
-    """The record with this number; host."""
+    text: str
+    """Its words as JSON, with a number of zero; or the number of a format."""
     number: str = ""
     """The name of the tensor that holds the number, or nothing."""
     is_optional: bool = False
     """True if files may lack it."""
+
+    def pack(self, number: float) -> Tensor:
+        """The record with this number; host, uint8."""
+        words = json.loads(self.text)
+        if not isinstance(words, dict):
+            return host_tensor(words, torch.uint8)
+        if self.number:
+            words[_OFFSET] = number
+        return host_tensor(list(json.dumps(words).encode()), torch.uint8)
 
     def unpack(self, record: Tensor) -> Tensor:
         """The number of a record that says what this one does, (1,) fp64. Raises ConfigError for another one."""
@@ -180,10 +191,17 @@ def _words(record: Tensor) -> dict[str, Any]:
 
 def records(root: nn.Module) -> Iterator[Record]:
     """Those of a model, of a tied weight by each of its names."""
-    for path, module in root.named_modules(remove_duplicate=False):
-        for weight in _weights_of(module, f"{path}." if path else ""):
-            if weight.record is not None:
-                yield weight.record
+    return iter(records_of_weights(root).values())
+
+
+def records_of_weights(root: nn.Module) -> dict[str, Record]:
+    """The same by the names of the weights."""
+    return {
+        weight.name: weight.record
+        for path, module in root.named_modules(remove_duplicate=False)
+        for weight in _weights_of(module, f"{path}." if path else "")
+        if weight.record is not None
+    }
 
 
 def take_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -311,17 +329,14 @@ class _FourBit(_Kind):
             yield Slot(f"{name}.{suffix}", getattr(holder, key), Holder(holder, key), keeps_dtype=True)
 
     def record(self, prefix: str, name: str, param: Any) -> Record | None:
-        def pack(number: float) -> Tensor:
-            state, blank = copy.copy(param.quant_state), host_empty(0, torch.float32)
-            state.absmax = state.code = blank
-            if state.nested:
-                state.state2, state.offset = copy.copy(state.state2), host_tensor(number, torch.float64)
-                state.state2.absmax = state.state2.code = blank
-            record: Tensor = state.as_dict(packed=True)[key]
-            return record
-
-        key = f"quant_state.bitsandbytes__{param.quant_state.quant_type}"
-        return Record(f"{name}.{key}", pack, f"{name}.{_OFFSET}" if param.quant_state.nested else "")
+        state, blank = copy.copy(param.quant_state), host_empty(0, torch.float32)
+        state.absmax = state.code = blank
+        if state.nested:
+            state.state2, state.offset = copy.copy(state.state2), host_zeros((), torch.float64)
+            state.state2.absmax = state.state2.code = blank
+        key = f"quant_state.bitsandbytes__{state.quant_type}"
+        text = bytes(state.as_dict(packed=True)[key].tolist()).decode()
+        return Record(f"{name}.{key}", text, f"{name}.{_OFFSET}" if state.nested else "")
 
     def problem(self, param: Any) -> str | None:
         if param.quant_state is None:
@@ -354,7 +369,7 @@ class _EightBit(_Kind):
         yield Slot(f"{prefix}SCB", holder.SCB, Holder(holder, "SCB"), keeps_dtype=True)
 
     def record(self, prefix: str, name: str, param: Any) -> Record | None:
-        return Record(f"{prefix}weight_format", lambda _: host_zeros((), torch.uint8), is_optional=True)
+        return Record(f"{prefix}weight_format", "0", is_optional=True)
 
     def problem(self, param: Any) -> str | None:
         if param.dtype != torch.int8:
@@ -383,7 +398,7 @@ class _Wrapper(_Kind):
             if is_wrapper(tensor):
                 yield from self.inner(module, prefix, f"{name}.{key}", tensor)
             else:
-                yield Slot(f"{name}.{key}", tensor, Holder(param, key), keeps_dtype=True)
+                yield Slot(f"{name}.{key}", tensor, Holder(param, key), True, type(param).__name__)
 
 
 _BITSANDBYTES: Mapping[str, _Kind] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}
