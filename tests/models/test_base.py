@@ -22,7 +22,7 @@ from torch import Tensor
 
 import zero_offload as zo
 from tests.helpers.bases import Adapted, base_weights, opened, settings, steps, write_base
-from tests.helpers.disk import close_broken, runtime
+from tests.helpers.disk import close_broken, runtime, small_disk
 from tests.helpers.models import build, tokens_of
 from tests.helpers.pretrained import read_folder
 from tests.helpers.reference import read_masters
@@ -105,6 +105,95 @@ def untouched(folder: Path) -> Iterator[None]:
 
 def swap_bytes(nvme: Path) -> int:
     return sum(path.stat().st_size for path in nvme.glob("*.swap"))
+
+
+# Room
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A drive that has room for what is trained, and not for the base."""
+    with small_disk(tmp_path / "small", "512K") as path:
+        yield path
+
+
+def deferred(values: str = "skip") -> Adapted:
+    torch.manual_seed(0)
+    with zo.deferred_init(values=values):
+        return Adapted()
+
+
+@pytest.mark.parametrize("tiers", ["nvme", "all nvme", "cpu"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_drive_without_room_for_the_base_will_do(
+    order: str, tiers: str, folder: Path, plain: list[float], small: Path
+) -> None:
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 2 << 20
+    model, config = deferred(), settings(small / "run", **TIERS[tiers])
+    if order == "before":
+        zo.load_pretrained(model, folder)
+    assert zo.plan(model, config).fits
+    zo.offload(model, config)
+    if order == "after":
+        zo.load_pretrained(model, folder)
+    optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    assert steps(model, optimizer, 0, 6) == plain
+    zo.close(model)
+
+
+@pytest.mark.parametrize("tiers", ["nvme", "cpu"])
+def test_what_has_to_be_copied_has_room_or_nothing_is_written(
+    tiers: str, folder: Path, plain: list[float], small: Path, tmp_path: Path
+) -> None:
+    wide = write_base(tmp_path / "wide", dtype=torch.float32)
+    planned = deferred()
+    zo.load_pretrained(planned, wide)
+    assert not zo.plan(planned, settings(small / "run", **TIERS[tiers])).fits
+    with pytest.raises(zo.CapacityError, match="nvme tier"):
+        zo.offload(planned, settings(small / "run", **TIERS[tiers]))
+    model, optimizer = opened(None, settings(small / "run", **TIERS[tiers]))
+    store = runtime(model).store
+    before = store.disk.nbytes, store.counters.snapshot().get("written.nvme", 0)
+    with pytest.raises(zo.CapacityError, match=r"frozen sections are to be written.*MiB more.*compute dtype"):
+        zo.load_pretrained(model, wide)
+    assert (store.disk.nbytes, store.counters.snapshot().get("written.nvme", 0)) == before
+    assert all(shard.base is None and not shard.slots for shard in frozen(model))
+    zo.load_pretrained(model, folder)
+    assert steps(model, optimizer, 0, 6) == plain
+    zo.close(model)
+
+
+def test_what_has_to_be_copied_counts_against_the_capacity(tmp_path: Path) -> None:
+    wide = write_base(tmp_path / "wide", dtype=torch.float32)
+    model, _ = opened(None, settings(tmp_path / "run", nvme_capacity="1MiB"))
+    with pytest.raises(zo.CapacityError, match="nvme_capacity leaves"):
+        zo.load_pretrained(model, wide)
+    assert swap_bytes(tmp_path / "run") < 1 << 20
+    zo.close(model)
+
+
+def test_a_checkpoint_that_has_to_be_copied_has_room_or_changes_nothing(
+    folder: Path, plain: list[float], small: Path, tmp_path: Path
+) -> None:
+    wide = write_base(tmp_path / "wide", dtype=torch.float32)
+    model, optimizer = opened(wide, settings(tmp_path / "run"))
+    zo.save_checkpoint(model, optimizer, tmp_path / "copy")
+    zo.close(model)
+    model, optimizer = opened(None, settings(small / "run"))
+    with pytest.raises(zo.CapacityError, match="frozen sections are to be written"):
+        zo.load_checkpoint(model, optimizer, tmp_path / "copy")
+    zo.load_pretrained(model, folder)
+    assert steps(model, optimizer, 0, 6) == plain
+    zo.close(model)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_is_trained_or_built_in_memory_takes_room_as_before(skips: bool, folder: Path, small: Path) -> None:
+    model = deferred("skip" if skips else "init").requires_grad_(skips)
+    if skips:
+        zo.load_pretrained(model, folder)
+    with pytest.raises(zo.CapacityError, match="nvme tier"):
+        zo.offload(model, settings(small / "run"))
 
 
 # The same numbers, and no write

@@ -649,8 +649,8 @@ class _Planner:
         for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
             if at[StateKind.OPTIMIZER] is Tier.NVME:
                 found += unit.optimizer_bytes * self._here
-            if (at[StateKind.PARAMS] is Tier.NVME or keeps_generations) and not unit.in_base:
-                found += unit.frozen_bytes * self._here
+            if at[StateKind.PARAMS] is Tier.NVME or keeps_generations:
+                found += (unit.frozen_bytes - unit.base_bytes) * self._here
         return found
 
 
@@ -691,10 +691,9 @@ class _Known:
 
     def _numel(self, work: UnitWork, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...]) -> UnitNumel:
         """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
-        found = UnitNumel.of(unit, in_use_with)
-        frozen = [section.dtype for section in unit.sections if not section.trainable]
-        in_base = bool(frozen) and all(each == self._stored for each in frozen)
-        return replace(found, frozen=work.numel.frozen, in_base=in_base)
+        frozen = [section for section in unit.sections if not section.trainable]
+        in_base = {section.index for section in frozen if section.dtype == self._stored}
+        return replace(UnitNumel.of(unit, in_use_with, in_base), frozen=work.numel.frozen)
 
     @functools.cached_property
     def _stored(self) -> torch.dtype | None:

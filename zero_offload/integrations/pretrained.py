@@ -248,10 +248,19 @@ def _replace(
                 params |= _adapter_sources(model, values, names.adapter)
             fresh = _fresh(model, owner.without_values, params)
         _check_same_draws(owner, fresh)
+        resting, written = _divide(owner, params, fresh, may_rest=may_rest)
+        with ranks.together():
+            owner.take_room([section.shard for section in written])
         owner.grads.drop()
         try:
             with ranks.together(), _saying_what_is_left(path):
-                _write_params(owner, params, fresh, may_rest=may_rest)
+                for section, found in resting.items():
+                    spans = base_spans(section.layout, found, owner.store.base)
+                    owner.store.rest_in_base(section.shard, spans, owner.collectives.shard_index)
+                for section, placed in written.items():
+                    _write_section(owner, section, placed, params, fresh)
+                    trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
+                owner.store.staging.drop()
                 with torch.no_grad():
                     for buffer, source in buffers:
                         buffer.copy_(source.read(0, source.numel).view(source.shape))
@@ -461,22 +470,21 @@ def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
         )
 
 
-def _write_params(
+def _divide(
     owner: ModelRuntime, sources: Mapping[int, FileTensor], fresh: Mapping[int, Recipe], *, may_rest: bool
-) -> None:
-    """Every section of this rank with something new, chunk by chunk; moments become zero. Frozen ones that files have
-    as they are rest there."""
+) -> tuple[dict[Section, dict[ParamSlice, FileTensor]], dict[Section, dict[ParamSlice, nn.Parameter]]]:
+    """Frozen sections that files have as they are, with what they rest in; and all others with something new, with
+    their parameters."""
+    resting, written = {}, {}
     for unit in owner.units:
         for section in unit.sections:
             params = {piece: param for at, piece, param in unit.placed_params if at is section}
             found = {piece: sources[id(param)] for piece, param in params.items() if id(param) in sources}
             if may_rest and rests_in_files(section.layout, found):
-                spans = base_spans(section.layout, found, owner.store.base)
-                owner.store.rest_in_base(section.shard, spans, owner.collectives.shard_index)
+                resting[section] = found
             elif found or any(id(param) in fresh for param in params.values()):
-                _write_section(owner, section, params, sources, fresh)
-                trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
-    owner.store.staging.drop()
+                written[section] = params
+    return resting, written
 
 
 def _write_section(
@@ -486,6 +494,7 @@ def _write_section(
     sources: Mapping[int, FileTensor],
     fresh: Mapping[int, Recipe],
 ) -> None:
+    """This rank's part of a section, chunk by chunk; moments become zero."""
     store, shard, index = owner.store, section.shard, owner.collectives.shard_index
 
     @cache

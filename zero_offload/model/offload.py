@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -169,7 +169,8 @@ class Builder:
             self.layout = make_layout(self.spec, dtypes, partition.optimizer_shards)
             own_hardware = _hardware(self.config, self.device)
             _check_experts(self.layout.units, self.config)
-            unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition)
+            self.without = sections_without_values(self.layout, dict(offloaded_tensors(model)))
+            unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition, self.without)
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
@@ -198,11 +199,7 @@ class Builder:
         self.store = ShardStore(
             self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device, self.counters, files.base
         )
-        files.create(
-            self.store,
-            config.effective_durability,
-            sections_without_values(self.layout, dict(offloaded_tensors(self.model))),
-        )
+        files.create(self.store, config.effective_durability, self.without)
         if files.keeper is not None and files.swap is not None:
             files.keeper.adopt(self.store, files.swap)
         self.units = [
@@ -415,10 +412,10 @@ def _adopt(
         _check_experts(layout.units[len(owner.units) :], owner.config)
         if keeper is not None:
             keeper.check_growth(layout)
-        sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
+        without = sections_without_values(layout, added)
+        sizes = _grown_sizes(owner, layout, spec, work_of(root, spec), without)
     awaited, skips_values = files.awaits, lacks_values(found)
     check_same_model(added, owner.ranks, values=not awaited)
-    without = sections_without_values(layout, added)
     del found, added  # what they hold would keep its memory
     with contextlib.ExitStack() as undo:
         store, first = owner.store, len(owner.units)
@@ -464,11 +461,14 @@ def _adopt(
     trim_heap()  # the parameters' old storages are free
 
 
-def _grown_sizes(owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork]) -> Sizes:
-    """Sizes with the units of `spec`, the last of `layout`, placed in what the others leave. Raises CapacityError."""
+def _grown_sizes(
+    owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork], without: Container[int]
+) -> Sizes:
+    """Sizes with the units of `spec`, the last of `layout`, placed in what the others leave. Sections `without` values
+    rest in files. Raises CapacityError."""
     config, partition, sizes = owner.config, owner.collectives.partition, owner.sizes
     first, budget, plan = len(owner.units), sizes.placement.budget, sizes.plan
-    new = _unit_bytes(layout.units[first:], spec, config, partition)
+    new = _unit_bytes(layout.units[first:], spec, config, partition, without)
     outlook = _outlook(new, work, config, partition, sizes.hardware)
     left = {tier: max(plan.left_bytes(tier), 0) for tier in Tier}
     rest = replace(
@@ -601,10 +601,11 @@ def _outlook(
 
 
 def _unit_bytes(
-    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition
+    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition, without: Container[int]
 ) -> Sequence[UnitBytes]:
-    """The bytes of the units of `spec`, laid out."""
-    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
+    """The bytes of the units of `spec`, laid out. Sections `without` values are taken to rest in files; a load takes
+    room for those that do not."""
+    numels = [UnitNumel.of(unit, spec.in_use_with(index), without) for index, unit in enumerate(units)]
     return measure_units(numels, config, partition)
 
 
@@ -634,7 +635,8 @@ def plan(
     partition = partition_of(config, mesh)
     spec = ModelSpec.from_module(model, units, experts=experts_in(model))
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
-    unit_bytes = _unit_bytes(layout.units, spec, config, partition)
+    without = sections_without_values(layout, dict(offloaded_tensors(model)))
+    unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
     hardware = _hardware(config, device)
     budget = tier_budget(config, hardware)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)

@@ -22,12 +22,12 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.ends import at_exit
-from zero_offload.base.errors import CheckpointError, ConfigError, ZeroOffloadError
+from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user, warning_after
 from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats, StatsKeeper
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import Durability
+from zero_offload.base.types import Durability, Tier, format_bytes
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
@@ -62,6 +62,7 @@ from zero_offload.storage.memory.heap import HeapHole
 from zero_offload.storage.memory.resizable import FrameBudget
 from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
 from zero_offload.storage.shards.ring_grads import GradRing
+from zero_offload.storage.shards.shard import Shard
 from zero_offload.storage.shards.store import ShardStore
 
 SAME = 1e-6
@@ -282,6 +283,25 @@ class ModelRuntime:
         self.tracker.grow(units)
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
+
+    def take_room(self, shards: Iterable[Shard]) -> None:
+        """Room on drives for frozen shards that were taken to rest in files, and are to be written.
+
+        Raises CapacityError where there is not enough for all, and takes none.
+        """
+        new = [shard for shard in shards if not (shard.layout.trainable or shard.slots)]
+        needed = self.store.bytes_of_slots(new)
+        left = self.sizes.plan.left_bytes(Tier.NVME)
+        what = f"{len(new)} frozen sections are to be written, since no file has them as they are used (dtype, layout)"
+        if self.config.nvme_capacity is not None and needed > left:
+            raise CapacityError(
+                f"{what}: they take {format_bytes(needed)} of the drives, and nvme_capacity leaves "
+                f"{format_bytes(max(left, 0))}; raise it, or give files in the compute dtype"
+            )
+        try:
+            self.store.lay_out(new)
+        except CapacityError as error:
+            raise CapacityError(f"{what}. {error}, or give files in the compute dtype") from error
 
     def check_whole(self, call: str) -> None:
         """Raise if a generation has more than this model: what is made of the rest would be all that is kept."""
@@ -507,6 +527,7 @@ class ModelRuntime:
                 check(saved.generation)
                 places = saved.base_places(self.store.base)
                 _check_base(saved.generation, self.store, places)
+                self.take_room([shard for shard in self.store.shards if shard.layout.index not in places])
                 same_ranks = saved.generation.world_size == self.ranks.world_size
                 rng = saved.rng_of(self.ranks.rank) if same_ranks else None
                 generation = saved.generation

@@ -26,7 +26,7 @@ Parameters on a GPU that it does not update are copies of values in the host's m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_offload.base.config import OffloadConfig
@@ -117,23 +117,34 @@ class UnitNumel:
     """As in `UnitSpec`."""
     group_bytes: int = 0
     """As `plan.groups.group_bytes`: memory for one group, of a unit that is not fetched whole."""
-    in_base: bool = False
-    """True if files of a base have the frozen values: drives get none of them, and they are read there."""
+    base_bytes: int = 0
+    """Bytes of frozen values that rest in files of a base: drives get none of them, and they are read there."""
 
     @classmethod
-    def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
-        numel, nbytes, state_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0
+    def of(
+        cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = (), in_base: Container[int] = ()
+    ) -> UnitNumel:
+        """As it is laid out. Sections `in_base` rest in files of a base."""
+        numel, nbytes, state_bytes, base_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0, 0
         frame_bytes = sum(divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
         for section in unit.sections:
             numel[section.trainable] += section.used_numel
             nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
+            base_bytes += section.used_numel * section.dtype.itemsize * (section.index in in_base)
             if section.trainable:
                 dtype = str(section.dtype).removeprefix("torch.")
                 state_bytes += math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
         sizes = (nbytes[True], nbytes[False], state_bytes)
-        in_groups = group_bytes(unit)
         return cls(
-            unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with, unit.is_trained_part, in_groups
+            unit.name,
+            numel[True],
+            numel[False],
+            sizes,
+            frame_bytes,
+            in_use_with,
+            unit.is_trained_part,
+            group_bytes(unit),
+            base_bytes,
         )
 
 
@@ -160,8 +171,8 @@ class UnitBytes:
     """As in `UnitSpec`."""
     group_bytes: int = 0
     """As in `UnitNumel`; over ranks it is the same."""
-    in_base: bool = False
-    """As in `UnitNumel`."""
+    base_bytes: int = 0
+    """The part of `frozen_bytes` that rests in files of a base."""
 
     @property
     def trained_bytes(self) -> int:
@@ -198,7 +209,7 @@ def measure_units(
             in_use_with=unit.in_use_with,
             is_trained_part=unit.is_trained_part,
             group_bytes=unit.group_bytes,
-            in_base=unit.in_base,
+            base_bytes=divide_up(unit.base_bytes, partition.param_shards),
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -239,8 +250,8 @@ def resting(
         if kind is StateKind.PARAMS and tiers[kind] is Tier.DEVICE and not shared_memory:
             yield from _params_of_device(unit, nbytes, tiers[StateKind.OPTIMIZER], partition)
         else:
-            in_files = kind is StateKind.PARAMS and tiers[kind] is Tier.NVME and unit.in_base
-            yield tiers[kind], kind, nbytes - unit.frozen_bytes * in_files
+            in_files = kind is StateKind.PARAMS and tiers[kind] is Tier.NVME
+            yield tiers[kind], kind, nbytes - unit.base_bytes * in_files
 
 
 def _params_of_device(
@@ -399,9 +410,9 @@ def estimate_memory(
         elif keeps_generations:
             committed += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
-        if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations and not unit.in_base:
+        if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations:
             # Of frozen values one slot, written once.
-            whole = unit.frozen_bytes * partition.param_shards
+            whole = (unit.frozen_bytes - unit.base_bytes) * partition.param_shards
             rest[Tier.NVME, StateKind.PARAMS] += divide_up(whole, partition.optimizer_shards)
         if tiers[StateKind.PARAMS] is Tier.NVME:
             inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
@@ -516,7 +527,7 @@ def _staging_bytes(
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE}),
         Tier.CPU: in_flight_sum(landing, units)
         + groups_bytes * lands_groups
-        + BASE_BUFFER_BYTES * any(unit.in_base for unit in units)
+        + BASE_BUFFER_BYTES * any(unit.base_bytes for unit in units)
         + sum_of_largest(staged, STAGED_SECTIONS)
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)

@@ -487,5 +487,6 @@ def _divide(unit: UnitBytes, factor: int, partition: Partition) -> UnitBytes:
         grads_bytes=-(-max(unit.grads_bytes, least * (unit.grads_bytes > 0)) // factor),
         optimizer_bytes=-(-unit.optimizer_bytes // factor),
         frozen_bytes=-(-unit.frozen_bytes // factor),
+        base_bytes=-(-unit.base_bytes // factor),
         passing_grads_bytes=-(-max(unit.passing_grads_bytes, least * (unit.passing_grads_bytes > 0)) // factor),
     )

@@ -289,7 +289,7 @@ def _fetches_of(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, is_tr
         Lane.UPLOAD: own * crosses,
         Lane.NETWORK: gathered * (partition.param_shards > 1),
         # From a buffer to their place: read and written.
-        Lane.HOST: 2 * own * (params is Tier.NVME and unit.in_base and not is_trained),
+        Lane.HOST: 2 * own * (params is Tier.NVME and not is_trained) * unit.base_bytes / max(unit.frozen_bytes, 1),
     }
     work, first = Work.FETCH, again
     if not is_trained:

@@ -59,14 +59,15 @@ def test_a_base_in_its_files_takes_a_buffer_and_nothing_of_drives(durability: st
     settings = config(durability=durability)
     placement = Placement(({**ON_NVME, StateKind.PARAMS: tier},), ROOMY)
 
-    def planned(in_base: bool) -> Any:
+    def planned(base_bytes: int) -> Any:
         return estimate_memory(
-            measure_units([UnitNumel("0", 0, NUMEL, in_base=in_base)], settings), placement, settings
+            measure_units([UnitNumel("0", 0, NUMEL, base_bytes=base_bytes)], settings), placement, settings
         )
 
-    own, base = planned(False), planned(True)
+    own, base, half = planned(0), planned(2 * NUMEL), planned(NUMEL)
     copies = tier is Tier.NVME or durability != "scratch"
     assert own.used_bytes(Tier.NVME) == 2 * NUMEL * copies and base.used_bytes(Tier.NVME) == 0
+    assert half.used_bytes(Tier.NVME) == NUMEL * copies
     assert base.used_bytes(Tier.CPU) - own.used_bytes(Tier.CPU) == BASE_BUFFER_BYTES
     assert BLOCK_BYTES * GROUP_BLOCKS * NUM_GROUPS == BASE_BUFFER_BYTES
     assert base.wear.bytes_per_step == own.wear.bytes_per_step == 0

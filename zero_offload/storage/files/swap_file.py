@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -291,21 +291,27 @@ class SwapFile:
         return extent
 
     def allocate_copies(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """Plan extents for arrays of one shape, of which a manifest needs to name one only.
+        """Plan extents for arrays of one shape, of which a manifest needs to name one only. Raises CapacityError."""
+        (extents,) = self.allocate_groups([(names, block_sizes)])
+        return extents
 
-        Raises CapacityError when a file cannot grow so far; nothing is planned then.
+    def allocate_groups(self, groups: Iterable[tuple[Sequence[str], Sequence[int]]]) -> list[tuple[Extent, ...]]:
+        """As `allocate_copies`, of several groups at once: all or none of them are planned.
+
+        Raises CapacityError when a file cannot grow so far.
         """
         with self._lock:
             before = list(self._map.sizes)
-            extents = self._map.allocate(names, block_sizes)
+            found = [self._map.allocate(names, block_sizes) for names, block_sizes in groups]
             try:
                 for file, size in zip(self._files, self._map.sizes, strict=False):
                     file.grow(size)
             except BaseException:
                 self._map.sizes = before
                 raise
-            self._know(extents)
-        return extents
+            for extents in found:
+                self._know(extents)
+        return found
 
     def restore_copies(
         self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any

@@ -181,20 +181,27 @@ class ShardStore:
     # What a shard has, and where: memory and extents, taken when there is something to put there
 
     def lay_out(self, shards: Iterable[Shard], later: Container[int] = ()) -> None:
-        """Plan the extents of shards, anew; of the sections `later`, which are frozen, when they are written."""
-        for shard in shards:
-            if shard.layout.index not in later:
-                self._lay_out(shard, shard.components)
+        """Plan the extents of shards, anew; of the sections `later`, which are frozen, when they are written.
 
-    def _lay_out(self, shard: Shard, components: Sequence[Component]) -> None:
-        count = self._slots_on_disk(shard)
-        if count == 0:
+        Raises CapacityError where there is no room for all of them, and plans none.
+        """
+        self._lay_out([(shard, shard.components) for shard in shards if shard.layout.index not in later])
+
+    def bytes_of_slots(self, shards: Iterable[Shard]) -> int:
+        """What `lay_out` takes for these shards."""
+        return sum(shard_bytes(shard.layout, shard.components) * self._slots_on_disk(shard) for shard in shards)
+
+    def _lay_out(self, wanted: Iterable[tuple[Shard, Sequence[Component]]]) -> None:
+        lots = [(shard, each) for shard, components in wanted if self._slots_on_disk(shard) for each in components]
+        if not lots:
             return
-        planned = {each: self.disk.allocate_copies(*_named(shard.layout, each, range(count))) for each in components}
-        slots = shard.slots or tuple({} for _ in range(count))
-        for number, slot in enumerate(slots):
-            slot.update({component: extents[number] for component, extents in planned.items()})
-        shard.slots = slots
+        found = self.disk.allocate_groups(
+            _named(shard.layout, each, range(self._slots_on_disk(shard))) for shard, each in lots
+        )
+        for (shard, component), extents in zip(lots, found, strict=True):
+            shard.slots = shard.slots or tuple({} for _ in extents)
+            for slot, extent in zip(shard.slots, extents, strict=True):
+                slot[component] = extent
 
     def _slots_on_disk(self, shard: Shard) -> int:
         kept = self._num_slots > 1  # in generations
@@ -306,7 +313,7 @@ class ShardStore:
         try:
             # Memory first: a manifest names every extent that a slot has, and a resume takes memory for each.
             self._take_memory(shard, missing)
-            self._lay_out(shard, missing)
+            self._lay_out([(shard, missing)])
         except BaseException:
             for component in missing:
                 shard.memory.pop(component, None)
@@ -391,7 +398,7 @@ class ShardStore:
         if shard.layout.trainable:
             return
         if not shard.slots:
-            self._lay_out(shard, shard.components)
+            self._lay_out([(shard, shard.components)])
         if shard.committed is None:
             return
         slots = [*shard.slots, {}][:2]
