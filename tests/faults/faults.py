@@ -370,15 +370,15 @@ FAULTS = [
     fault(
         "frozen parameters are trained",
         "plan/model_spec.py",
-        "trainable=tensors[key].requires_grad,",
+        "trainable=tensor.requires_grad,",
         "trainable=True,",
         TIES,
     ),
     fault(
         "a tied parameter is two",
         "plan/model_spec.py",
-        "        names.setdefault(id(param), []).append(name)\n        tensors[id(param)] = param\n",
-        "        names.setdefault(len(names), []).append(name)\n        tensors[len(names) - 1] = param\n",
+        "found.setdefault(slot.identity, []).append(slot)",
+        "found.setdefault((len(found), slot.name), []).append(slot)",
         TIES + "::test_a_tied_head",
     ),
     fault(

@@ -119,6 +119,11 @@ class BaseFile:
     def is_open(self) -> bool:
         return self._buffered is not None and self._buffered.fd >= 0
 
+    @property
+    def is_direct(self) -> bool:
+        """True if its reads pass by the page cache."""
+        return self._direct is not self._buffered
+
     def move_to(self, path: Path) -> None:
         """Read this file at another place from now on. Raises IntegrityError where another file is there."""
         there = BaseFile.open(path)

@@ -31,6 +31,7 @@ from zero_offload.storage.files.base_files import (
     fingerprint_of,
 )
 from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.files.engines import open_engine
 
 LONG = (NUM_GROUPS + 2) * GROUP_BLOCKS * BLOCK_BYTES + 12_345
 """More than is on its way at a time, and a last block of no whole sector."""
@@ -133,7 +134,7 @@ def test_a_file_system_without_o_direct(refuses: str, tmp_path: Path, monkeypatc
     content = write(tmp_path / "f", 2 * BLOCK_BYTES)
     base = BaseFiles(io_engine="threads")
     file = base.open(tmp_path / "f")
-    assert file._direct is file._buffered
+    assert not file.is_direct
     assert read(base, [BaseSpan(0, len(content), file, 0)], 0, len(content)) == content
     base.close()
 
@@ -208,21 +209,27 @@ def test_a_name_that_leads_elsewhere(how: str, base: BaseFiles, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
-def test_a_drive_that_fails(engine: str, tmp_path: Path) -> None:
+def test_a_drive_that_fails(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Any] = []
+
+    def opened(*args: Any) -> Any:
+        engines.append(open_engine(*args))
+        return engines[-1]
+
+    monkeypatch.setattr(base_files, "open_engine", opened)
     errors: list[Exception] = []
     base = BaseFiles(on_error=errors.append, io_engine=engine)
     write(tmp_path / "f", 4 * BLOCK_BYTES)
     file = base.open(tmp_path / "f")
     span, out = [BaseSpan(0, 4 * BLOCK_BYTES, file, 0)], torch.zeros(4 * BLOCK_BYTES, dtype=torch.uint8)
     read(base, span, 0, 10)
-    assert base._engine is not None
-    base._engine.inject_fault(Fault.READ_EIO, 2)  # type: ignore[attr-defined]
+    engines[0].inject_fault(Fault.READ_EIO, 2)
     transfer = base.launch_read("s", span, 0, 4 * BLOCK_BYTES, out.data_ptr())
     for _ in range(2):
         with pytest.raises(StorageError, match=r"/f .*Input/output error"):
             transfer.wait()
     assert len(errors) == 1
-    base._engine.inject_fault(Fault.READ_FLIP, 1)  # type: ignore[attr-defined]
+    engines[0].inject_fault(Fault.READ_FLIP, 1)
     read(base, span, 0, 10)  # a bad transfer of a known block is made once more
     base.close()
 
