@@ -398,7 +398,12 @@ class _Wrapper(_Kind):
             if is_wrapper(tensor):
                 yield from self.inner(module, prefix, f"{name}.{key}", tensor)
             else:
-                yield Slot(f"{name}.{key}", tensor, Holder(param, key), True, type(param).__name__)
+                yield Slot(f"{name}.{key}", tensor, Holder(param, key), True, _class_of(param))
+
+
+def _class_of(param: object) -> str:
+    """The library's, of a parameter at rest too."""
+    return next(each.__name__ for each in type(param).__mro__ if not each.__module__.startswith("zero_offload."))
 
 
 _BITSANDBYTES: Mapping[str, _Kind] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}
