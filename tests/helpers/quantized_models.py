@@ -101,12 +101,15 @@ def base_model(shape: str, kind: str, dtype: torch.dtype = torch.float32, **chan
     return model.requires_grad_(False)
 
 
-def adapted_model(shape: str, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+def adapted_model(
+    shape: str, kind: str, dtype: torch.dtype = torch.float32, *, dora: bool = False, **changes: Any
+) -> nn.Module:
     """With adapters of LoRA, in the dtype of the model."""
     model = base_model(shape, kind, dtype, **changes)
     torch.manual_seed(1)
     targets = _ADAPTED.get(shape, ["q_proj", "v_proj"])
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    words: dict[str, Any] = {"init_lora_weights": False, "task_type": "CAUSAL_LM", "use_dora": dora}
+    config = peft.LoraConfig(r=4, target_modules=targets, **words)
     made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for param in made.parameters():
         if param.requires_grad:

@@ -465,7 +465,10 @@ def class_at_rest(kind: type) -> type:
     readers = {name: asking(getattr(kind, name)) for name in names if hasattr(kind, name)}
     # Libraries convert what they know of the values too: here nothing is converted.
     conversions = {name: getattr(Tensor, name) for name in ("to", "cpu", "cuda", "xpu")}
-    return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": ()} | readers | conversions)
+    # peft dequantizes what has the library's module and name, and takes the packed values of others as they are.
+    made = type(kind.__name__, (AtRest, kind), {"__slots__": ()} | readers | conversions)
+    made.__module__ = kind.__module__
+    return made
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -513,21 +516,27 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function on what parameters that stay guarded in use hold now; see [Note: quantized weights in use]."""
-    made: dict[int, Tensor] = {}
+    made: dict[int, tuple[Tensor, Any]] = {}
     shown: list[tuple[Tensor, nn.Parameter]] = []
     # What reads memory past operations takes no subclass.
     derives = torch.is_grad_enabled() and func not in named(*ADDRESSES)
 
     def real(leaf: Any) -> Tensor:
         if id(leaf) not in made:
-            made[id(leaf)] = _as_it_is_now(leaf, shown, derives=derives)
-        return made[id(leaf)]
+            made[id(leaf)] = _as_it_is_now(leaf, shown, derives=derives), leaf
+        return made[id(leaf)][0]
+
+    def run() -> Any:
+        result = func(*args, **kwargs)
+        # A conversion to what a parameter is already gives the parameter, which libraries may assign to the module.
+        same = next((leaf for tensor, leaf in made.values() if tensor is result), None)
+        return wrap_views(result, shown, _away_at) if same is None else same
 
     with torch._C.DisableTorchFunctionSubclass():
         args, kwargs = tree_map_only((AtRest, Away), real, (args, kwargs))
-        if not any(map(is_wrapper, made.values())):
-            return wrap_views(func(*args, **kwargs), shown, _away_at)
-    return wrap_views(func(*args, **kwargs), shown, _away_at)
+        if not any(is_wrapper(tensor) for tensor, _ in made.values()):
+            return run()
+    return run()
 
 
 def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
