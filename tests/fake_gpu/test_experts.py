@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import zero_offload as zo
@@ -16,9 +17,10 @@ from tests.fake_gpu.test_ranks import late, pool  # noqa: F401
 from tests.fake_gpu.training import EVERY, Schedule
 from tests.helpers import experts
 from tests.helpers.experts import experts_lm, trained
+from tests.helpers.models import build, tokens_of
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import RankPool
-from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
+from tests.helpers.reference import Recipe, Trajectory, param_groups, train_offloaded, train_plain
 
 MATRIX: dict[str, Any] = {
     "params": ["cpu", "nvme", "device", {"device": 0.3, "cpu": 0.3, "nvme": 0.4}],
@@ -76,3 +78,32 @@ def test_ranks_gather_groups_on_their_devices(row: Row, pool: RankPool, tmp_path
     placed = settings | {"params": row["params"], "nvme": tmp_path}
     grouped = functools.partial(model, size=row["size"])
     assert pool.succeed(late, row["policy"], 1, train, grouped, placed) == whole
+
+
+def test_a_layer_of_experts_may_be_larger_than_the_device(nvme: Path) -> None:
+    make = functools.partial(experts_lm, dim=64, inner=40_000, size=1, num_blocks=1)
+    model = build(make)
+    nbytes = sum(param.numel() * 2 for param in model.blocks[0].experts.parameters())  # type: ignore[union-attr]
+    module: Any = torch.get_device_module(device.TYPE)
+    with device.memory_limit(module.memory_reserved() + nbytes - (4 << 20)):
+        config = zo.OffloadConfig(nvme=nvme, params="nvme", precision="bf16", durability="scratch")
+        zo.offload(model, config)
+        losses = list[float]()
+        optimizer = zo.SGD(param_groups(model), lr=1e-2)
+        for step in range(2):
+            loss = model(tokens_of(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    zo.close(model)
+    whole = build(functools.partial(make, size=0))
+    zo.offload(whole, zo.OffloadConfig(precision="bf16", durability="scratch"))
+    optimizer = zo.SGD(param_groups(whole), lr=1e-2)
+    for step in range(2):
+        loss = whole(tokens_of(step))
+        assert loss.item() == losses[step]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zo.close(whole)

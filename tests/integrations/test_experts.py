@@ -14,10 +14,13 @@ from transformers.integrations.moe import use_experts_implementation
 import zero_offload as zo
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.tools import llama, transformers
+from zero_offload.base.types import MIB
+from zero_offload.integrations import experts as integration
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.storage.shards.registry import owner_of
 
 import peft  # isort: skip  # after what keeps it off the network
+import torchao.quantization as torchao_float8  # isort: skip
 
 VOCAB = 64
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -190,6 +193,18 @@ def test_without_offload_the_model_is_what_it_was() -> None:
     assert torch.equal(step(zo.group_experts(model), 0), step(plain, 0))
 
 
+def test_a_model_made_from_the_config_of_a_grouped_one_is_eager(nvme: Path) -> None:
+    grouped: Any = zo.group_experts(mixtral())
+    torch.manual_seed(1)
+    model, plain = type(grouped)(grouped.config), build("mixtral", "everything")
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()
+    base_of(plain).set_experts_implementation("eager")
+    zo.offload(model, zo.OffloadConfig(params="nvme", precision="fp32", nvme=nvme))
+    assert torch.equal(step(model, 0), step(plain, 0))
+    zo.close(model)
+
+
 @use_experts_implementation
 class WideSum(nn.Module):
     """Adds up in fp32 what it returns in bf16."""
@@ -209,6 +224,63 @@ class WideSum(nn.Module):
             added = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
             output.index_add_(0, tokens, (added * weights[tokens, which, None]).float())
         return output.to(hidden.dtype)
+
+
+@use_experts_implementation
+class EightBits(WideSum):
+    """Has an int8 value for each weight, and a scale for each row of each expert."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name in ("gate_up_proj", "down_proj"):
+            values = torch.ones(getattr(self, name).shape, dtype=torch.int8)
+            setattr(self, name, nn.Parameter(values, requires_grad=False))
+            setattr(self, f"{name}_scale", nn.Parameter(torch.ones(4, values.shape[1], 1)))
+
+
+def test_quantized_experts_are_refused() -> None:
+    with pytest.raises(zo.ConfigError, match=r"gate_up_proj of 0 \(EightBits\) is quantized \(int8\).*fetched whole"):
+        zo.group_experts(nn.Sequential(EightBits(None)))
+    wide = WideSum(None)
+    for name in ("gate_up_proj", "down_proj"):
+        values = torchao_float8.Float8Tensor.from_hp(getattr(wide, name).detach().bfloat16())
+        setattr(wide, name, nn.Parameter(values, requires_grad=False))
+    with pytest.raises(zo.ConfigError, match=r"gate_up_proj of 0 \(WideSum\) is quantized \(Float8Tensor\)"):
+        zo.group_experts(nn.Sequential(wide))
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_experts_of_a_model_whose_linear_layers_are_quantized(quantize: Any, nvme: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    plain: Any = mixtral().bfloat16()
+    plain.save_pretrained(tmp_path / "in")
+    losses = []
+    for size in (None, 2):
+        with zo.deferred_init(values="skip"):
+            model: Any = type(plain)(transformers.MixtralConfig(**plain.config.to_dict())).bfloat16()
+        zo.load_pretrained(model, tmp_path / "in", quantize=quantize)
+        model.set_experts_implementation("eager")
+        model.lm_head.requires_grad_(True)
+        if size is not None:
+            zo.group_experts(model, size)
+        folder = nvme / str(size)
+        zo.offload(model, zo.OffloadConfig(params="nvme", precision="bf16", nvme=folder, durability="scratch"))
+        losses.append(trained(model, 2, lambda: {}))
+        zo.close(model)
+    assert losses[0] == losses[1]
+
+
+def test_a_group_ends_at_a_whole_chunk_where_sizes_allow() -> None:
+    with torch.device("meta"):
+        model = mixtral()
+    experts: Any = model.model.layers[0].mlp.experts
+    for name, shape in (("gate_up_proj", (128, 1536, 2048)), ("down_proj", (128, 2048, 768))):
+        setattr(experts, name, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+    experts.num_experts = 128
+    for nbytes, size in ((256, 28), (250, 26), (12, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(integration, "GROUP_BYTES", nbytes * MIB)
+            assert integration._default_size(experts) == size
 
 
 def test_what_groups_cannot_compute_is_refused() -> None:

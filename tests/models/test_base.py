@@ -12,6 +12,7 @@ import stat
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 import zero_offload as zo
 from tests.helpers.bases import Adapted, base_weights, opened, settings, steps, write_base
 from tests.helpers.disk import close_broken, runtime, small_disk
+from tests.helpers.experts import experts_lm
 from tests.helpers.models import build, tokens_of
 from tests.helpers.pretrained import read_folder
 from tests.helpers.reference import read_masters
@@ -749,3 +751,33 @@ def test_a_record_that_was_forged(what: str, folder: Path, tmp_path: Path) -> No
             steps(model, optimizer, 1, 2)
         finally:
             close_broken(model)
+
+
+def test_of_experts_in_groups_just_the_elements_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = partial(experts_lm, dim=36, inner=24, size=1, num_blocks=2)
+    weights = {name: param.detach().bfloat16() for name, param in build(make).named_parameters()}
+    (tmp_path / "base").mkdir()
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    with zo.deferred_init(values="skip"):
+        model: Any = make().requires_grad_(False)
+    zo.offload(model, settings(tmp_path / "run"))
+    zo.load_pretrained(model, tmp_path / "base")
+    units = [unit for unit in runtime(model).layout.units if unit.experts is not None]
+    names = {f"section {section.index} base" for unit in units for section in unit.sections}
+    asked, launch = list[int](), BaseFiles.launch_read
+
+    def noted(files: BaseFiles, name: str, spans: Any, begin: int, end: int, *rest: Any) -> Any:
+        asked.extend([end - begin] * (name in names))
+        return launch(files, name, spans, begin, end, *rest)
+
+    monkeypatch.setattr(BaseFiles, "launch_read", noted)
+    with torch.no_grad():
+        model(tokens_of(0))
+        model(tokens_of(0))  # from here on the order is known: the last group is followed by the first one
+        asked.clear()
+        losses = model(tokens_of(0)).item(), model(tokens_of(0)).item()
+    zo.close(model)
+    experts = sum(values.nbytes for name, values in weights.items() if ".experts." in name)
+    assert sum(asked) == 2 * experts and len(asked) == 2 * 2 * 6 * 3  # calls, blocks, experts, parameters
+    whole: Any = build(partial(make, size=0)).bfloat16()
+    assert losses == (whole(tokens_of(0)).item(),) * 2

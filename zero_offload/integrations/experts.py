@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,10 @@ from torch import Tensor, nn
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import MIB
 from zero_offload.model.runtime import ModelRuntime
+from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.model_spec import Experts
-from zero_offload.runtime.hooks import mark_experts
+from zero_offload.plan.quantized import is_wrapper
+from zero_offload.runtime.hooks import experts_of, mark_experts
 from zero_offload.storage.shards.registry import owner_of
 
 GROUP_BYTES = 256 * MIB
@@ -63,8 +66,8 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     default a group takes at most 256 MiB, in the dtype that its parameters have now, and has at least one expert.
     Adapters of peft, on experts too, come before this call.
 
-    Raises ConfigError for a model without such experts, for a class of experts that adds up in another way, and for a
-    group size that is not a number from 1 on; ImportError where transformers is missing.
+    Raises ConfigError for a model without such experts, for quantized experts, for a class of experts that adds up in
+    another way, and for a group size that is not a number from 1 on; ImportError where transformers is missing.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"zo.group_experts takes a module, not a {type(model).__name__}")
@@ -77,10 +80,13 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     if not found:
         raise ConfigError(
             f"zo.group_experts: no module of this {type(model).__name__} has experts in parameters of 3 dimensions, "
-            "as transformers 5 keeps those of Mixtral, Qwen3-MoE or DeepSeek-V3. Leave the call out"
+            "as transformers 5 keeps those of Mixtral, Qwen3-MoE or DeepSeek-V3. Leave the call out: each layer is "
+            "fetched whole"
         )
     if any(owner_of(param) is not None for module in found.values() for param in module.parameters()):
         raise ConfigError("zo.group_experts comes before zo.offload, which makes the units; build the model again")
+    for name, module in found.items():
+        _refuse_quantized(name, module)
     for kind in {type(module): module for module in found.values()}.values():
         _check(kind)
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
@@ -93,10 +99,8 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
                 f"zo.group_experts: transformers does not let {name} ({type(module).__name__}) have another "
                 "implementation of its experts; leave the call out"
             )
-        experts, values = int(module.num_experts), _values_of(module)
-        nbytes = sum(param.nbytes for param in values.values()) // experts
-        size = max(GROUP_BYTES // max(nbytes, 1), 1) if group_size is None else group_size
-        mark_experts(module, Experts(experts, min(size, experts)))
+        size = _default_size(module) if group_size is None else group_size
+        mark_experts(module, Experts(int(module.num_experts), min(size, int(module.num_experts))))
     if "peft" in sys.modules:
         wrapper = _wrapper_class()
         inside: Any
@@ -104,6 +108,25 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
             if type(inside) is wrapper.__base__ and any(inside.get_base_layer() is each for each in found.values()):
                 inside.__class__ = wrapper
     return model
+
+
+def _default_size(module: Any) -> int:
+    """As many experts as `GROUP_BYTES` has room for. Where that leaves some, a group ends at a whole chunk, which is
+    what drives give: so no chunk is read for two groups."""
+    values = [param for param in _values_of(module).values() if param.dim() == 3]
+    size = max(GROUP_BYTES * module.num_experts // max(sum(param.nbytes for param in values), 1), 1)
+    step = math.lcm(*(CHUNK_NUMEL // math.gcd(CHUNK_NUMEL, param.numel() // module.num_experts) for param in values))
+    return size - size % step if step <= size else size
+
+
+def _refuse_quantized(name: str, module: Any) -> None:
+    for of, param in _values_of(module).items():
+        if is_wrapper(param) or param.dtype.itemsize < 2 or not param.dtype.is_floating_point:
+            kind = type(param).__name__ if is_wrapper(param) else str(param.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"zo.group_experts: {of} of {name} ({type(module).__name__}) is quantized ({kind}), and groups take "
+                "experts of float16, bfloat16 or float32. Leave the call out: each layer's experts are fetched whole"
+            )
 
 
 def has_frozen_experts(model: nn.Module) -> bool:
@@ -131,7 +154,7 @@ def _values_of(module: Any) -> dict[str, nn.Parameter]:
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in the place of the module's forward."""
     owner = _owner_of(module)
-    if owner is None:
+    if owner is None or experts_of(module) is None:  # a model built from the config of one that is grouped
         return _eager(module, hidden_states, top_k_index, top_k_weights)
     if hasattr(module, "parametrizations"):
         raise ConfigError(
@@ -172,7 +195,7 @@ def _wrapper_class() -> Any:
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
             module = self.get_base_layer()
             active = [name for name in active_adapters if name in self.lora_A]
-            if _owner_of(module) is None or not active:
+            if _owner_of(module) is None or experts_of(module) is None or not active:
                 with super()._activate_lora(active_adapters):
                     yield
                 return

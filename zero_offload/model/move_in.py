@@ -192,12 +192,11 @@ def move_in(
             if values_of is not None:
                 _write_values(section, store, values_of, moved)
             undo.callback(_move_out, section, store, moved)
-            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
-                for each in moved:
-                    made = each.become(section.own_view(each.piece))
-                    unit.params.append(made)
-                    if each.recipe is not None and each.recipe.is_skipped:
-                        without_values[id(made)] = each.recipe
+            for each in moved:
+                made = each.become(section.own_view(each.piece))
+                unit.params.append(made)
+                if each.recipe is not None and each.recipe.is_skipped:
+                    without_values[id(made)] = each.recipe
     prepare(model, undo)
     return without_values
 

@@ -305,8 +305,8 @@ def _make_unit(
             pages = MovableBuffer(store.arena, section.nbytes)
             sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))
         else:
-            flat = torch.empty(section.numel, dtype=section.dtype, device=device.torch_device)
-            sections.append(Section(shard, flat, ResizableBuffer(frames, flat)))
+            buffer = ResizableBuffer(frames, section.numel, section.dtype, device.torch_device)
+            sections.append(Section(shard, buffer.tensor, buffer))
     return Unit(index, layout, sections, errors, resident=Home.AWAY not in homes.values())
 
 

@@ -71,6 +71,14 @@ class ParamSpec:
             return elements.view(self.shape)
         return elements.view([self.shape[dim] for dim in self.order]).permute(inverse(self.order))
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of such a view."""
+        strides, step = [0] * len(self.shape), 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            strides[dim], step = step, step * max(self.shape[dim], 1)
+        return tuple(strides)
+
     def elements(self, param: torch.Tensor) -> torch.Tensor:
         """(numel,) of a tensor of its shape, as they lie in memory: a view, if it has its strides."""
         return param.permute(self.order).reshape(-1) if self.order else param.reshape(-1)

@@ -212,8 +212,8 @@ class GroupReader:
         while memory.leaves_landing:
             memory.leaves_landing[-1].synchronize()
             memory.leaves_landing.pop()
-        address = memory.landing.region.address + piece.offset
-        return self._store.launch_fetch_part(section.shard, piece.first, piece.last, address, urgency)
+        address = memory.landing.region.address + piece.place(section.layout.dtype.itemsize)
+        return self._store.launch_fetch_part(section.shard, piece.begin, piece.end, address, urgency)
 
     def _upload(self, memory: GroupMemory) -> None:
         """Wait for the reads, and launch the uploads of what they bring."""

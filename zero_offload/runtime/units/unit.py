@@ -65,8 +65,13 @@ class Section:
         return storage is not None and bool(storage._cdata == self.storage)
 
     def own_view(self, piece: ParamSlice) -> torch.Tensor:
-        """A parameter's part of the buffer, of its (local) shape."""
-        return piece.spec.view(self.flat[piece.begin : piece.end])
+        """A parameter's part of the buffer, of its (local) shape; also while the buffer has no memory."""
+        # torch checks the bounds of slices against memory that is there, and not those of an alias.
+        with torch.inference_mode(False), torch.no_grad():
+            place = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+            place.set_(self.flat.untyped_storage(), self.flat.storage_offset() + piece.begin, (0,), (1,))
+            view: torch.Tensor = torch.ops.aten._reshape_alias(place, piece.spec.shape, piece.spec.strides)
+            return view
 
 
 class Unit:

@@ -21,7 +21,6 @@ import os
 import platform
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -467,10 +466,6 @@ class MovableBuffer:
     @property
     def attached(self) -> bool:
         return self._frames is not None
-
-    def addressable(self) -> AbstractContextManager[None]:
-        """Views of the range can be made at any time."""
-        return nullcontext()
 
     def attach(self) -> bool:
         """Put pages under the range; False when the arena has too few. The contents are undefined.

@@ -6,8 +6,6 @@ back. The counterpart of `arena.MovableBuffer` for devices that cannot compute o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -39,8 +37,6 @@ class Buffer(Protocol):
     def attach(self) -> bool: ...
 
     def detach(self) -> None: ...
-
-    def addressable(self) -> AbstractContextManager[None]: ...
 
 
 class FrameBudget:
@@ -89,28 +85,21 @@ class FrameBudget:
 
 
 class ResizableBuffer:
-    """Attaches and detaches the memory of `tensor`, (numel,) on the device."""
+    """Attaches and detaches the memory of `tensor`, (numel,) on the device, which has none at first."""
 
-    def __init__(self, budget: FrameBudget, tensor: torch.Tensor) -> None:
+    def __init__(self, budget: FrameBudget, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._budget = budget
-        self._storage = tensor.untyped_storage()
-        self._nbytes = tensor.nbytes
-        self.num_frames = num_frames(tensor.nbytes)
+        # An alias may be longer than its memory: so none is taken yet, not even for a moment.
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.tensor: torch.Tensor = torch.ops.aten._reshape_alias(empty, (numel,), (1,))
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = numel * dtype.itemsize
+        self.num_frames = num_frames(self._nbytes)
         self._attached = False
-        self._storage.resize_(0)
 
     @property
     def attached(self) -> bool:
         return self._attached
-
-    @contextmanager
-    def addressable(self) -> Iterator[None]:
-        """Views of the tensor can be made inside: torch checks their bounds against memory that is there."""
-        self._storage.resize_(self._nbytes)
-        try:
-            yield
-        finally:
-            self._storage.resize_(0)
 
     def attach(self) -> bool:
         """Take memory; False when the budget has too little. The contents are undefined.

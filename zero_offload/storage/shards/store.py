@@ -415,7 +415,10 @@ class ShardStore:
         return self.launch_fetch_part(shard, 0, shard.layout.shard_numel, address, urgency)
 
     def launch_fetch_part(self, shard: Shard, begin: int, end: int, address: int, urgency: Urgency) -> list[Transfer]:
-        """Bring elements [begin, end) of this rank's values, whole chunks, to host memory at `address`."""
+        """Bring elements [begin, end) of this rank's values to host memory at `address`.
+
+        A swap file gives whole chunks: memory around has room for them, and the first one lands at a sector.
+        """
         value = self.value_in_memory(shard)
         if value is not None:
             part = value[begin:end]
@@ -431,6 +434,7 @@ class ShardStore:
             return []
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
         rows = slice(begin // CHUNK_NUMEL, -(-end // CHUNK_NUMEL))
+        address -= begin % CHUNK_NUMEL * shard.layout.dtype.itemsize
         return [self.disk.launch_read(extent, rows, address, urgency)]
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ def test_a_buffer_without_memory_takes_no_frames(monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("out of memory")
 
     budget = FrameBudget(1, 1)
-    buffer = ResizableBuffer(budget, torch.zeros(100))
+    buffer = ResizableBuffer(budget, 100, torch.float32, torch.device("cpu"))
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(torch.UntypedStorage, "resize_", no_memory)
         buffer.attach()
@@ -22,9 +22,6 @@ def test_a_buffer_without_memory_takes_no_frames(monkeypatch: pytest.MonkeyPatch
     buffer.detach()
 
 
-def test_what_is_addressable_goes_when_its_use_breaks_off() -> None:
-    tensor = torch.zeros(100)
-    buffer = ResizableBuffer(FrameBudget(1, 1), tensor)
-    with pytest.raises(KeyboardInterrupt), buffer.addressable():
-        raise KeyboardInterrupt
-    assert tensor.untyped_storage().nbytes() == 0
+def test_a_tensor_has_no_memory_before_its_buffer_is_attached() -> None:
+    buffer = ResizableBuffer(FrameBudget(1 << 20, 1 << 20), 1 << 40, torch.bfloat16, torch.device("cpu"))
+    assert buffer.tensor.shape == (1 << 40,) and buffer.tensor.untyped_storage().nbytes() == 0
