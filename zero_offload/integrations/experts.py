@@ -114,8 +114,9 @@ def _default_size(module: Any) -> int:
     """As many experts as `GROUP_BYTES` has room for. Where that leaves some, a group ends at a whole chunk, which is
     what drives give: so no chunk is read for two groups."""
     values = [param for param in _values_of(module).values() if param.dim() == 3]
-    size = max(GROUP_BYTES * module.num_experts // max(sum(param.nbytes for param in values), 1), 1)
-    step = math.lcm(*(CHUNK_NUMEL // math.gcd(CHUNK_NUMEL, param.numel() // module.num_experts) for param in values))
+    size: int = max(GROUP_BYTES * module.num_experts // max(sum(param.nbytes for param in values), 1), 1)
+    numels = [param.numel() // int(module.num_experts) for param in values]
+    step = math.lcm(*(CHUNK_NUMEL // math.gcd(CHUNK_NUMEL, numel) for numel in numels))
     return size - size % step if step <= size else size
 
 

@@ -266,10 +266,11 @@ def _fetches(job: Job, index: int, at: Tiers, machine: Machine) -> Iterator[Amou
     if unit.group_bytes:
         # Ranks gather all groups, in order; one rank fetches the experts that its tokens meet.
         touched = 1.0 if job.partition.param_shards > 1 else work.share_touched(job.batch.tokens)
-        for kind, lane, nbytes in _fetches_of(job, unit, at, machine, is_trained=False):
-            if kind is Work.FETCH_AGAIN:
-                yield Work.FETCH_GROUPS, lane, nbytes * touched
-                yield Work.FETCH_GROUPS_AGAIN, lane, nbytes * touched * work.backward_uses(job.batch.recompute)
+        for is_trained in (False, True):
+            for kind, lane, nbytes in _fetches_of(job, unit, at, machine, is_trained=is_trained):
+                if kind is Work.FETCH_AGAIN:
+                    yield Work.FETCH_GROUPS, lane, nbytes * touched
+                    yield Work.FETCH_GROUPS_AGAIN, lane, nbytes * touched * work.backward_uses(job.batch.recompute)
         return
     yield from _fetches_of(job, unit, at, machine, is_trained=True)
     yield from _fetches_of(job, unit, at, machine, is_trained=False)

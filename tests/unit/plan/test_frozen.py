@@ -87,6 +87,15 @@ def test_experts_in_groups_are_fetched_for_each_forward_and_backward() -> None:
     assert read_s(frozen(), replace(many, micro_batches=3, by_unit=True)) <= 2 * whole_s
 
 
+def test_trained_experts_in_groups_are_fetched_too() -> None:
+    numel = UnitNumel("0", NUMEL, 0, group_bytes=NUMEL // 4)
+    work = replace(frozen(), numel=numel, in_groups=True, attention_width=0, share_met=1 / 16)
+    at = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: Tier.CPU}
+    job = Job.of([work], config(), ONE_RANK, Batch(2048, 1, 2048))
+    found = unit_seconds(job, 0, at, GPU)[:, READ]
+    assert found.sum() == pytest.approx(2 * 2 * NUMEL / GPU.read_bytes)
+
+
 def test_few_tokens_touch_few_experts() -> None:
     experts = replace(frozen(), share_met=1 / 16)
     assert experts.share_touched(1) == pytest.approx(1 / 16)
