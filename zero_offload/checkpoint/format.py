@@ -294,6 +294,8 @@ def reading(where: str) -> Iterator[None]:
 
 _KINDS = ("shape", "dtype", "trainable")
 """What a parameter is, wherever it lies."""
+_PLACE = ("name", "section", "begin")
+"""Which one lies where."""
 
 
 def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
@@ -340,8 +342,15 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequen
     named = {entry.get("name"): entry for entry in saved}
     same_names = [(named[mine["name"]], mine, _KINDS) for mine in here if mine["name"] in named]
     in_order = [(there, mine, tuple(mine)) for there, mine in zip(saved, here, strict=False)]
+    is_same_model = named.keys() == {mine["name"] for mine in here}
     for there, mine, keys in same_names + in_order:
         different = [key for key in keys if there.get(key) != mine[key]]
+        if is_same_model and different[:1] and different[0] in _PLACE:
+            raise CheckpointError(
+                f"{where} has the parameters of this model in other units, from {mine['name']!r} on. Pass the units= "
+                "that it was written with. A version that found other units by itself resumes it; its weights alone "
+                f"are written by 'zero-offload export', and read by zo.load_pretrained{hint}"
+            )
         if different:
             key = different[0]
             raise CheckpointError(
