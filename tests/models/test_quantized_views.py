@@ -96,10 +96,15 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layer: Callable[[int, int], nn.Module], reentrant: bool | None = None) -> None:
+    def __init__(
+        self,
+        layer: Callable[[int, int], nn.Module],
+        reentrant: bool | None = None,
+        block: Callable[[Callable[[int, int], nn.Module]], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(layer) for _ in range(4))
+        self.blocks = nn.ModuleList(block(layer) for _ in range(4))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,6 +184,41 @@ def test_values_that_a_layer_makes_are_not_saved(layer: Callable[[int, int], nn.
     assert sum(isinstance(each, Step) for each in saved) == 6  # the first block's input has no gradient
     kept = [each.kept for each in saved if isinstance(getattr(each, "kept", None), Tensor) and each.unit is None]
     assert not any(tensor.numel() >= HIDDEN * HIDDEN for tensor in kept)
+
+
+class EndsQuantized(nn.Module):
+    """Backward begins with the quantized weight: before anything asks for what the block has saved."""
+
+    def __init__(self, layer: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(layer(HIDDEN, HIDDEN) for _ in range(2))
+        self.down, self.up = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.base
+        found: Tensor = last(F.gelu(first(x + self.up(self.down(x)))))
+        return found
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "plain", "reentrant", "zo"])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+def test_a_backward_holds_one_block(layer: Callable[[int, int], nn.Module], checkpointing: str, nvme: Path) -> None:
+    def make() -> Model:
+        model = Model(layer, {"plain": False, "reentrant": True}.get(checkpointing), EndsQuantized)
+        if checkpointing == "zo":
+            zo.checkpoint(model.blocks)
+        return model
+
+    model = offloaded(make(), nvme, "8MiB")
+    owner = runtime_of(model)
+    assert owner is not None
+    in_use: list[int] = []
+    for block in model.blocks:
+        block.down.weight.register_hook(lambda grad: in_use.append(sum(unit.backward_uses > 0 for unit in owner.units)))
+    found = train(model)
+    zo.close(model)
+    assert len(in_use) == 8 and max(in_use) <= 4, in_use  # of a block, and of the one before: weights and adapters
+    assert all(torch.equal(*pair) for pair in zip(train(make()), found, strict=True))
 
 
 def _values(layer: Dequantized) -> Tensor:

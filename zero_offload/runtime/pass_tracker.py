@@ -610,8 +610,9 @@ class PassTracker:
     def _recompute(self, unit: Unit) -> None:
         if self._updates is not None:
             self._updates.before_use(unit)
-        # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
-        if unit.backward_uses > 0:
+        # Counted per forward, so that a region which uses a unit twice keeps it until both are done. A use that an
+        # operation has begun becomes this forward's: only forwards' uses have an end of their own.
+        if unit.backward_uses > 0 and not unit.used_by_operations:
             unit.backward_uses += 1
             self._use_again(unit)
         else:
