@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from zero_offload.base.trees import mapped
 
 TABLE_BYTES = 128 * 1024
 """Other tensors of integers up to this size may take part: shifts, the order of columns."""
@@ -46,7 +47,7 @@ class Step:
             def replace(each: Any) -> Any:
                 return each.replaced(leaf, known) if isinstance(each, Step) else leaf(each)
 
-            found = Step(self.func, *tree_map_only(Step | Tensor, replace, (self.args, self.kwargs)))
+            found = Step(self.func, *mapped((Step, Tensor), replace, (self.args, self.kwargs)))
             known[id(self)] = found
         return found
 
@@ -57,7 +58,7 @@ class Step:
             def value(each: Any) -> Any:
                 return each.repeat(kind, leaf, known) if isinstance(each, Step) else leaf(each)
 
-            args, kwargs = tree_map_only((Step, kind), value, (self.args, self.kwargs))
+            args, kwargs = mapped((Step, kind), value, (self.args, self.kwargs))
             known[id(self)] = self.func(*args, **kwargs)
         return known[id(self)]
 
@@ -98,7 +99,7 @@ class Derived(Tensor):
             return NotImplemented  # a wrapper takes its tensors out first
         has_inner = bool(kwargs) or any(type(each) in (list, tuple) for each in args)
         if has_inner:
-            plain_args, plain_kwargs = tree_map_only(Derived, _plain, (args, kwargs))
+            plain_args, plain_kwargs = mapped(Derived, _plain, (args, kwargs))
         else:
             plain_args, plain_kwargs = tuple(each.plain if type(each) is Derived else each for each in args), kwargs
         result = func(*plain_args, **plain_kwargs)
@@ -120,7 +121,7 @@ class Derived(Tensor):
             return each.plain if each.step is None else each.step
 
         if has_inner:
-            inner_args, inner_kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
+            inner_args, inner_kwargs = mapped(Tensor, leaf, (args, kwargs))
         else:
             inner_args, inner_kwargs = tuple(leaf(each) if isinstance(each, Tensor) else each for each in args), kwargs
         if not all(steps):

@@ -33,9 +33,9 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
 from zero_offload.plan.quantized import is_wrapper, tensors_of
@@ -142,7 +142,7 @@ def _takes_leaves() -> frozenset[Any]:
 def _as_edges(values: Any) -> Any:
     """Parameters at rest replaced by their places in the graph."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tree_map_only(AtRest, get_gradient_edge, values)
+        return mapped(AtRest, get_gradient_edge, values)
 
 
 def _filled(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -364,7 +364,7 @@ def _check_not_wrapped(caller: FrameType, args: tuple[Any, ...]) -> None:
     frame: FrameType | None = caller
     while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("torch."):
         if (what := wrapper_of(name)) is not None:
-            param = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, AtRest)), None)
+            param = next((leaf for leaf in leaves_in(args) if isinstance(leaf, AtRest)), None)
             which = "an offloaded parameter" if param is None else f"parameter {_describe(cast(nn.Parameter, param))}"
             raise cannot_wrap(what, which)
         frame = frame.f_back
@@ -407,7 +407,7 @@ class AtRest:
             except _NeedsDataError:
                 pass
             else:
-                if not tree_any_only(Away, lambda _: True, answer):
+                if not any(isinstance(leaf, Away) for leaf in leaves_in([answer])):
                     return answer
         return _call(func, args, kwargs)
 
@@ -473,7 +473,7 @@ def class_at_rest(kind: type) -> type:
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
-    leaves = tree_leaves((args, kwargs))
+    leaves = list(leaves_in((args, kwargs)))
     # Those that are in use as well: their units must not go while another one comes.
     params = [cast(nn.Parameter, leaf) for leaf in leaves if isinstance(leaf, AtRest | nn.Parameter)]
     views = [leaf for leaf in leaves if isinstance(leaf, Away)]
@@ -533,7 +533,7 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return wrap_views(result, shown, _away_at) if same is None else same
 
     with torch._C.DisableTorchFunctionSubclass():
-        args, kwargs = tree_map_only((AtRest, Away), real, (args, kwargs))
+        args, kwargs = mapped((AtRest, Away), real, (args, kwargs))
         if not any(is_wrapper(tensor) for tensor, _ in made.values()):
             return run()
     return run()
@@ -578,9 +578,9 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
         if func in named(*_FACTORIES) and is_dtensor(args[0] if args else None):
             return func(*args, **kwargs)
-        args, kwargs = tree_map_only(AtRest, stand_in, (args, kwargs))
+        args, kwargs = mapped(AtRest, stand_in, (args, kwargs))
         if func in named(*ADDRESSES):
-            raise _NeedsDataError(next(x.param for x in tree_leaves((args, kwargs)) if isinstance(x, Away)))
+            raise _NeedsDataError(next(x.param for x in leaves_in((args, kwargs)) if isinstance(x, Away)))
         if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
             # They take dtype and device past the view's own answers.
             args = (torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:])
@@ -592,7 +592,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 raise _NeedsDataError(next(iter(stand_ins.values())).param) from None
             raise
         params = {id(each.meta): each.param for each in stand_ins.values()}
-        return tree_map_only(Away, lambda view: params.get(id(view.meta), view), result)
+        return mapped(Away, lambda view: params.get(id(view.meta), view), result)
 
 
 class _NeedsDataError(ZeroOffloadError):
@@ -697,8 +697,8 @@ def changed_by(func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """What a tensor function changes: `out=`, and the first argument of one that works in place."""
     name = getattr(func, "__name__", "")
     if name not in _CHANGING and (not name.endswith("_") or name.endswith("__")):
-        return tree_leaves(kwargs.get("out"))
-    return tree_leaves((args[:1] or tuple(kwargs.values())[:1], kwargs.get("out")))
+        return list(leaves_in([kwargs["out"]])) if "out" in kwargs else []
+    return list(leaves_in((args[:1] or tuple(kwargs.values())[:1], kwargs.get("out"))))
 
 
 def name_of(func: object) -> str:
@@ -744,7 +744,7 @@ class ReadOnly(View):
         if any(kind is not cls for kind in types):
             return NotImplemented  # a parameter at rest is among the arguments, and has to be asked first
         refuse_changes(changed_by(func, args, kwargs), func)
-        views = [(leaf, leaf.of) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReadOnly)]
+        views = [(leaf, leaf.of) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, ReadOnly)]
         with torch._C.DisableTorchFunctionSubclass():
             return lend(func(*args, **kwargs), views)
 
@@ -785,7 +785,7 @@ def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[
     if not storages:
         return result
     if isinstance(result, Tensor | tuple):
-        return tree_map_only(Tensor, wrap, result)
+        return mapped(Tensor, wrap, result)
     if isinstance(result, list) and result and isinstance(result[0], Tensor):
         return [wrap(each) for each in result]
     if isinstance(result, Iterator):
@@ -869,14 +869,14 @@ class Away(View):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
+        views = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Away)]
         view, packet, schema = views[0], func.overloadpacket, func._schema
         device = view.param.device
         if packet is torch.ops.prim.device:
             return device
         if func._can_decompose():  # in inference mode, which does not do so by itself
             return func.decompose(*args, **kwargs)
-        on_meta, names = tree_map_only(Away, lambda each: each.meta, (args, kwargs))
+        on_meta, names = mapped(Away, lambda each: each.meta, (args, kwargs))
         if packet.__name__ == "is_same_size":
             return func(*on_meta, **names)
         if packet.__name__ == "is_pinned":
@@ -891,7 +891,7 @@ class Away(View):
                 return Away.made(view.param, view.meta)
             if not schema.is_mutable and schema.returns and schema.returns[0].alias_info is not None:
                 found = func(*on_meta, **names)
-                return tree_map_only(Tensor, lambda meta: Away.made(view.param, meta), found)
+                return mapped(Tensor, lambda meta: Away.made(view.param, meta), found)
         raise _NeedsDataError(view.param)
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
