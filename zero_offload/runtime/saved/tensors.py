@@ -76,8 +76,9 @@ class SavedTensors:
         self._store = store
         self._cast_units: list[Unit] = []
         """Those that leave and have fp32 parameters."""
-        self._writes_casts = self._checks_casts = False
-        """True if a program writes to casts; and if this forward's casts are compared with what would be made again."""
+        self._writes_casts = self._writes_derived = self._checks_casts = False
+        """True if a program writes to casts; to what it has made of frozen weights; and if both are compared in this
+        forward with what would be made again."""
         self.cast_bytes = 0
         """Bytes of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
         self._cast: set[int] = set()
@@ -168,11 +169,14 @@ class SavedTensors:
 
     def _steps_of(self, tensor: Derived, reads: Use | None) -> Step | None:
         """What makes the tensor again, of tensors that are saved themselves; None where it is kept."""
-        if tensor.step is None or not tensor.is_known or self.unit_of(tensor.plain) is not None:
+        if tensor.step is None or not tensor.is_known or self._writes_derived:
+            return None
+        if self.unit_of(tensor.plain) is not None:
             return None
         step = tensor.step.replaced(partial(self._pack, None, reads), {})
         if self._checks_casts and not torch.equal(_repeated(step, _kept), tensor.plain):
-            return None  # an operation gives other values each time
+            self._writes_derived = True  # through `.data`; or an operation gives other values each time
+            return None
         return step
 
     def _cast_of(self, tensor: Tensor) -> tuple[Tensor, Unit, _Cast] | None:
