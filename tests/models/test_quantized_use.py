@@ -1,4 +1,4 @@
-"""Quantized weights in use: without gradients, after an exception, in parts of a step, and in code that asks for more."""
+"""Quantized weights in use: without gradients, after an exception, in micro-batches, and in code that asks for more."""
 
 from __future__ import annotations
 
