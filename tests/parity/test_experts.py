@@ -21,6 +21,7 @@ from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.groups import group_bytes
 from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.runtime.experts import GroupedExperts
 
 MATRIX: dict[str, Any] = {
     "params": ["cpu", "nvme", {"cpu": 0.5, "nvme": 0.5}],
@@ -138,6 +139,27 @@ def test_without_gradients_experts_that_no_token_chooses_are_not_read(nvme: Path
     zo.close(model)
     experts_bytes = 2 * NUM_EXPERTS * 3 * 32 * 40_000
     assert TOP_K / NUM_EXPERTS * experts_bytes < reads[0] < 0.6 * experts_bytes < experts_bytes < reads[1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_each_micro_batch_fetches_its_groups(*, together: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(functools.partial(experts_lm, size=2))
+    zo.offload(model, zo.OffloadConfig(nvme=nvme, params="nvme", precision="fp32", durability="scratch"))
+    fetched, fetch = list[range](), GroupedExperts.fetch
+
+    def noted(self: GroupedExperts, call: Any, span: range, *rest: Any, **names: Any) -> dict[str, Tensor]:
+        fetched.append(span)
+        return fetch(self, call, span, *rest, **names)
+
+    monkeypatch.setattr(GroupedExperts, "fetch", noted)
+    batches = [tokens_of(number) for number in range(4)]
+    if together:
+        zo.accumulate(model, batches, lambda model, batch: model(batch))
+    else:
+        for batch in batches:
+            model(batch).backward()
+    zo.close(model)
+    assert len(fetched) == 4 * 2 * 3 * NUM_EXPERTS // 2  # micro-batches, passes, blocks, groups
 
 
 def test_memory_holds_two_groups_and_no_more_of_the_experts(nvme: Path) -> None:
