@@ -36,7 +36,7 @@ from zero_offload.model.commits import Commits
 from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
-from zero_offload.plan.quantized import tensors_of
+from zero_offload.plan.quantized import is_wrapper, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.grads.handle import GradHandle
@@ -44,7 +44,7 @@ from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.saved.tensors import runs
-from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
+from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.registry import Touched, owner_of
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
@@ -263,13 +263,14 @@ class OptimizerStates:
         self._life.check_usable()
 
     def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
-        if (step := self.step_of(param)) is None:
+        step = self.step_of(param)
+        if step is None and name != Component.VALUE:
             raise ZeroOffloadError(
                 f"{name} of {self._places.describe(param)} is gone: the optimizer's states were reset, and no step "
                 "has made others. Take a copy before a reset (.clone())"
             )
         if name == STEP:
-            return host_tensor(float(step), torch.float32)
+            return host_tensor(float(step or 0), torch.float32)
         self._life.check_usable()
         place = self._places[param]
         piece, shard = place.piece, place.section.shard
@@ -512,7 +513,10 @@ class ParamAccess:
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between.
-        Where ranks divide the parameter, a tensor that knows where the values are."""
+        Where ranks divide the parameter, a tensor that knows where the values are. One that consists of others has a
+        copy that consists of theirs."""
+        if is_wrapper(param):
+            return wrapper_copy(param, self.copy_out)
         if self._places[param].is_divided:
             return StateTensor(param, Component.VALUE, param.dtype, owner=owner_of(param))
         if id(param) not in self._copies:

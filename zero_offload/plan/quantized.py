@@ -116,6 +116,11 @@ def is_wrapper(tensor: Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
 
 
+def library_class(tensor: object) -> Any:
+    """The class that the library has made it of, of a parameter at rest and of a copy in a state dict too."""
+    return next(each for each in type(tensor).__mro__ if not each.__module__.startswith("zero_offload."))
+
+
 def ordinary_buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The module's own buffers that are not offloaded."""
     offloaded = _packed_buffers(module)
@@ -398,12 +403,7 @@ class _Wrapper(_Kind):
             if is_wrapper(tensor):
                 yield from self.inner(module, prefix, f"{name}.{key}", tensor)
             else:
-                yield Slot(f"{name}.{key}", tensor, Holder(param, key), True, _class_of(param))
-
-
-def _class_of(param: object) -> str:
-    """The library's, of a parameter at rest too."""
-    return next(each.__name__ for each in type(param).__mro__ if not each.__module__.startswith("zero_offload."))
+                yield Slot(f"{name}.{key}", tensor, Holder(param, key), True, library_class(param).__name__)
 
 
 _BITSANDBYTES: Mapping[str, _Kind] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}

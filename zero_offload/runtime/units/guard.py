@@ -38,7 +38,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
-from zero_offload.plan.quantized import is_wrapper, tensors_of
+from zero_offload.plan.quantized import is_wrapper, library_class, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.units.derived import Derived
 from zero_offload.storage.shards.registry import Owner, Touched, dropped_error, owner_of
@@ -230,19 +230,8 @@ def _detach(param: nn.Parameter) -> Tensor:
     """state_dict() detaches every parameter: then it gets a copy."""
     owner = owner_of(param)
     if owner is not None and owner.access.walking:
-        return _copied(param, owner)
-    return cast(Tensor, _call(Tensor.detach, (param,), {}))
-
-
-def _copied(param: Any, owner: Owner) -> Tensor:
-    """A copy; of a parameter that consists of others, one that consists of copies."""
-    if not is_wrapper(param):
         return owner.access.copy_out(param)
-    names, context = param.__tensor_flatten__()
-    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
-    inner = {name: _copied(getattr(param, name), owner) for name in names}
-    copy: Tensor = kind.__tensor_unflatten__(inner, context, param.size(), param.stride())
-    return copy
+    return cast(Tensor, _call(Tensor.detach, (param,), {}))
 
 
 def _clone(param: nn.Parameter, **kwargs: Any) -> Tensor:
@@ -275,7 +264,7 @@ def _copy_in(param: Any, source: Any, owner: Owner) -> None:
         owner.access.copy_in(param, source)
         return
     names, context = param.__tensor_flatten__()
-    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
+    kind = library_class(param)
     if not isinstance(source, kind) or source.__tensor_flatten__() != (names, context):
         raise ZeroOffloadError(
             f"parameter {_describe(param)}, is a {kind.__name__} and cannot take the values of a "
@@ -542,10 +531,9 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
     """A plain tensor, or a `Derived`, in the place of a parameter or of a view; `shown` gets what it shows."""
     if is_wrapper(leaf):
-        kind: Any = type(leaf).__bases__[1] if isinstance(leaf, AtRest) else type(leaf)
         names, context = leaf.__tensor_flatten__()
         inner = {name: _as_it_is_now(getattr(leaf, name), shown, derives=derives) for name in names}
-        return cast(Tensor, kind.__tensor_unflatten__(inner, context, leaf.size(), leaf.stride()))
+        return cast(Tensor, library_class(leaf).__tensor_unflatten__(inner, context, leaf.size(), leaf.stride()))
     if not isinstance(leaf, AtRest | Away):
         return cast(Tensor, leaf)
     param = leaf.param if isinstance(leaf, Away) else cast(nn.Parameter, leaf)

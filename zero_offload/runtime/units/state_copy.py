@@ -10,6 +10,7 @@ not refreshed: once the parameter has other values, changing it raises. Not seen
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.runtime.units.guard import wrap_views
+from zero_offload.plan.quantized import is_wrapper, library_class
+from zero_offload.runtime.units.guard import changed_by, wrap_views
 from zero_offload.storage.shards.checkpointed import METADATA, Checkpointed, Part, PlainPart, Put
 from zero_offload.storage.shards.registry import owner_of
 from zero_offload.storage.shards.staged import StagedSource, staging
@@ -208,6 +210,103 @@ class StateCopy(Checkpointed, Tensor):
         self.source.read()
         del self.source
         self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+class WrapperCopy(Checkpointed, Tensor):
+    """A copy of a parameter that consists of others: it consists of their copies.
+
+    An operation of its library meets its parts where `__torch_function__` does not see them, so that they would be
+    neither read nor written. It runs on a tensor of plain parts, which takes this one's place.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA and func is not Tensor.untyped_storage:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        wrappers = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WrapperCopy)}
+        parts: dict[int, list[StateCopy]] = {key: [] for key in wrappers}
+        plain = {key: _of_plain_parts(each, parts[key]) for key, each in wrappers.items()}
+        # Versions do not tell: a library's operation counts no change of a part.
+        changed = [each for target in changed_by(func, args, kwargs) for each in parts.get(id(target), ())]
+        args, kwargs = tree_map_only(WrapperCopy, lambda each: plain[id(each)], (args, kwargs))
+        result = func(*args, **kwargs)
+        for each in changed:
+            each.source.write()
+        given = {id(plain[key]): each for key, each in wrappers.items()}
+        shown = [each for found in parts.values() for each in found]
+        return tree_map_only(Tensor, lambda each: given.get(id(each), _of_copies(each, shown)), result)
+
+    def part(self) -> Part:
+        raise ZeroOffloadError(
+            f"a tensor of model.state_dict(), {list(self.shape)}, is a {type(self).__name__}: several tensors, which "
+            "torch.distributed.checkpoint takes for one. Nothing was saved or loaded. Use zo.save_checkpoint(model, "
+            "optimizer, path) and zo.load_checkpoint; or leave frozen weights out of the dictionary that dcp gets"
+        )
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, is_param: bool) -> None:
+        """See `StateCopy._is_param`."""
+        tensor: Any = self
+        for name in tensor.__tensor_flatten__()[0]:
+            setattr(tensor, name, _of_plain_parts(getattr(tensor, name), []))
+        tensor.__class__ = library_class(tensor)
+        tensor._is_param = is_param
+
+
+def _of_plain_parts(tensor: Any, parts: list[StateCopy]) -> Any:
+    """What has the same memory without the classes of this file; `parts` gets its copies."""
+    if isinstance(tensor, StateCopy):
+        parts.append(tensor)
+        return _plain(tensor)
+    if not is_wrapper(tensor):
+        # One that ranks divide says why it cannot be read.
+        return cast(Tensor, tensor).clone() if isinstance(tensor, Checkpointed) else tensor
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _of_plain_parts(getattr(tensor, name), parts) for name in names}
+    return library_class(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+def _of_copies(tensor: Any, parts: list[StateCopy]) -> Tensor:
+    """A result, whose parts hand changes on if they share memory with one of `parts`."""
+    if isinstance(tensor, StateCopy | WrapperCopy) or not is_wrapper(tensor):
+        return cast(Tensor, tensor)
+    names, context = tensor.__tensor_flatten__()
+    with torch._C.DisableTorchFunctionSubclass():
+        sources = [(each, each.source) for each in parts]
+        inner = {name: wrap_views(getattr(tensor, name), sources, _view) for name in names}
+    if not any(isinstance(each, StateCopy) for each in inner.values()):
+        return cast(Tensor, tensor)
+    return _joined(type(tensor), inner, context, tensor)
+
+
+def wrapper_copy(param: Any, copy_out: Callable[[Any], Tensor]) -> Tensor:
+    """A copy of a parameter that consists of others, of what `copy_out` makes of them."""
+    names, context = param.__tensor_flatten__()
+    return _joined(library_class(param), {name: copy_out(getattr(param, name)) for name in names}, context, param)
+
+
+def _joined(kind: Any, inner: dict[str, Tensor], context: Any, like: Tensor) -> Tensor:
+    made: Tensor = kind.__tensor_unflatten__(inner, context, like.size(), like.stride())
+    made.__class__ = _class_of_copies(kind)
+    return made
+
+
+@functools.cache
+def _class_of_copies(kind: type) -> type:
+    """The library's class, of its name: libraries compare that."""
+    return type(kind.__name__, (WrapperCopy, kind), {"__slots__": ()})
 
 
 def state_copy(param: nn.Parameter, name: str, values: Tensor, lazy: LazyRead) -> StateCopy:
