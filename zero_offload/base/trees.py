@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+_SEQUENCES = (tuple, list)
+
 
 def leaves_in(values: Iterable[Any]) -> Iterator[Any]:
     """What these containers hold, in order."""
     for value in values:
-        if isinstance(value, tuple | list):
+        if isinstance(value, _SEQUENCES):
             yield from leaves_in(value)
         elif isinstance(value, dict):
             yield from leaves_in(value.values())
@@ -24,7 +26,7 @@ def mapped(kind: type | tuple[type, ...], replace: Callable[[Any], Any], value: 
     """`value` with `replace` of each leaf of class `kind` in its place."""
     if isinstance(value, kind):
         return replace(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, _SEQUENCES):
         make = getattr(type(value), "_make", type(value))
         return make([mapped(kind, replace, each) for each in value])
     if isinstance(value, dict):

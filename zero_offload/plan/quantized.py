@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
@@ -113,7 +113,12 @@ def tensors_of(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """True if the tensor's class has `__tensor_flatten__`, which names the tensors that it consists of."""
-    return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
+    return _is_wrapper_class(type(tensor)) and not is_dtensor(tensor)
+
+
+@functools.cache
+def _is_wrapper_class(kind: type) -> bool:
+    return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def library_class(tensor: object) -> Any:

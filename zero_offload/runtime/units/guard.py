@@ -110,6 +110,12 @@ def named(*names: str) -> frozenset[Any]:
 
 
 @functools.cache
+def _asked_first() -> frozenset[Any]:
+    """Functions that are asked without data before a unit is fetched for them."""
+    return named(*_FACTORIES, *_QUESTIONS)
+
+
+@functools.cache
 def _special() -> dict[Any, Callable[..., Any]]:
     """Functions that the owner answers itself."""
     grad: Any = Tensor.grad
@@ -390,7 +396,7 @@ class AtRest:
             fills = kwargs.pop("materialize_grads", False)
             found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
             return _filled(args, kwargs, found) if fills else found
-        if func in named(*_FACTORIES, *_QUESTIONS) and not any(map(_is_in_use, args[:1])):
+        if func in _asked_first() and not any(map(_is_in_use, args[:1])):
             try:
                 answer = _answer(func, args, kwargs)
             except _NeedsDataError:
@@ -469,14 +475,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     targets = changed_by(func, args, kwargs)
     refuse_changes(targets, func)
     changed_ids = set(map(id, targets))
-    by_owner: dict[int, list[nn.Parameter]] = {}
+    by_owner: dict[int, tuple[Owner | None, list[nn.Parameter]]] = {}
     for param in (*params, *(view.param for view in views if view.may_be_made)):
-        by_owner.setdefault(id(_owner(param)), []).append(param)
+        owner = _owner(param)
+        by_owner.setdefault(id(owner), (owner, []))[1].append(param)
     lent: list[tuple[Tensor, str]] = [(leaf, leaf.of) for leaf in leaves if isinstance(leaf, ReadOnly)]
     is_away = not all(view.may_be_made for view in views)
     is_guarded = False
-    for owned in by_owner.values():
-        owner = _owner(owned[0])
+    for owner, owned in by_owner.values():
         if owner is None:
             if any(isinstance(param, AtRest) for param in owned):
                 raise dropped_error(owned[0])
