@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_offload as zo
-from tests.helpers.quantized_models import BITSANDBYTES, adapted_model, base_model
+from tests.helpers.quantized_models import BITSANDBYTES, KINDS, adapted_model, base_model
 from tests.helpers.ranks import RankPools
 from tests.helpers.tools import Tokens, on_ranks, transformers
+from zero_offload.plan.quantized import is_wrapper
 from zero_offload.storage.shards.registry import owner_of
 
 import peft  # isort: skip
@@ -149,4 +150,31 @@ def test_adapters_that_come_later_train_and_are_written(kind: str, tmp_path: Pat
     assert written.keys() == values.keys() and all(torch.equal(written[name], values[name]) for name in written)
     with pytest.raises(zo.ConfigError, match="not merged into quantized weights"):
         zo.export_pretrained(model, tmp_path / "merged", adapters="merged")
+    adapter = peft.PeftModel.from_pretrained(base_model("llama", "plain"), tmp_path / "adapter")
+    merged = adapter.merge_and_unload().state_dict()
+    own, name = base_model("llama", "plain").state_dict(), "model.layers.0.self_attn.q_proj.weight"
+    assert merged.keys() == own.keys() and not torch.equal(merged[name], own[name])
+    zo.close(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_model_says_of_itself_stays(kind: str, tmp_path: Path) -> None:
+    plain, model = adapted_model("llama", kind), adapted_model("llama", kind)
+    zo.offload(model, zo.OffloadConfig(precision="fp32", params="nvme", nvme=tmp_path / "nvme"))
+
+    def facts(model: nn.Module) -> list[Any]:
+        params = [(name, tuple(p.shape), p.dtype, p.requires_grad, p.numel()) for name, p in model.named_parameters()]
+        buffers = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()]
+        state = [(name, tuple(each.shape), each.dtype) for name, each in model.state_dict().items()]
+        return [repr(model), params, buffers, state, model.get_nb_trainable_parameters(), model.num_parameters()]
+
+    assert facts(model) == facts(plain)
+    expected = dict(plain.named_parameters())
+    with zo.gathered(model):
+        for name, param in model.named_parameters():
+            values, wanted = param.detach(), expected[name].detach()
+            if is_wrapper(wanted):
+                values, wanted = values.dequantize(), wanted.dequantize()
+            assert torch.equal(values, wanted), name
+    assert zo.stats(model).step == 0
     zo.close(model)

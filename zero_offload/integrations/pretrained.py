@@ -524,7 +524,8 @@ def _check_merges(model: nn.Module) -> None:
         if hasattr(module, "adapter_layer_names") and any(slot.keeps_dtype for slot in slots(module)):
             raise ConfigError(
                 f"adapters are not merged into quantized weights ({path}), which would be quantized again: export with "
-                'adapters="separate"; merge them into the weights as they were before, in a model that is not quantized'
+                'adapters="separate", and merge into the weights as they were before: peft.PeftModel.from_pretrained('
+                "base, path).merge_and_unload(), with a base that is not quantized"
             )
 
 
