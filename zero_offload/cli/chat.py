@@ -61,8 +61,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    folder = open_folder(args.dir, quantize=args.quantize)
     quiet_libraries()
+    folder = open_folder(args.dir, quantize=args.quantize)
     if args.system is not None and folder.tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {args.dir} has no chat template, so --system has no place; leave it out")
     model = open_for_reading(folder, args)

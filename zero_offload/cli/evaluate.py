@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     for flag, value, least in (("--batch", args.batch, 1), ("--eval-samples", args.eval_samples, 0)):
         if value < least:
             raise ConfigError(f"{flag} {value} is below {least}")
-    folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
     quiet_libraries()
+    folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
     from zero_offload.cli.finetune.data import prepare
 
     seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq

@@ -16,7 +16,7 @@ from typing import Any
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure
 from zero_offload.cli.finetune import settings
-from zero_offload.cli.finetune.folder import need_packages, open_folder
+from zero_offload.cli.finetune.folder import open_folder, quiet_libraries
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.folder_text import as_json, as_text, command
@@ -80,7 +80,7 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]) -> int:
     """Print the plan; `places` are the settings of tiers and storage that were given."""
-    need_packages()
+    quiet_libraries()
     job, out, note = _job(args, folder, drives, places)
     plan = plan_job(job, out, tokens=True)
     if args.json:

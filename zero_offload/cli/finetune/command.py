@@ -14,7 +14,7 @@ from pathlib import Path
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import METRICS_FILE
-from zero_offload.cli.finetune.folder import need_packages
+from zero_offload.cli.finetune.folder import quiet_libraries
 from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig, add_flags, default_offload
 from zero_offload.cli.plan import with_states
 from zero_offload.cli.recipes.settings import read_tables
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         # The flag is a part of what the table says.
         offload_given["precision"] = {**precision, "compute": offload_given["precision"]}
     config = FinetuneConfig.from_tables(table | given, with_states(offload | offload_given))
-    need_packages()
+    quiet_libraries()
     from zero_offload.cli.finetune.run import finetune  # brings transformers and trl
 
     existing = Existing.DISCARD if args.discard else Existing.RESUME

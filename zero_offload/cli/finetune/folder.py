@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import logging
 import re
 import sys
 import warnings
@@ -39,6 +40,8 @@ CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
 CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
 _GENERATION_NAME = "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
+_LOUD = ("torchao", "bitsandbytes", "torch.utils._pytree")
+"""Loggers that warn when they are imported."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -99,12 +102,16 @@ def need_packages() -> None:
 def quiet_libraries() -> None:
     """Keep away from what a command prints what its user can do nothing about: bars, advice, names that will change.
 
-    Other warnings stay.
+    Other warnings stay. Call it before models are built: transformers then imports torchao, which warns of kernels for
+    other machines. Raises CapacityError if a package of the extra is not installed.
     """
+    need_packages()
     import datasets
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    words: Any = logging
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    words: Any = transformers_logging
     words.set_verbosity_error()
     words.disable_progress_bar()
     datasets.logging.set_verbosity_error()

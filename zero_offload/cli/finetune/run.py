@@ -27,7 +27,7 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError,
 from zero_offload.base.types import KIB, Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import ModelFolder, build_model, open_folder, quiet_libraries
+from zero_offload.cli.finetune.folder import ModelFolder, build_model, open_folder
 from zero_offload.cli.finetune.outputs import BEST, CARD, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
@@ -72,7 +72,6 @@ def finetune(
     `existing=Existing.DISCARD` deletes what an earlier run left in the same place. With `dry_run` nothing is written.
     Raises CapacityError where the plan does not fit.
     """
-    quiet_libraries()
     with joined_ranks() as ranks:
         stream = (stream or sys.stdout) if ranks.is_first else None
         progress, run_dir = Progress(stream, 0), RunDir(config.out)
