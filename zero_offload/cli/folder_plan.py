@@ -44,7 +44,7 @@ from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Drives, Machine
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, is_remote, nvme_free_bytes, resident_bytes
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import NOTICED, Bottleneck, break_even_tokens, find_bottleneck
-from zero_offload.plan.layout import UnitLayout, make_layout
+from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, resting, value_bytes
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
@@ -692,8 +692,16 @@ class _Known:
     def _numel(self, work: UnitWork, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...]) -> UnitNumel:
         """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
         frozen = [section for section in unit.sections if not section.trainable]
-        in_base = {section.index for section in frozen if section.dtype == self._stored}
+        in_base = {section.index for section in frozen if self._is_in_files(section)}
         return replace(UnitNumel.of(unit, in_use_with, in_base), frozen=work.numel.frozen)
+
+    def _is_in_files(self, section: SectionLayout) -> bool:
+        """True if the folder's files have a frozen section as it is used."""
+        if self._stored is None or self._folder.quantization is None:
+            return section.dtype == self._stored
+        # An offset is in the files' words on its weight, and no tensor of theirs.
+        kept = all(piece.spec.keeps_dtype and not piece.spec.name.endswith("offset") for piece in section.params)
+        return kept or section.dtype == self._stored
 
     @functools.cached_property
     def _stored(self) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from typing import Any
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure
 from zero_offload.cli.finetune import settings
-from zero_offload.cli.finetune.folder import open_folder, quiet_libraries
+from zero_offload.cli.finetune.folder import check_training, open_folder, quiet_libraries
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.folder_text import as_json, as_text, command
@@ -113,6 +113,7 @@ def _job(
         needs_tokenizer=args.finetune_data is not None,
     )
     opened = replace(opened, group_size=config.group_size)
+    check_training(opened, has_adapter=config.lora > 0 or opened.adapter is not None, merge=config.merge)
     if not opened.has_weights:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     if args.measure:

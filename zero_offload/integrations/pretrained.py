@@ -67,7 +67,13 @@ from zero_offload.integrations.peft import (
     merged_tensors,
     write_adapters,
 )
-from zero_offload.integrations.quantize import need_library, part_of, quantize_layers
+from zero_offload.integrations.quantize import (
+    need_library,
+    part_of,
+    quantize_layers,
+    stored_layers,
+    stored_quantization,
+)
 from zero_offload.model.api import need_runtime, runtime_of
 from zero_offload.model.deferred.from_files import FileRecipe
 from zero_offload.model.move_in import check_same_base
@@ -100,7 +106,8 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
     `zo.offload` reads each weight when it moves in, unless existing="resume" finds a generation. With `quantize`
     linear layers become quantized ones, those that transformers chooses: "nf4", "nf4-double" (its scales are quantized
     too) and "int8" are bitsandbytes', "fp8" is torchao's. A weight is quantized from its values in the dtype that the
-    model is built in. Call `peft.get_peft_model` after it.
+    model is built in. Of a folder that bitsandbytes has quantized already the layers become such ones too, with the
+    weights of the files. Call `peft.get_peft_model` after it.
 
     After `zo.offload`, before the first step, it replaces the weights: it starts a training, with moments of zero;
     gradients that no step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes
@@ -124,9 +131,15 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
         load_weights(model, path, names)
         return
     with contextlib.ExitStack() as undo:
+        config = stored_quantization(Path(path))
         if quantize is not None:
+            if config is not None:
+                raise ConfigError(f"{path} is quantized already; leave quantize={quantize!r} out, to load it as it is")
             need_library(quantize)
             quantize_layers(model, quantize, undo)
+        elif config is not None:
+            with open_weights(Path(path)) as stored:
+                stored_layers(model, config, stored, undo)
         plan_weights(model, path, names)
         undo.pop_all()
 

@@ -3,15 +3,19 @@
 transformers' own quantizer chooses the layers, and puts the library's in their places. Their weights are deferred here:
 each tensor of a quantized weight is made from one of the files, by the library's own functions, when `zo.offload` asks
 for it. So one weight at a time is in memory unquantized, and bits are those of `from_pretrained`. The calls:
-`need_library`; `quantize_layers`; `Quantized.read_from` of each weight, by what knows the files.
+`need_library`; `quantize_layers`; `Quantized.read_from` of each weight, by what knows the files. Of a folder that
+bitsandbytes has quantized already: `stored_quantization`; `stored_layers`, whose tensors are those of the files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +24,11 @@ from torch import Tensor, nn
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.host import host_zeros
 from zero_offload.base.types import MIB
-from zero_offload.checkpoint.hf_files import FileTensor
+from zero_offload.checkpoint.hf_files import FileTensor, StoredTensor
 from zero_offload.model.deferred.from_files import deferred, digest
+from zero_offload.model.deferred.recipe import Recipe, Ref
 from zero_offload.model.deferred.recorder import unrecorded
-from zero_offload.plan.quantized import is_wrapper, slots
+from zero_offload.plan.quantized import Slot, is_wrapper, slots
 from zero_offload.storage.shards.registry import keep_recipe, recipe_of
 
 NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
@@ -45,6 +50,41 @@ def need_library(quantize: object) -> None:
             f"quantize={quantize!r} needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed; "
             "pip install 'zero_offload[quantize]'"
         )
+
+
+def stored_quantization(path: Path) -> dict[str, Any] | None:
+    """How bitsandbytes has quantized the weights of a folder, in the words of its config; None where they are not.
+
+    Raises ConfigError for another library's folder, CapacityError where bitsandbytes is not installed.
+    """
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    try:
+        words = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None  # no folder of transformers, or one that other checks refuse
+    if not words:
+        return None
+    method = str(words.get("quant_method", "")) if isinstance(words, dict) else str(words)
+    if isinstance(words, dict) and (method == "bitsandbytes" or words.get("load_in_4bit") or words.get("load_in_8bit")):
+        need_library(NF4)
+        return words
+    raise ConfigError(
+        f"{file.parent} is quantized ({method or 'a quantization without quant_method'}), and of such folders those of "
+        f"bitsandbytes are read. Give the folder of the model that was quantized, which its model card names, and "
+        "quantize it while it is loaded: --lora 16 --quantize nf4 for a command, "
+        'zo.load_pretrained(model, folder, quantize="nf4") in a program. Or, in a program, where memory holds it: '
+        "from_pretrained, then zo.offload"
+    )
+
+
+def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """What a folder's 4-bit weights were quantized from, and become for a layer; None for other weights."""
+    for name, tensor in stored.items():
+        if "quant_state.bitsandbytes__" in name:
+            words = json.loads(bytes(tensor.read(0, tensor.numel).tolist()))
+            found: torch.dtype = getattr(torch, words["dtype"])
+            return found
+    return None
 
 
 # What a weight is made of
@@ -137,21 +177,73 @@ def quantize_layers(
     A weight is quantized from its values in `dtype`, by default that of the parameter. `undo` puts everything back.
     Raises ConfigError for a model that is not transformers', or has no layer to quantize.
     """
+    _check_model(model, f"quantize={quantize!r}")
+    quantizer, kept = _quantizer(quantize, dtype or model.dtype), _Kept()
+    for layer, weight in _replaced(model, quantizer, undo, dtype or model.dtype, f"quantize={quantize!r}"):
+        original = torch.empty(weight.shape, dtype=dtype or weight.dtype, device="meta")
+        quantized = _way_of(layer, quantizer.quantization_config)
+        whole = Quantized(original, partial(_parts_of, quantized), kept)
+        _defer(layer, quantized(original), partial(_part, whole))
+        if hasattr(layer, "quant_state"):
+            layer.compute_dtype, layer.compute_type_is_set = None, False  # that of the first input
+
+
+def stored_layers(
+    model: nn.Module, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], undo: contextlib.ExitStack
+) -> None:
+    """Put the layers that the files' quantized weights belong to into a deferred model. Their tensors lack values, as
+    its other parameters do.
+
+    `config` is what `stored_quantization` has found, `stored` the tensors of the files, or nothing, for a plan. Raises
+    ConfigError for a model that is not transformers'.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    what = "a folder that is quantized already"
+    _check_model(model, what)
+    quantizer = AutoHfQuantizer.from_config(dict(config), pre_quantized=True)
+    quantizer.validate_environment()
+    dtype = _unquantized_dtype(stored) or model.dtype
+    for layer, weight in _replaced(model, quantizer, undo, dtype, what):
+        original = torch.empty(weight.shape, dtype=dtype, device="meta")
+        _defer(layer, _way_of(layer, quantizer.quantization_config)(original), _in_files)
+
+
+def _parts_of(quantized: Callable[[Tensor], nn.Parameter], values: Tensor) -> dict[str, Tensor]:
+    """The tensors of a quantized weight by their names."""
+    return {slot.name: slot.tensor.detach() for slot in slots(_holder(quantized(values)))}
+
+
+def _part(whole: Quantized, slot: Slot) -> PartRecipe:
+    return PartRecipe(whole, slot.name)
+
+
+def _in_files(slot: Slot) -> Recipe:
+    """Its values are in files that are not known yet."""
+    return Recipe(None, Ref.of(slot.tensor, 0), is_skipped=True)
+
+
+def _check_model(model: nn.Module, what: str) -> None:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"quantize={quantize!r} takes a model of transformers, which says what stays as it is; this is a "
-            f"{type(model).__name__}. Quantize before peft.get_peft_model or another wrapper"
+            f"{what} takes a model of transformers, which says what stays as it is; this is a "
+            f"{type(model).__name__}. Load and quantize before peft.get_peft_model or another wrapper"
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError(f"quantize={quantize!r}: this {type(model).__name__} is quantized already; build it again")
+        raise ConfigError(f"{what}: this {type(model).__name__} is quantized already; build it again")
+
+
+def _replaced(
+    model: Any, quantizer: Any, undo: contextlib.ExitStack, dtype: torch.dtype, what: str
+) -> Iterator[tuple[Any, Tensor]]:
+    """The library's layers, each in its place, with the weights that they are to get. `undo` puts everything back."""
     _restore(model, undo)
-    quantizer = _quantizer(quantize, dtype or model.dtype)
     before = dict(model.named_modules())
     with unrecorded():
-        quantizer.preprocess_model(model=model, dtype=dtype or model.dtype, device_map=None, checkpoint_files=None)
-    kept, count = _Kept(), 0
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
+    count = 0
     for path, old in before.items():
         weight = old._parameters.get(_WEIGHT)
         if weight is None or not quantizer.param_needs_quantization(model, f"{path}.{_WEIGHT}"):
@@ -166,10 +258,10 @@ def quantize_layers(
                 param.requires_grad_(False)  # as transformers does
             layer._parameters.update(others)
             layer.train(old.training)
-        _defer(layer, weight, dtype or weight.dtype, quantizer.quantization_config, kept)
+        yield layer, weight
         count += 1
     if not count:
-        raise ConfigError(f"quantize={quantize!r}: a {type(model).__name__} has no layer that is quantized")
+        raise ConfigError(f"{what}: a {type(model).__name__} has no layer that is quantized")
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
 
@@ -200,13 +292,14 @@ def _quantizer(quantize: str, dtype: torch.dtype) -> Any:
 
 def _restore(model: Any, undo: contextlib.ExitStack) -> None:
     """Let `undo` put back what transformers sets on a model beside its layers."""
-    had = {name: vars(model)[name] for name in _ATTRIBUTES if name in vars(model)}
+    places = ((vars(model), _ATTRIBUTES), (vars(model.config), ("quantization_config",)))
+    had = [{name: place[name] for name in names if name in place} for place, names in places]
 
     def put_back() -> None:
-        for name in _ATTRIBUTES:
-            vars(model).pop(name, None)
-        vars(model).update(had)
-        vars(model.config).pop("quantization_config", None)
+        for (place, names), values in zip(places, had, strict=True):
+            for name in names:
+                place.pop(name, None)
+            place.update(values)
 
     undo.callback(put_back)
     for module in model.modules():
@@ -215,34 +308,29 @@ def _restore(model: Any, undo: contextlib.ExitStack) -> None:
             undo.callback(setattr, config, "_is_quantized", config._is_quantized)
 
 
-def _defer(layer: Any, weight: Tensor, dtype: torch.dtype, config: Any, kept: _Kept) -> None:
-    """Give a layer of the library a quantized weight whose tensors are to be made."""
-    is_transposed = getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
-    original = torch.empty(weight.shape, dtype=dtype, device="meta")
-    quantize, like = _QUANTIZE.get(type(layer).__name__, _float8), layer.weight
-
-    def quantized(values: Tensor) -> nn.Parameter:
-        return quantize(like, values.T.contiguous() if is_transposed else values, config)
-
-    def parts_of(values: Tensor) -> dict[str, Tensor]:
-        return _parts(quantized(values))
-
+def _defer(layer: Any, like: nn.Parameter, recipe_for: Callable[[Slot], Any]) -> None:
+    """Give a layer of the library a quantized weight like this one, on meta, whose tensors are to be made."""
     with unrecorded():
-        made: Any = quantized(original)
-        whole = Quantized(original, parts_of, kept)
+        made: Any = like
         for slot in reversed(list(slots(_holder(made)))):  # the weight last: it gets attributes that have changed
             part = deferred(slot.tensor)
-            keep_recipe(part, PartRecipe(whole, slot.name))
+            keep_recipe(part, recipe_for(slot))
             slot.holder.put(part)
             made = part if slot.tensor is made else made
         if is_wrapper(made):
             made = _on_host(made)
     if hasattr(made, "quant_state"):
         layer.quant_state, made.module = made.quant_state, layer
-        layer.compute_dtype, layer.compute_type_is_set = None, False  # that of the first input
     if getattr(made, "SCB", None) is not None:
         layer.state.SCB, made.SCB = made.SCB, None  # where the first forward puts them
     layer._parameters[_WEIGHT] = made
+
+
+def _way_of(layer: Any, config: Any) -> Callable[[Tensor], nn.Parameter]:
+    """How the library makes the layer's weight of values."""
+    like, quantize = layer.weight, _QUANTIZE.get(type(layer).__name__, _float8)
+    is_transposed = getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
+    return lambda values: quantize(like, values.T.contiguous() if is_transposed else values, config)
 
 
 def _on_host(wrapper: Any) -> nn.Parameter:
@@ -260,11 +348,6 @@ def _holder(weight: nn.Parameter) -> nn.Module:
     holder = nn.Module()
     holder._parameters[_WEIGHT] = weight
     return holder
-
-
-def _parts(weight: nn.Parameter) -> dict[str, Tensor]:
-    """The tensors of a quantized weight by their names."""
-    return {slot.name: slot.tensor.detach() for slot in slots(_holder(weight))}
 
 
 # The library's own functions

@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
 from zero_offload.integrations.peft import adapter_file_names
 from zero_offload.integrations.pretrained import plan_weights, state_names
-from zero_offload.integrations.quantize import need_library, quantize_layers
+from zero_offload.integrations.quantize import need_library, quantize_layers, stored_layers, stored_quantization
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload as offload_model
 
@@ -72,6 +72,8 @@ class ModelFolder:
     """False if they are missing and were not needed: the model can be planned."""
     quantize: str | None = None
     """What its linear layers become while weights are read; see `zo.load_pretrained`."""
+    quantization: Mapping[str, Any] | None = None
+    """How its weights are quantized already, in the words of its config."""
     group_size: int = 0
     """Experts that are fetched together, where they are frozen; 0 is chosen by their size."""
 
@@ -80,6 +82,11 @@ class ModelFolder:
         """True of a mixture of experts, by its config."""
         text = self.config.get_text_config()
         return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the linear layers of its model are quantized."""
+        return self.quantize is not None or self.quantization is not None
 
     @property
     def num_positions(self) -> int:
@@ -146,6 +153,9 @@ def open_folder(
     adapter = given if (given / ADAPTER_CONFIG_NAME).is_file() else None
     folder = given if adapter is None else _base_of(given)
     has_weights = _check_files(folder, needs_weights)
+    quantization = stored_quantization(folder)
+    if quantize is not None and quantization is not None:
+        raise ConfigError(f"{folder} is quantized already, by bitsandbytes; leave --quantize {quantize} out")
     config = _read_config(folder, task)
     # A file that is missing or cut short is an error here, before anything takes time.
     for weights in (*((folder,) if has_weights else ()), *(() if adapter is None else (_adapter_file(adapter),))):
@@ -157,7 +167,24 @@ def open_folder(
         config.label2id = {label: index for index, label in enumerate(labels)}
     if task == CLASSIFY and config.pad_token_id is None and tokenizer is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize)
+    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize, quantization)
+
+
+def check_training(folder: ModelFolder, *, has_adapter: bool, merge: bool) -> None:
+    """Raise ConfigError where nothing would be trained, or nothing could be merged."""
+    if merge and not has_adapter:
+        raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
+    if merge and folder.quantization is not None:
+        raise ConfigError(
+            f"--merge writes the base with an adapter merged into it, and the weights of {folder.path} are quantized; "
+            "give the folder of the model that was quantized with --quantize nf4, or leave --merge out"
+        )
+    if folder.is_quantized and not has_adapter:
+        what = f"--quantize {folder.quantize}" if folder.quantize else f"{folder.path} is quantized, which"
+        raise ConfigError(
+            f"{what} freezes the weights that are quantized, and nothing would be trained; add --lora RANK, such as "
+            f"--lora 16{', or leave it out' if folder.quantize else ''}"
+        )
 
 
 def check_chat_template(folder: ModelFolder) -> None:
@@ -293,12 +320,6 @@ def _read_config(folder: Path, task: str) -> Any:
 
     words = _read_json(folder / CONFIG_NAME)
     version = transformers.__version__
-    if quantization := words.get("quantization_config"):
-        method = quantization.get("quant_method", "a quantization") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"{folder} is quantized ({method}), and this command quantizes by itself. Give the folder of the model "
-            "that was quantized, which its model card names, with --lora 16 --quantize nf4"
-        )
     kind = words.get("model_type")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -470,11 +491,14 @@ class _Built:
 def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> _Built:
     """`dtype`: what a quantized weight is quantized from, and computes in."""
     base = _from_config(folder)
-    names = _file_names(folder, base)
-    if folder.quantize is not None:
-        with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo:
+        if folder.quantization is not None:
+            with open_weights(folder.path) if folder.has_weights else contextlib.nullcontext({}) as stored:
+                stored_layers(base, folder.quantization, stored, undo)
+        names = _file_names(folder, base)
+        if folder.quantize is not None:
             quantize_layers(base, folder.quantize, undo, dtype)
-            undo.pop_all()
+        undo.pop_all()
     if folder.adapter is None:
         return _Built(base if lora is None else _with_lora(base, folder, lora, names), names)
     if lora is not None:

@@ -49,7 +49,7 @@ def rehearse(
     Raises what the model raises for such a batch, such as more tokens than it has positions for.
     """
     # Quantized weights are no other: what operations make of them is counted below.
-    model: Any = meta_model(replace(folder, quantize=None), lora)
+    model: Any = meta_model(replace(folder, quantize=None, quantization=None), lora)
     units = {unit.name for unit in ModelSpec.from_module(model).units}
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -68,7 +68,7 @@ def rehearse(
             with _saving(model, live, saved):
                 loss = _loss(model, folder, rows, seq)
             loss.backward()
-    made = max(param.numel() for param in model.parameters()) * dtype.itemsize if folder.quantize else 0
+    made = max(param.numel() for param in model.parameters()) * dtype.itemsize if folder.is_quantized else 0
     return Rehearsal(rows, seq, live.peak + made, saved)
 
 

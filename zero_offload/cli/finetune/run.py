@@ -27,7 +27,7 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError,
 from zero_offload.base.types import KIB, Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import ModelFolder, build_model, open_folder
+from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder
 from zero_offload.cli.finetune.outputs import BEST, CARD, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
@@ -109,13 +109,7 @@ def finetune(
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
     folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]), quantize=config.quantize or None)
     folder = replace(folder, group_size=config.group_size)
-    if config.merge and not _is_adapter(config, folder):
-        raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
-    if config.quantize and not _is_adapter(config, folder):
-        raise ConfigError(
-            f"--quantize {config.quantize} freezes the weights that it quantizes, and nothing would be trained; add "
-            "--lora RANK, such as --lora 16, or leave it out"
-        )
+    check_training(folder, has_adapter=_is_adapter(config, folder), merge=config.merge)
     return config.with_length(folder.num_positions), folder
 
 
