@@ -231,10 +231,11 @@ def names_of(out: Path) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "nf4"])
 def test_goes_on_after_many_kills_at_random_moments(place: Place, tmp_path: Path, kind: str) -> None:
     flags = ["--eval-data", place.held_out, "--eval-every", 2, "--samples", 1]
-    flags += ["--lora", RANK, "--merge"] if kind == "lora" else []
+    flags += [] if kind == "full" else ["--lora", RANK, "--merge"]
+    flags += ["--quantize", "nf4"] if kind == "nf4" else []
     whole = run(place, tmp_path / "whole", *flags, steps=12)
     generator, out, num_kills = random.Random(kind), tmp_path / "out", 0
     command = [sys.executable, "-m", "zero_offload", *words(place, out, *flags, steps=12)]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
+import os
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +17,19 @@ import pytest
 import tests.helpers.tools as tools  # before transformers  # isort: skip
 import torch
 
+import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.ranks import wait_until
+from zero_offload.cli.finetune.folder import build_model, open_folder
 from zero_offload.cli.main import main
+from zero_offload.cli.saved import has_generation
+from zero_offload.integrations.quantize import Quantized
+from zero_offload.plan.quantized import offloaded_tensors
 
 pytestmark = pytest.mark.tools
 
+ADAPTER = "adapter_model.safetensors"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 SIZES = ("--batch", "2", "--accumulate", "1", "--seq", "64", "--lr", "1e-3", "--warmup", "0", "--commit-every", "1")
 
 
@@ -47,6 +61,15 @@ def test_a_quantized_base_trains_alike_on_every_tier(place: Path, tmp_path: Path
     assert losses(tmp_path / "cpu") == losses(tmp_path / "nvme") and len(losses(tmp_path / "nvme")) == 4
     card = (tmp_path / "nvme" / "README.md").read_text()
     assert f"--quantize {kind}" in card and "quantized" in card
+    given: dict[str, Any] = {}
+    exec(card.split("```python\n")[1].split("```")[0], given)  # as its reader does
+    loaded = dict(offloaded_tensors(given["model"]))
+    model = build_model(open_folder(tmp_path / "nvme", quantize=kind), zo.OffloadConfig(), None, trains=False)
+    with zo.gathered(model) as values:
+        assert values.keys() == loaded.keys()
+        for name, tensor in values.items():
+            assert torch.equal(tensor.float(), loaded[name].float().to(tensor.dtype).float()), name
+    zo.close(model)
 
 
 def test_the_adapter_merges_into_weights_as_they_were(place: Path, tmp_path: Path) -> None:
@@ -62,6 +85,31 @@ def test_the_adapter_merges_into_weights_as_they_were(place: Path, tmp_path: Pat
     assert 0 < far < 0.05 and merged.dtype == torch.bfloat16
     evaluate = ["evaluate", str(out), "--data", str(place / "chat.jsonl"), "--quantize", "nf4"]
     assert main(evaluate) == 0
+
+
+def test_a_killed_run_goes_on_without_quantizing_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the rows and the adapter of a run that was not killed. No word of a library is printed."""
+    flags = ("--lora", 4, "--quantize", "nf4", "--params-tier", "nvme", "--steps", 6)
+    tools.reset_accelerate()
+    assert main(words(place, tmp_path / "whole", *flags)) == 0
+    out, generator = tmp_path / "out", random.Random(1)
+    command = [sys.executable, "-m", "zero_offload", *words(place, out, *flags)]
+    with (tmp_path / "err").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=ENVIRONMENT)
+        try:
+            wait_until(lambda: process.poll() is not None or has_generation(out / "nvme"), 300)
+            time.sleep(generator.uniform(0, 0.3))
+        finally:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "err").read_text() == ""
+    monkeypatch.setattr(Quantized, "make", lambda *_: pytest.fail("a weight was quantized again"))
+    tools.reset_accelerate()
+    assert main(words(place, out, *flags)) == 0
+    assert losses(out) == losses(tmp_path / "whole") and len(losses(out)) == 6
+    assert filecmp.cmp(out / ADAPTER, tmp_path / "whole" / ADAPTER, shallow=False)
 
 
 def test_without_adapters_nothing_would_be_trained(

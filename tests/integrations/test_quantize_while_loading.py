@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import zero_offload as zo
 from tests.helpers import folders
 from tests.helpers.launched import run_program
-from tests.helpers.tools import WHERE, Tokens
+from tests.helpers.ranks import RankPools
+from tests.helpers.tools import WHERE, Tokens, on_ranks
 from zero_offload.integrations import quantize as quantize_module
 from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe, Quantized
 from zero_offload.plan.quantized import offloaded_tensors
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.tools
 DTYPE = torch.bfloat16
 
 
-def library_config(kind: str) -> Any:
+def library_config(kind: str, dtype: torch.dtype) -> Any:
     """What a user of the library writes."""
     if kind == "fp8":
         from torchao.quantization import Float8WeightOnlyConfig
@@ -45,14 +46,14 @@ def library_config(kind: str) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=kind == "nf4-double",
-        bnb_4bit_compute_dtype=DTYPE,
+        bnb_4bit_compute_dtype=dtype,
     )
 
 
 def from_library(folder: Path, kind: str, dtype: torch.dtype = DTYPE) -> nn.Module:
     """The whole model in memory, quantized."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=library_config(kind), device_map="cpu"
+        folder, dtype=dtype, quantization_config=library_config(kind, dtype), device_map="cpu"
     )
     return model
 
@@ -225,13 +226,17 @@ def counted(quantize: Callable[[Tensor], dict[str, Tensor]], made: list[Tensor],
 # Offloaded
 
 
-def losses(model: Any, steps: int = 3) -> list[float]:
+def row_of(step: int, rank: int = 0) -> dict[str, Tensor]:
+    ids = Tokens(8)[2 * step + rank]["input_ids"][None]
+    return {"input_ids": ids, "labels": ids}
+
+
+def losses(model: Any, steps: int = 3, rank: int = 0) -> list[float]:
     model.train()
     optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    found, rows = [], Tokens(8)
+    found = []
     for step in range(steps):
-        ids = rows[step]["input_ids"][None]
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**row_of(step, rank)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -239,14 +244,19 @@ def losses(model: Any, steps: int = 3) -> list[float]:
     return found
 
 
-def adapted(base: nn.Module) -> Any:
+def adapted(base: nn.Module, dtype: torch.dtype = DTYPE) -> Any:
     torch.manual_seed(3)
-    return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    for param in model.parameters():
+        if param.requires_grad:  # peft makes them fp32 beside integers, which precision="bf16" does not
+            param.data = param.data.to(dtype)
+    return model
 
 
 def on_drives(folder: Path, **changes: Any) -> zo.OffloadConfig:
     settings: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "nvme": str(folder), "existing": "discard"}
-    return zo.OffloadConfig(precision="bf16", **(settings | changes))
+    return zo.OffloadConfig(**({"precision": "bf16"} | settings | changes))
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -254,17 +264,62 @@ def on_drives(folder: Path, **changes: Any) -> zo.OffloadConfig:
 def test_losses_are_those_of_the_library(
     models: Callable[[str], Path], tmp_path: Path, quantize: str, where: str
 ) -> None:
-    """Against its whole model, offloaded: tensors made while they moved in are the same ones."""
+    """Of its whole model, in memory."""
     ours, theirs = (adapted(make(models("llama"), quantize)) for make in (quantized, from_library))
-    with torch.no_grad():
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            if one.requires_grad:
-                other.copy_(one)
     zo.offload(ours, on_drives(tmp_path) if where == "nvme" else zo.OffloadConfig(precision="bf16"))
-    zo.offload(theirs, zo.OffloadConfig(precision="bf16"))
     assert losses(ours) == losses(theirs)
-    for model in (ours, theirs):
-        zo.close(model)
+    zo.close(ours)
+
+
+def on_a_rank(rank: int, world_size: int, folder: Path, quantize: str, nvme: Path) -> list[float]:
+    model = adapted(quantized(folder, quantize, torch.float32), torch.float32)
+    zo.offload(model, on_drives(nvme, precision="fp32"))
+    found = losses(model, rank=rank)
+    zo.close(model)
+    return found
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_two_ranks(models: Callable[[str], Path], tmp_path: Path, pools: RankPools, quantize: str) -> None:
+    """The losses of both ranks' rows are those of the library's model, which sees all of them."""
+    theirs = adapted(from_library(models("llama"), quantize, torch.float32), torch.float32).train()
+    optimizer = zo.AdamW([param for param in theirs.parameters() if param.requires_grad], lr=1e-2)
+    expected: list[list[float]] = [[], []]
+    for step in range(3):
+        for rank in range(2):
+            loss = theirs(**row_of(step, rank)).loss
+            (loss / 2).backward()
+            expected[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert on_ranks(pools, 2, on_a_rank, models("llama"), quantize, tmp_path) == expected
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_that_are_added_later_begin_as_peft_says(
+    models: Callable[[str], Path], tmp_path: Path, quantize: str | None
+) -> None:
+    """In zo.deferred_init(values="skip"), after the load was planned: they are in no file."""
+    base = deferred(models("llama"))
+    zo.load_pretrained(base, models("llama"), quantize=quantize)
+    with zo.deferred_init(values="skip"):
+        model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    zo.offload(model, on_drives(tmp_path))
+    with zo.gathered(model) as values:
+        adapters = {name: value for name, value in values.items() if "lora_" in name}
+        assert len(adapters) == 28
+        for name, value in adapters.items():
+            assert bool(value.abs().sum() > 0) == ("lora_A" in name), name
+    assert len(set(losses(model))) == 3
+    zo.close(model)
+
+
+def test_a_part_without_a_plan_still_lacks_its_weights(models: Callable[[str], Path]) -> None:
+    model = nn.ModuleDict({"planned": deferred(models("llama")), "other": deferred(models("llama"))})
+    zo.load_pretrained(model["planned"], models("llama"))
+    zo.offload(model, zo.OffloadConfig())
+    with pytest.raises(zo.ConfigError, match="has no weights yet"):
+        model["other"](**row_of(0))
 
 
 def test_a_resume_makes_nothing(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

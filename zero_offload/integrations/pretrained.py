@@ -14,7 +14,6 @@ import hashlib
 import json
 import sys
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -75,7 +74,7 @@ from zero_offload.integrations.quantize import (
     stored_quantization,
 )
 from zero_offload.model.api import need_runtime, runtime_of
-from zero_offload.model.deferred.from_files import FileRecipe
+from zero_offload.model.deferred.from_files import FileRecipe, PlannedFiles
 from zero_offload.model.move_in import check_same_base
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
@@ -168,7 +167,7 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
         with torch.no_grad():
             for buffer, source in buffers:
                 buffer.copy_(source.read(0, source.numel).view(source.shape))
-        files = _OpenFiles(opened.pop_all())
+        files = PlannedFiles(model, opened.pop_all())
     for _, tensor in offloaded_tensors(model):
         part = part_of(tensor)
         key = id(tensor if part is None else part.weight.original)
@@ -185,13 +184,6 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
         else:
             with torch.no_grad():
                 tensor.copy_(source.read(0, source.numel).view(source.shape))
-
-
-class _OpenFiles:
-    """Files that are open as long as this object is."""
-
-    def __init__(self, opened: contextlib.ExitStack) -> None:
-        weakref.finalize(self, opened.close)
 
 
 def load_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:

@@ -177,9 +177,9 @@ def quantize_layers(
     A weight is quantized from its values in `dtype`, by default that of the parameter. `undo` puts everything back.
     Raises ConfigError for a model that is not transformers', or has no layer to quantize.
     """
-    _check_model(model, f"quantize={quantize!r}")
-    quantizer, kept = _quantizer(quantize, dtype or model.dtype), _Kept()
-    for layer, weight in _replaced(model, quantizer, undo, dtype or model.dtype, f"quantize={quantize!r}"):
+    base = _checked(model, f"quantize={quantize!r}")
+    quantizer, kept = _quantizer(quantize, dtype or base.dtype), _Kept()
+    for layer, weight in _replaced(base, quantizer, undo, dtype or base.dtype, f"quantize={quantize!r}"):
         original = torch.empty(weight.shape, dtype=dtype or weight.dtype, device="meta")
         quantized = _way_of(layer, quantizer.quantization_config)
         whole = Quantized(original, partial(_parts_of, quantized), kept)
@@ -200,11 +200,11 @@ def stored_layers(
     from transformers.quantizers.auto import AutoHfQuantizer
 
     what = "a folder that is quantized already"
-    _check_model(model, what)
+    base = _checked(model, what)
     quantizer = AutoHfQuantizer.from_config(dict(config), pre_quantized=True)
     quantizer.validate_environment()
-    dtype = _unquantized_dtype(stored) or model.dtype
-    for layer, weight in _replaced(model, quantizer, undo, dtype, what):
+    dtype = _unquantized_dtype(stored) or base.dtype
+    for layer, weight in _replaced(base, quantizer, undo, dtype, what):
         original = torch.empty(weight.shape, dtype=dtype, device="meta")
         _defer(layer, _way_of(layer, quantizer.quantization_config)(original), _in_files)
 
@@ -223,7 +223,7 @@ def _in_files(slot: Slot) -> Recipe:
     return Recipe(None, Ref.of(slot.tensor, 0), is_skipped=True)
 
 
-def _check_model(model: nn.Module, what: str) -> None:
+def _checked(model: nn.Module, what: str) -> Any:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -233,6 +233,7 @@ def _check_model(model: nn.Module, what: str) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ConfigError(f"{what}: this {type(model).__name__} is quantized already; build it again")
+    return model
 
 
 def _replaced(
@@ -264,6 +265,18 @@ def _replaced(
         raise ConfigError(f"{what}: a {type(model).__name__} has no layer that is quantized")
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
+
+
+def words_for(quantize: str, dtype: str) -> tuple[list[str], str]:
+    """What a user of the library writes for the same: imports, and the config, which computes in `dtype`."""
+    if quantize == FP8:
+        imports = ["from torchao.quantization import Float8WeightOnlyConfig", "from transformers import TorchAoConfig"]
+        return imports, "TorchAoConfig(Float8WeightOnlyConfig())"
+    words = "load_in_8bit=True"
+    if quantize != INT8:
+        words = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
+        words += ", bnb_4bit_use_double_quant=True" * (quantize == NF4_DOUBLE)
+    return ["from transformers import BitsAndBytesConfig"], f"BitsAndBytesConfig({words})"
 
 
 def _quantizer(quantize: str, dtype: torch.dtype) -> Any:

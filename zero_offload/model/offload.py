@@ -27,6 +27,7 @@ from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
+from zero_offload.model.deferred.from_files import make_what_came_later
 from zero_offload.model.move_in import (
     base_paths,
     check_not_wrapped,
@@ -113,6 +114,7 @@ def offload(
     if owners:
         _adopt(model, owners, config, mesh, units)
         return model
+    make_what_came_later(model)
     with contextlib.ExitStack() as undo:
         builder = Builder(model, config, mesh, units, undo)
         builder.open_files()

@@ -359,6 +359,14 @@ class _FourBit(_Kind):
         return None
 
     def prepare(self, module: nn.Module, param: Any, undo: contextlib.ExitStack) -> None:
+        bias, computed = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
+        if bias is not None and computed not in (None, bias.dtype):
+            # A forward would convert the bias where it stands.
+            raise ConfigError(
+                f"a {type(module).__name__} computes in {computed} and has a bias of {bias.dtype}: give the precision "
+                "of the one to the other, as bnb_4bit_compute_dtype (of a folder in quantization_config of its "
+                "config.json), or as precision="
+            )
         # In eval the first forward would put a weight in another format into the place of this one.
         if getattr(module, _REPACKS, False):
             undo.callback(setattr, module, _REPACKS, True)

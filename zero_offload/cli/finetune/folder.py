@@ -493,7 +493,8 @@ def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None 
     base = _from_config(folder)
     with contextlib.ExitStack() as undo:
         if folder.quantization is not None:
-            with open_weights(folder.path) if folder.has_weights else contextlib.nullcontext({}) as stored:
+            with contextlib.ExitStack() as opened:
+                stored = opened.enter_context(open_weights(folder.path)) if folder.has_weights else {}
                 stored_layers(base, folder.quantization, stored, undo)
         names = _file_names(folder, base)
         if folder.quantize is not None:

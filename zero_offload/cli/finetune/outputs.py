@@ -26,6 +26,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.cli.finetune.folder import ADAPTER_CONFIG_NAME, CONFIG_NAME, ModelFolder, build_model, open_folder
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.integrations.pretrained import export_pretrained
+from zero_offload.integrations.quantize import words_for
 from zero_offload.model.api import close, need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.system import naming_errors, replace_file
@@ -178,7 +179,8 @@ def model_card(
         f"`zero-offload finetune` with the method `{config.method}` on {', '.join(head['datasets'])}.", "",
         "## Results", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
         *_table(evaluations),
-        *_on_quantized(config), "## How to load it", "", "```python", *_loading(config, is_adapter), "```", "",
+        *_on_quantized(config), "## How to load it", "",
+        "```python", *_loading(config, folder, is_adapter=is_adapter), "```", "",
         "## Settings", "", "| setting | value |", "|---|---|",
         *(f"| {name} | `{_cell(value)}` |" for name, value in settings.items()), "",
         "## Versions", "", ", ".join(f"{name} {version(name)}" for name in _PACKAGES), "",
@@ -214,18 +216,33 @@ def _on_quantized(config: FinetuneConfig) -> list[str]:
     ]
 
 
-def _loading(config: FinetuneConfig, is_adapter: bool) -> list[str]:
+def _loading(config: FinetuneConfig, folder: ModelFolder, *, is_adapter: bool) -> list[str]:
+    """Python that loads OUT. A base that was quantized by the run is quantized in the same way."""
     kind = {"mlm": "MaskedLM", "classify": "SequenceClassification"}.get(config.method, "CausalLM")
+    place, base = (
+        json.dumps(str(path), ensure_ascii=False) for path in (config.out.absolute(), folder.path.absolute())
+    )
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({place})"
+    if config.quantize:
+        dtype = f"torch.{config.offload.compute_dtype_name}"
+        imports, words = words_for(config.quantize, dtype)
+        labels = f", num_labels={len(folder.config.id2label)}" if config.method == "classify" else ""
+        name = f"AutoModelFor{kind}"
+        return [
+            "import torch", "from peft import PeftModel", *imports, f"from transformers import AutoTokenizer, {name}",
+            "", f"config = {words}",
+            f"base = {name}.from_pretrained({base}, dtype={dtype}, quantization_config=config{labels})",
+            f"model = PeftModel.from_pretrained(base, {place})", tokenizer,
+        ]  # fmt: skip
     name, package = (f"AutoPeftModelFor{kind}", "peft") if is_adapter else (f"AutoModelFor{kind}", "transformers")
     if is_adapter and config.method == "mlm":
         name = "AutoPeftModel"
-    place = json.dumps(str(config.out.absolute()), ensure_ascii=False)
     return [
         f"from {package} import {name}",
         "from transformers import AutoTokenizer",
         "",
         f'model = {name}.from_pretrained({place}, dtype="auto")',
-        f"tokenizer = AutoTokenizer.from_pretrained({place})",
+        tokenizer,
     ]
 
 

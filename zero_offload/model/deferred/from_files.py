@@ -1,16 +1,30 @@
-"""Parameters on meta whose values are read from files: `FileRecipe`, and what makes a tensor one that is deferred."""
+"""Parameters on meta whose values are read from files: `FileRecipe`, what else such a module has got since, and what
+makes a tensor one that is deferred."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_offload.checkpoint.hf_files import FileTensor, JoinedTensor
+from zero_offload.model.deferred.recipe import Recipe
 from zero_offload.model.deferred.recorder import DeferredTensor
+from zero_offload.plan.quantized import offloaded_tensors
+from zero_offload.storage.shards.registry import keep_recipe, recipe_of
+
+
+class PlannedFiles:
+    """Files that have the weights of a module, open as long as this object is."""
+
+    def __init__(self, module: nn.Module, opened: contextlib.ExitStack) -> None:
+        self.module = weakref.ref(module)
+        weakref.finalize(self, opened.close)
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +33,7 @@ class FileRecipe:
 
     source: FileTensor
     shape: tuple[int, ...]
-    files: object
-    """What keeps the files open."""
+    files: PlannedFiles
     is_skipped: bool = False
 
     @property
@@ -33,6 +46,21 @@ class FileRecipe:
     def make(self) -> Tensor:
         """In the file's dtype."""
         return self.source.read(0, self.source.numel).view(self.shape)
+
+
+def make_what_came_later(root: nn.Module) -> None:
+    """Let parameters that a module has got since its files were planned, such as adapters, begin as their
+    initialization says.
+
+    A plan covers all parameters that a module has. So those whose values were left out came later, and are in no file.
+    """
+    found = (recipe_of(tensor) for _, tensor in offloaded_tensors(root))
+    planned = {id(each.files): each.files.module() for each in found if isinstance(each, FileRecipe)}
+    for module in filter(None, planned.values()):
+        for _, tensor in offloaded_tensors(module):
+            recipe = recipe_of(tensor)
+            if isinstance(recipe, Recipe) and recipe.is_skipped and recipe.value is not None:
+                keep_recipe(tensor, replace(recipe, is_skipped=False))
 
 
 def digest(source: FileTensor) -> bytes:

@@ -61,8 +61,9 @@ def deferred_init(values: str = "init") -> Iterator[None]:
     In a recording nested in another the outer one rules.
 
     `values="skip"` leaves the values out: it takes no time, and the model must get weights by `zo.load_pretrained` or a
-    checkpoint, else its first use raises. Adapters of PEFT that are added inside get theirs at `zo.load_pretrained`.
-    Their random numbers are not those of a plain build, but the same with the same seed.
+    checkpoint, else its first use raises. Adapters of PEFT that are added inside get theirs at `zo.load_pretrained`,
+    or, where that came before, at `zo.offload`. Their random numbers are not those of a plain build, but the same with
+    the same seed.
 
     Raises ConfigError where a parameter is put on meta by others, as `from_pretrained` does.
     """
