@@ -123,7 +123,10 @@ def _is_wrapper_class(kind: type) -> bool:
 
 def library_class(tensor: object) -> Any:
     """The class that the library has made it of, of a parameter at rest and of a copy in a state dict too."""
-    return next(each for each in type(tensor).__mro__ if not each.__module__.startswith("zero_offload."))
+    kind: Any = type(tensor)
+    while kind.__bases__[0].__module__.startswith("zero_offload."):
+        kind = kind.__bases__[1]  # ours are made of two classes: (one of ours, the library's)
+    return kind
 
 
 def ordinary_buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
