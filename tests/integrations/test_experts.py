@@ -16,6 +16,7 @@ from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.tools import llama, transformers
 from zero_offload.base.types import MIB
 from zero_offload.integrations import experts as integration
+from zero_offload.model import offload
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.storage.shards.registry import owner_of
 
@@ -185,6 +186,20 @@ def test_a_checkpointed_block_reads_its_experts_no_third_time(name: str, checkpo
     zo.close(model)
     num_blocks = 2 if name == "qwen3" else 1
     assert len(read) == 2 * num_blocks  # forward and backward
+
+
+@pytest.mark.parametrize("checkpointing", [None, "zo"])
+def test_a_plan_counts_no_third_time(checkpointing: str | None, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek", "attention and routers")
+    zo.group_experts(model, 8)
+    checkpointed(model, checkpointing)
+    planned: list[Any] = []
+    monkeypatch.setattr(offload.Plan, "of", lambda memory, job, *rest: planned.append(job))
+    zo.plan(model, zo.OffloadConfig(params="nvme", nvme=nvme, durability="scratch"))
+    (job,) = planned
+    experts = [work for work in job.work if work.in_groups]
+    assert experts and all(work.backward_uses(job.batch.recompute) == 1 for work in experts)
+    assert job.batch.recompute is (checkpointing == "zo")
 
 
 def test_without_offload_the_model_is_what_it_was() -> None:

@@ -271,6 +271,27 @@ def test_tiers_are_changed_where_that_alone_does_not_help(large: ModelFolder, tm
     ]
 
 
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_the_base_is_quantized_where_adapters_alone_do_not_fit(
+    has_adapter: bool, large: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    tried: list[tuple[Lora | None, str | None]] = []
+
+    def looks(job: FolderJob, out: Path | None, known: Any) -> None:
+        tried.append((job.lora, job.folder.quantize))
+
+    lora = Lora(16, 32.0)
+    job = _job(large, tmp_path, gpu="rtx4090", ram="1GiB", drives=parse_drives(["7GB/s"]))
+    job = replace(job, lora=lora if has_adapter else None)
+    monkeypatch.setattr("zero_offload.cli.folder_plan._first_that_fits", looks)
+    assert not plan_job(job, None).fits
+    assert tried[-2:] == [(lora, "int8"), (lora, "nf4")] and tried[-3] == (lora, None)
+    tried.clear()
+    plan_job(replace(job, folder=replace(large, quantize="nf4"), lora=lora), None)
+    assert tried and all(kind == "nf4" for _, kind in tried)
+
+
 def test_it_says_what_would_fit(too_large: FolderPlan) -> None:
     lines = as_text(too_large).splitlines()
     head, *ways = lines[lines.index("what would fit:") + 1 :]

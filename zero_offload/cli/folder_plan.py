@@ -42,6 +42,7 @@ from zero_offload.cli.planning import (
 )
 from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Drives, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, is_remote, nvme_free_bytes, resident_bytes
+from zero_offload.integrations.quantize import INT8, NF4, find_missing
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import NOTICED, Bottleneck, break_even_tokens, find_bottleneck
 from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
@@ -65,6 +66,8 @@ _ROUNDS = 4
 _INSIDE_WIDTHS = 50
 """Values of a token that a block keeps, over its width: 26 in Llama-8B, 40 in Qwen3, by rehearsals; and some more."""
 _LORA = Lora(16, 32.0)
+_QUANTIZED = (INT8, NF4)
+"""What is tried, the least change first."""
 _SEQ_LEAST = 128
 _MUCH_WEAR, _FEW_DAYS = 0.05, 90
 _TOKEN_FACTORS = (0.25, 0.5, 1, 2, 4, 8)
@@ -794,10 +797,18 @@ def _variants(job: FolderJob) -> Iterator[list[_Variant]]:
         flags = ("--states", "compact")
         with_tiers = [changed(*tiers, *flags, **automatic, precision=compact)] if given else []
         yield [changed(*flags, precision=compact), *with_tiers]
+    kinds = () if job.folder.is_quantized or find_missing(NF4) else _QUANTIZED
+    adapted: dict[str, Any] = {} if is_adapter else {"lora": _LORA}
+    adapters = () if is_adapter else ("--lora", str(_LORA.rank))
+    # Quantized where adapters alone do not fit.
+    less = [
+        changed(*adapters, "--quantize", kind, folder=replace(job.folder, quantize=kind), **adapted) for kind in kinds
+    ]
     if not is_adapter:
-        flags = ("--lora", str(_LORA.rank))
-        with_tiers = [changed(*tiers, *flags, lora=_LORA, **automatic)] if given else []
-        yield [changed(*flags, lora=_LORA), *with_tiers]
+        with_tiers = [changed(*tiers, *adapters, **adapted, **automatic)] if given else []
+        less = [changed(*adapters, **adapted), *with_tiers, *less]
+    if less:
+        yield less
 
 
 def _first_that_fits(job: FolderJob, out: Path | None, known: _Known) -> tuple[tuple[str, ...], FolderPlan] | None:

@@ -44,12 +44,17 @@ def need_library(quantize: object) -> None:
     """Raise ConfigError for what is none of `QUANTIZATIONS`, CapacityError where its library is not installed."""
     if quantize not in QUANTIZATIONS:
         raise ConfigError(f"quantize={quantize!r} is unknown; use one of {', '.join(QUANTIZATIONS)}")
-    needed = ("transformers", "accelerate", "torchao" if quantize == FP8 else "bitsandbytes")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    if missing := find_missing(quantize):
         raise CapacityError(
             f"quantize={quantize!r} needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed; "
             "pip install 'zero_offload[quantize]'"
         )
+
+
+def find_missing(quantize: object) -> list[str]:
+    """Packages that it needs and that are not installed."""
+    needed = ("transformers", "accelerate", "torchao" if quantize == FP8 else "bitsandbytes")
+    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def stored_quantization(path: Path) -> dict[str, Any] | None:
