@@ -126,17 +126,31 @@ def offloaded(model: Model, nvme: Path, device_memory: str = "8MiB") -> Model:
     return model
 
 
+def grads_of(model: Model) -> list[Tensor]:
+    if runtime_of(model) is None:
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    with zo.gathered(model, kind="grads") as grads:
+        return [grads[name].clone() for name, param in model.named_parameters() if param.requires_grad]
+
+
 def train(model: Model, steps: int = 2) -> list[Tensor]:
-    optimizer = zo.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    found = []
+    """Losses, gradients of the last step, and adapters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = zo.AdamW(trained, lr=1e-2)
+    found: list[Tensor] = []
+    grads: list[Tensor] = []
     torch.manual_seed(1)
     for _ in range(steps):
         loss = model(torch.randn(2, 8, HIDDEN, requires_grad=bool(model.reentrant))).square().mean()
         loss.backward()
+        grads = grads_of(model)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    return found + [value.clone() for name, value in model.state_dict().items() if ".up." in name or ".down." in name]
+    assert len(grads) == len(trained)
+    return [*found, *grads] + [
+        value.clone() for name, value in model.state_dict().items() if ".up." in name or ".down." in name
+    ]
 
 
 def saved_of(loss: Tensor) -> list[Any]:
