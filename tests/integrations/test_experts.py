@@ -202,6 +202,17 @@ def test_a_plan_counts_no_third_time(checkpointing: str | None, nvme: Path, monk
     assert job.batch.recompute is (checkpointing == "zo")
 
 
+def test_a_compiled_model_runs_its_experts_as_they_are() -> None:
+    losses = []
+    for compiled in (False, True):
+        model = build("qwen3", "everything")
+        zo.offload(zo.group_experts(model, 2), zo.OffloadConfig(precision="fp32"))
+        runs = torch.compile(model, backend="eager") if compiled else model
+        losses.append([loss for loss, _ in trained(runs, 2, dict)])
+        zo.close(model)
+    assert losses[0] == losses[1]
+
+
 def test_without_offload_the_model_is_what_it_was() -> None:
     plain, model = build("mixtral", "lora on experts"), build("mixtral", "lora on experts")
     base_of(plain).set_experts_implementation("eager")

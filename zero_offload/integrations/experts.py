@@ -34,6 +34,7 @@ from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.model_spec import Experts
 from zero_offload.plan.quantized import is_wrapper
 from zero_offload.runtime.hooks import experts_of, mark_experts
+from zero_offload.runtime.saved.tensors import untraced
 from zero_offload.storage.shards.registry import owner_of
 
 GROUP_BYTES = 256 * MIB
@@ -89,7 +90,8 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
         _refuse_quantized(name, module)
     for kind in {type(module): module for module in found.values()}.values():
         _check(kind)
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+    # torch.compile would go on into the class's forward, with the values of one expert for those of another.
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, untraced(_forward))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.set_experts_implementation(_NAME)
