@@ -28,12 +28,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_offload as zo
-from tests.helpers import ranks
+from tests.helpers import bases, ranks
 from tests.helpers.launched import run_program
 from tests.helpers.models import tokens_of
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools, wait_until
 from zero_offload.model import runtime
+from zero_offload.model.api import need_runtime
 from zero_offload.runtime.ranks import neighbours, watch
 
 COMPACT = zo.Precision(compute="bf16", states="compact")
@@ -557,3 +558,31 @@ def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     second = run_program(script, tmp_path / "saved", folder=tmp_path).split()
     assert (first[0], second[0]) == ("loss", "loaded")
     assert float(second[2]) < float(first[1])
+
+
+# A base in its files
+
+
+@pytest.mark.parametrize("params", ["nvme", "cpu"])
+def test_a_load_over_a_base_makes_a_copy_of_our_own(params: str, tmp_path: Path) -> None:
+    folder = bases.write_base(tmp_path / "base")
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    make, take = WAYS["state dicts"]
+    model, optimizer = bases.opened(bases.write_base(tmp_path / "other", seed=2), bases.settings(None))
+    bases.steps(model, optimizer, 0, 2, commits=False)
+    dcp.save(make(model, optimizer), checkpoint_id=tmp_path / "saved")
+    expected = everything(model, optimizer) | {
+        "losses": torch.tensor(bases.steps(model, optimizer, 2, 4, commits=False))
+    }
+    zo.close(model)
+    model, optimizer = bases.opened(folder, bases.settings(tmp_path / "run", params=params))
+    bases.steps(model, optimizer, 5, 7)
+    state = make(model, optimizer)
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    take(model, optimizer, state)
+    assert not any(shard.base for shard in need_runtime(model, "this").store.shards)
+    found = everything(model, optimizer) | {"losses": torch.tensor(bases.steps(model, optimizer, 2, 4))}
+    zo.close(model)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert {path: path.read_bytes() for path in folder.iterdir()} == files
