@@ -19,7 +19,7 @@ from tests.helpers.quantized_models import adapted_model
 from tests.helpers.tools import Tokens
 from zero_offload.plan.quantized import slots
 
-NUM_STEPS, NUM_KILLS = 16, 3
+NUM_STEPS, NUM_KILLS = 10, 2
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 
 
