@@ -114,7 +114,6 @@ def offload(
     if owners:
         _adopt(model, owners, config, mesh, units)
         return model
-    make_what_came_later(model)
     with contextlib.ExitStack() as undo:
         builder = Builder(model, config, mesh, units, undo)
         builder.open_files()
@@ -162,6 +161,7 @@ class Builder:
             self.config = check_config("zo.offload", config)
             self.device = compute_device()
             check_not_wrapped(model)
+            make_what_came_later(model)
             _check_params(model.named_parameters(), mesh_problems(mesh, self.device.torch_device.type, tensor_mesh))
             self.skips_values = lacks_values(tensor for _, tensor in offloaded_tensors(model))
             partition = partition_of(self.config, mesh)

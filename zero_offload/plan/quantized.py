@@ -37,7 +37,7 @@ COMPUTE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _PACKED = "qweight"
 """The buffer by which layers of GPTQ and AWQ are known."""
 _COMPANIONS = ("scale", "zero")
-"""Parameters of these names, beside one of integers or fp8, belong to it."""
+"""Words in the names of parameters that belong to one of integers or fp8 beside them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,18 +287,28 @@ def prepare(root: nn.Module, undo: contextlib.ExitStack) -> None:
 
 def _slots_of(module: nn.Module, prefix: str) -> Iterator[Slot]:
     params = [(name, param) for name, param in module._parameters.items() if param is not None]
-    has_quantized = any(not param.requires_grad and param.dtype not in COMPUTE_DTYPES for _, param in params)
+    companions = _companions({name: param for name, param in params if not param.requires_grad})
     for name, param in params:
         kind = _kind_of(param)
         if kind is None or kind.has_memory:
-            is_companion = has_quantized and not param.requires_grad and any(each in name for each in _COMPANIONS)
-            keeps = kind is not None or is_companion or param.dtype not in COMPUTE_DTYPES
+            keeps = kind is not None or name in companions or param.dtype not in COMPUTE_DTYPES
             yield Slot(prefix + name, param, Holder(module._parameters, name), keeps)
         if kind is not None:
             yield from kind.inner(module, prefix, prefix + name, param)
     for name in _packed_buffers(module):
         tensor: Any = module._buffers[name]
         yield Slot(prefix + name, tensor, Holder(module._buffers, name), keeps_dtype=True)
+
+
+def _companions(frozen: Mapping[str, Tensor]) -> set[str]:
+    """Scales and zero points of a module's fp8, and those of integers that are named as these are (`weight_scale`).
+
+    Others are floating parameters of the program's, which computes with them in the compute dtype.
+    """
+    quantized = {name: param.dtype for name, param in frozen.items() if param.dtype not in COMPUTE_DTYPES}
+    has_fp8 = any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in quantized.values())
+    found = {name for name in frozen if any(word in name for word in _COMPANIONS)}
+    return {name for name in found if has_fp8 or name.startswith(tuple(f"{each}_" for each in quantized))}
 
 
 # Libraries

@@ -94,7 +94,7 @@ def document(**changes: Any) -> dict[str, Any]:
         ('{"a": ' + "9" * 5000 + "}", IntegrityError, "is not what was written"),
         ("{}", CheckpointError, "is not a zero_offload manifest"),
         (json.dumps(document(magic="other")), CheckpointError, "is not a zero_offload manifest"),
-        (json.dumps(document(version=5)), CheckpointError, r"newer zero_offload \(format 5.*pip install"),
+        (json.dumps(document(version=8)), CheckpointError, r"newer zero_offload \(format 8.*pip install"),
         (json.dumps(document(version="1")), IntegrityError, "envelope is incomplete"),
         (json.dumps(document(payload=[1])), IntegrityError, "envelope is incomplete"),
         (json.dumps(document()), IntegrityError, "it records 0000"),
