@@ -81,5 +81,5 @@ def test_a_run_that_was_killed_between_two_groups_goes_on(step: int, group: int,
     ended = subprocess.run([sys.executable, "-c", CHILD, *arguments], env=os.environ, timeout=120, check=False)
     assert ended.returncode == -signal.SIGKILL
     model, optimizer, first = opened(arguments[0])
-    assert first == step
+    assert first in (step, max(step - 1, 0))  # the last step's commit runs beside the next forward
     assert steps(model, optimizer, first) == whole()[first:]
