@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zero_offload.base.types import GIB, Tier
 from zero_offload.hardware.machines import Lane, Machine
@@ -44,7 +45,8 @@ def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: fl
 def without_offload(job: Job, machine: Machine) -> float:
     """Seconds of the same step with everything in the device's memory, if it were large enough, and nothing kept."""
     everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
-    plain = replace(job, config=replace(job.config, durability="scratch", activations="device", overlap="none"))
+    changes: dict[str, Any] = {"durability": "scratch", "generation": None, "activations": "device", "overlap": "none"}
+    plain = replace(job, config=replace(job.config, **changes))
     placement = Placement(tuple(everything for _ in job.units), Budget(0, 0, 0, machine.is_host))
     return predict(plain, placement, machine).step_s
 
