@@ -316,6 +316,8 @@ def test_what_groups_cannot_compute_is_refused() -> None:
         zo.group_experts(nn.Sequential(WideSum(None)))
     with pytest.raises(zo.ConfigError, match="group_size=0"):
         zo.group_experts(build("mixtral", "lora"), 0)
+    with pytest.raises(zo.ConfigError, match="group_size=True"):
+        zo.group_experts(build("mixtral", "lora"), True)
     model = build("mixtral", "lora")
     zo.offload(model, zo.OffloadConfig(durability="scratch"))
     with pytest.raises(zo.ConfigError, match="comes before zo.offload"):

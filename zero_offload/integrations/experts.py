@@ -72,7 +72,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"zo.group_experts takes a module, not a {type(model).__name__}")
-    if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
+    if group_size is not None and (type(group_size) is not int or group_size < 1):
         raise ConfigError(f"group_size={group_size!r}: a group has 1 or more experts, a whole number")
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

@@ -39,8 +39,8 @@ QUANTIZE = {"moe": None, "dense": "nf4"}
 LAYERS, QUICK_LAYERS = {"moe": 48, "dense": 32}, {"moe": 2, "dense": 4}
 LIMIT, QUICK_LIMIT, STEPS = "4GiB", "2GiB", 4
 STEPS_MIN, REACH_BYTES, REACH_DISK = 3, 1.05, 1.10
-RANK, STATES_BYTES = 8, 12
-"""Of adapters; bytes of one of their elements with its master and moments, fp32."""
+RANK, STATES_BYTES = 8, 14
+"""Of adapters; bytes of one of their elements: 12 with master and moments, and 2 of the value's copy on NVMe."""
 CPU_MEMORY_SHARE = 0.6
 """Of the limit, for units: libraries, activations and page cache take the rest."""
 

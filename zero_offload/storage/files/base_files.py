@@ -10,7 +10,7 @@ of the file, go to a bounce region, and from there what is wanted goes to its pl
 blocks serves all reads, in turns: the drive fills some, while the thread empties another.
 
 [Note: what is known of a base]
-Nobody has written a checksum of these bytes for us. The first read of a block makes its CRC-32C. Every later read is
+These files have no checksums. The first read of a block makes its CRC-32C. Every later read is
 verified against it, also in a run that goes on from a generation, which keeps the checksums. Before a generation is
 resumed, or a copy of the folder takes the place of the first one, files must be alike: name, size, header (so the
 names, dtypes, shapes and places of all tensors) and the bytes of two blocks. Two fine-tunes of one model differ in the

@@ -156,7 +156,7 @@ def test_a_block_that_was_read_is_verified_from_then_on(base: BaseFiles, tmp_pat
     write(tmp_path / "f", 6 * BLOCK_BYTES)
     file = base.open(tmp_path / "f")
     span = [BaseSpan(0, 2 * BLOCK_BYTES, file, 0)]
-    flip(tmp_path / "f", BLOCK_BYTES + 5)  # nobody has read it yet
+    flip(tmp_path / "f", BLOCK_BYTES + 5)  # not read yet
     read(base, span, 0, 2 * BLOCK_BYTES)
     flip(tmp_path / "f", BLOCK_BYTES + 9)
     read(base, span, 0, 10)
