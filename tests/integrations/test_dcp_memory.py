@@ -20,8 +20,8 @@ from zero_offload.base.types import MIB
 DIM, NUM_BLOCKS = 640, 10
 UNIT_BYTES = 8 * DIM * DIM * 4
 """Of a block in fp32: 12.5 MiB. The model's masters and states take 375."""
-UNITS_MAX = 4
-"""Staging of a chunk, one tensor as it is written or read, and the holes that torch's reading leaves in the heap."""
+UNITS_MAX = 2
+"""Staging of a chunk, and one tensor as it is written or read."""
 PRECISION = "bf16"
 """Which has the most kinds of tensors."""
 
@@ -64,6 +64,8 @@ def _taken(folder: Path, dim: int, num_blocks: int) -> dict[str, int]:
 
 def test_a_unit_is_enough(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # A fixed threshold: glibc raises its own as blocks are freed, and then keeps freed tensors, more in some runs.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
     command = [sys.executable, "-m", "tests.integrations.test_dcp_memory", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
