@@ -18,7 +18,8 @@ def write_weights(path: Path, files: Iterable[Shapes], config: PretrainedConfig)
     """A new folder with these tensors in bf16, by file, and the config; returns how many parameters.
 
     Matrices are parts of one pool of normal numbers, from a random place on: to draw all takes longer than to write
-    them. Vectors are ones, as norms begin.
+    them. Vectors are ones, as norms begin. Embeddings have a standard deviation of one, so that tokens stay different
+    through the layers, and choose different experts, as those of a trained model do.
     """
     path.mkdir()
     generator = torch.Generator().manual_seed(0)
@@ -27,6 +28,9 @@ def write_weights(path: Path, files: Iterable[Shapes], config: PretrainedConfig)
     for number, shapes in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         tensors = {key: _values(shape, pool, generator) for key, shape in shapes.items()}
+        for key in tensors:
+            if "embed_tokens" in key:
+                tensors[key] /= STD
         save_file(tensors, path / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         numel += sum(each.numel() for each in tensors.values())
