@@ -138,7 +138,7 @@ def has_frozen_experts(model: nn.Module) -> bool:
     return bool(values) and not any(param.requires_grad for param in values)
 
 
-def _is_experts(module: nn.Module) -> Any:
+def _is_experts(module: nn.Module) -> bool:
     """True for what transformers' `use_experts_implementation` decorates, with experts in its own parameters."""
     return (
         hasattr(type(module).forward, "__wrapped__")
@@ -224,14 +224,18 @@ def _eager(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     return output
 
 
+def _with(module: Any, values: Mapping[str, Tensor], num_experts: int) -> Any:
+    """The module with so many experts, which have these values, each (num_experts, ...)."""
+    made = object.__new__(type(module))
+    others = {name: param for name, param in module._parameters.items() if name not in values}
+    vars(made).update(vars(module), _parameters=others, num_experts=num_experts, **values)
+    return made
+
+
 def _alone(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
     """The class's own forward of one expert with these values, each (1, ...), which has all rows."""
-    alone = object.__new__(type(module))
-    alone.__dict__.update(module.__dict__)
-    others = {name: param for name, param in module._parameters.items() if name not in values}
-    alone.__dict__ |= {"_parameters": others, "num_experts": 1, **values}
     index = torch.zeros((len(hidden), 1), dtype=torch.int64, device=hidden.device)
-    return _eager(alone, hidden, index, weights)
+    return _eager(_with(module, values, 1), hidden, index, weights)
 
 
 def _check(module: Any) -> None:
@@ -250,10 +254,7 @@ def _check(module: Any) -> None:
     size = width.shape[1] if not module.is_transposed else width.shape[2]
     values = {name: _waves((2, *param.shape[1:]), 0.7) for name, param in params.items()}
     hidden, index = _waves((8, size), 0.3), torch.tensor([[0, 1], [1, 0]], dtype=torch.int64, device="cpu").repeat(4, 1)
-    both = object.__new__(type(module))
-    both.__dict__.update(module.__dict__)
-    others = {name: param for name, param in module._parameters.items() if name not in values}
-    both.__dict__ |= {"_parameters": others, "num_experts": 2, **values}
+    both = _with(module, values, 2)
     for dtype in (torch.bfloat16, torch.float32):
         weights = _waves((8, 2), 0.9).to(dtype)
         with torch.no_grad():

@@ -22,6 +22,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.plan.groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, ShardPart
+from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.engine import Urgency
@@ -35,10 +36,6 @@ class Group(NamedTuple):
 
     unit: Unit
     experts: range
-
-    @property
-    def key(self) -> tuple[int, range]:
-        return self.unit.index, self.experts
 
 
 @dataclass
@@ -74,6 +71,12 @@ class GroupMemory:
         self.leaves_landing += [handoff.ready for handoff in self.uploads]
         self.uploads.clear()
 
+    def free_landing(self) -> None:
+        """Wait until no upload reads `landing`."""
+        while self.leaves_landing:
+            self.leaves_landing[-1].synchronize()
+            self.leaves_landing.pop()
+
 
 class GroupReader:
     """Brings groups of experts to the compute device."""
@@ -85,24 +88,25 @@ class GroupReader:
         self._collectives = collectives
         self._device = device
         self._nbytes = nbytes
-        self._memory = [GroupMemory(LazyRegion(store.arena, nbytes)) for _ in range(GROUPS_IN_FLIGHT)]
-        self._last: tuple[tuple[int, range], bool] | None = None
+        self._memory = self._new_memory()
+        self._last: tuple[Group, bool] | None = None
         """The group used last, and whether a backward used it."""
-        self._next: dict[tuple[tuple[int, range], bool], Group] = {}
+        self._next: dict[tuple[Group, bool], Group] = {}
         """What was used after it in the last cycle."""
+
+    def _new_memory(self) -> list[GroupMemory]:
+        """In the order of their last uses."""
+        return [GroupMemory(LazyRegion(self._store.arena, self._nbytes)) for _ in range(GROUPS_IN_FLIGHT)]
 
     def widen(self, nbytes: int) -> None:
         """Further units have groups of so many bytes."""
-        if nbytes > self._nbytes:
-            self._drop()
-            self._nbytes = nbytes
-            self._memory = [GroupMemory(LazyRegion(self._store.arena, nbytes)) for _ in range(GROUPS_IN_FLIGHT)]
-
-    def _drop(self) -> None:
+        if nbytes <= self._nbytes:
+            return
         for memory in self._memory:
             memory.cancel()
-            for event in memory.leaves_landing:
-                event.synchronize()
+            memory.free_landing()
+        self._nbytes = nbytes
+        self._memory = self._new_memory()
 
     @property
     def gathers(self) -> bool:
@@ -123,23 +127,23 @@ class GroupReader:
         with self._counters.waiting(Cause.PARAMS, unit.name):
             memory = self._bring(group)
         if keeps_order:
-            following = following or self._next.get((group.key, in_backward))
+            following = following or self._next.get((group, in_backward))
             if self._last is not None:
                 self._next[self._last] = group
-            self._last = group.key, in_backward
+            self._last = group, in_backward
         other = next(each for each in self._memory if each is not memory)
-        if following is not None and not self._is_held(following) and not following.unit.is_updating:
+        held = [each.group for each in self._memory]
+        if following is not None and following not in held and not following.unit.is_updating:
             self._launch(other, following, Urgency.NORMAL)
         assert memory.layout is not None
-        source = memory.landing.region.tensor(torch.uint8, self._nbytes) if self._device.is_host else memory.device
-        assert source is not None
-        return {_name_of(part): _view(source, part) for part in memory.layout.parts}
+        whole = self._whole(memory)
+        return {_name_of(part.piece): _view(whole, part) for part in memory.layout.parts}
 
     def _here(self, group: Group) -> dict[str, Tensor]:
         """Views of the unit's own buffers."""
         first, last = group.experts.start, group.experts.stop
         return {
-            piece.spec.name.rpartition(".")[2]: section.own_view(piece)[first:last]
+            _name_of(piece): section.own_view(piece)[first:last]
             for section in group.unit.sections
             for piece in section.layout.params
         }
@@ -152,16 +156,13 @@ class GroupReader:
 
     def outdate(self, units: Iterable[Unit]) -> None:
         """These units get other values: what was read of them is not used."""
-        changed = {unit.index for unit in units}
+        changed = {*units}
         for memory in self._memory:
-            if memory.group is not None and memory.group.unit.index in changed:
+            if memory.group is not None and memory.group.unit in changed:
                 memory.cancel()
 
-    def _is_held(self, group: Group) -> bool:
-        return any(memory.group is not None and memory.group.key == group.key for memory in self._memory)
-
     def _bring(self, group: Group) -> GroupMemory:
-        memory = next((each for each in self._memory if each.group is not None and each.group.key == group.key), None)
+        memory = next((each for each in self._memory if each.group == group), None)
         if memory is None:
             memory = next((each for each in self._memory if each.group is None), self._memory[0])
             self._launch(memory, group, Urgency.URGENT)
@@ -209,9 +210,7 @@ class GroupReader:
             raise
 
     def _read(self, memory: GroupMemory, section: Section, piece: ShardPart, urgency: Urgency) -> list[Transfer]:
-        while memory.leaves_landing:
-            memory.leaves_landing[-1].synchronize()
-            memory.leaves_landing.pop()
+        memory.free_landing()
         address = memory.landing.region.address + piece.place(section.layout.dtype.itemsize)
         return self._store.launch_fetch_part(section.shard, piece.begin, piece.end, address, urgency)
 
@@ -246,9 +245,15 @@ class GroupReader:
         memory.is_whole = True
 
     def _gather(self, memory: GroupMemory, name: str, parts: Sequence[GroupPart]) -> None:
-        source = memory.landing.region.tensor(torch.uint8, self._nbytes) if self._device.is_host else memory.device
-        pieces = [(_stretch(source, part, piece), piece.shard) for part in parts for piece in part.shards]
+        whole = self._whole(memory)
+        pieces = [(_stretch(whole, part, piece), piece.shard) for part in parts for piece in part.shards]
         self._collectives.launch_spread(pieces, name)()
+
+    def _whole(self, memory: GroupMemory) -> Tensor:
+        """What compute uses, (bytes,)."""
+        found = memory.landing.region.tensor(torch.uint8, self._nbytes) if self._device.is_host else memory.device
+        assert found is not None
+        return found
 
 
 def is_here(unit: Unit) -> bool:
@@ -256,8 +261,8 @@ def is_here(unit: Unit) -> bool:
     return unit.resident or unit.gathered_uses > 0
 
 
-def _name_of(part: GroupPart) -> str:
-    return part.piece.spec.name.rpartition(".")[2]
+def _name_of(piece: ParamSlice) -> str:
+    return piece.spec.name.rpartition(".")[2]
 
 
 def _stretch(memory: Tensor | None, part: GroupPart, piece: ShardPart) -> Tensor:
@@ -268,6 +273,6 @@ def _stretch(memory: Tensor | None, part: GroupPart, piece: ShardPart) -> Tensor
 
 
 def _view(memory: Tensor, part: GroupPart) -> Tensor:
-    numel = part.shape[0] * (part.piece.spec.numel // part.piece.spec.shape[0])
-    at, itemsize = part.offset, part.section.dtype.itemsize
-    return memory[at : at + numel * itemsize].view(part.section.dtype).view(part.shape)
+    dtype = part.section.dtype
+    nbytes = torch.Size(part.shape).numel() * dtype.itemsize
+    return memory[part.offset : part.offset + nbytes].view(dtype).view(part.shape)
