@@ -23,7 +23,7 @@ from tests.helpers.ranks import wait_until
 from zero_offload.cli.finetune.folder import build_model, open_folder
 from zero_offload.cli.main import main
 from zero_offload.cli.saved import has_generation
-from zero_offload.integrations.quantize import Quantized
+from zero_offload.integrations.quantize import PartRecipe
 from zero_offload.plan.quantized import offloaded_tensors
 
 pytestmark = pytest.mark.tools
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_without_quantizing_again(
             process.kill()
             process.wait()
     assert (tmp_path / "err").read_text() == ""
-    monkeypatch.setattr(Quantized, "make", lambda *_: pytest.fail("a weight was quantized again"))
+    monkeypatch.setattr(PartRecipe, "make", lambda *_: pytest.fail("a weight was quantized again"))
     tools.reset_accelerate()
     assert main(words(place, out, *flags)) == 0
     assert losses(out) == losses(tmp_path / "whole") and len(losses(out)) == 6

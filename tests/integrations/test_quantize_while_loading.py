@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from tests.helpers.launched import run_program
 from tests.helpers.ranks import RankPools
 from tests.helpers.tools import WHERE, Tokens, on_ranks
 from zero_offload.integrations import quantize as quantize_module
-from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe, Quantized
+from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.storage.shards.registry import recipe_of
 
@@ -200,27 +199,22 @@ def test_scales_wait_for_their_section(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kept: int, times: int
 ) -> None:
     """A weight is quantized once, or again where nothing was kept, to the same bits."""
-    monkeypatch.setattr(quantize_module, "_KEPT_BYTES", kept)
-    model, theirs = quantized(models("llama"), "nf4"), dict(offloaded_tensors(from_library(models("llama"), "nf4")))
     made: list[Tensor] = []
-    for weight in {id(each): each for _, each in parts_of(model)}.values():
-        monkeypatch.setattr(weight, "_parts_of", functools.partial(counted, weight._parts_of, made))
+    make = quantize_module._parts_of
+
+    def counted(quantize: Any, values: Tensor) -> dict[str, Tensor]:
+        made.append(values)
+        return make(quantize, values)
+
+    monkeypatch.setattr(quantize_module, "_KEPT_BYTES", kept)
+    monkeypatch.setattr(quantize_module, "_parts_of", counted)
+    model, theirs = quantized(models("llama"), "nf4"), dict(offloaded_tensors(from_library(models("llama"), "nf4")))
     for suffix in ("weight", "absmax"):
         for name, tensor in offloaded_tensors(model):
             if name.endswith(suffix) and f"{name.removesuffix('.absmax')}.absmax" in theirs:
                 recipe = recipe_of(tensor)
                 assert recipe is not None and torch.equal(bits(recipe.make()), bits(theirs[name]))
     assert len(made) == 14 * times
-
-
-def parts_of(model: nn.Module) -> list[tuple[str, Quantized]]:
-    recipes = ((name, recipe_of(tensor)) for name, tensor in offloaded_tensors(model))
-    return [(name, recipe.weight) for name, recipe in recipes if isinstance(recipe, PartRecipe)]
-
-
-def counted(quantize: Callable[[Tensor], dict[str, Tensor]], made: list[Tensor], values: Tensor) -> dict[str, Tensor]:
-    made.append(values)
-    return quantize(values)
 
 
 # Offloaded
@@ -326,7 +320,7 @@ def test_a_resume_makes_nothing(models: Callable[[str], Path], tmp_path: Path, m
     first = zo.offload(adapted(quantized(models("llama"), "nf4")), on_drives(tmp_path))
     before = losses(first)
     zo.close(first)
-    monkeypatch.setattr(Quantized, "make", lambda *_: pytest.fail("a weight was made"))
+    monkeypatch.setattr(PartRecipe, "make", lambda *_: pytest.fail("a weight was made"))
     second = zo.offload(adapted(quantized(models("llama"), "nf4")), on_drives(tmp_path, existing="resume"))
     assert losses(second, 1)[0] < before[0]
     zo.close(second)

@@ -67,8 +67,8 @@ from zero_offload.integrations.peft import (
     write_adapters,
 )
 from zero_offload.integrations.quantize import (
+    PartRecipe,
     need_library,
-    part_of,
     quantize_layers,
     stored_layers,
     stored_quantization,
@@ -169,21 +169,18 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
                 buffer.copy_(source.read(0, source.numel).view(source.shape))
         files = PlannedFiles(model, opened.pop_all())
     for _, tensor in offloaded_tensors(model):
-        part = part_of(tensor)
-        key = id(tensor if part is None else part.weight.original)
-        if key in fresh:
-            recipe: Any = fresh[key]
+        recipe: Any = recipe_of(tensor)
+        is_part = isinstance(recipe, PartRecipe)
+        found = sources.get(id(recipe.weight.original if is_part else tensor))
+        if id(tensor) in fresh:
             keep_recipe(tensor, replace(recipe, is_skipped=False))
-        if key not in sources:
-            continue
-        source = sources[key]
-        if part is not None:
-            part.weight.read_from(source, files)
-        elif recipes[key] is not None:
-            keep_recipe(tensor, FileRecipe(source, tuple(tensor.shape), files))
-        else:
+        elif found is not None and is_part:
+            keep_recipe(tensor, replace(recipe, values=found, files=files))
+        elif found is not None and recipe is not None:
+            keep_recipe(tensor, FileRecipe(found, tuple(tensor.shape), files))
+        elif found is not None:
             with torch.no_grad():
-                tensor.copy_(source.read(0, source.numel).view(source.shape))
+                tensor.copy_(found.read(0, found.numel).view(found.shape))
 
 
 def load_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
@@ -390,7 +387,7 @@ def _sources(
     """What each parameter (by id) and each buffer is read from; adapters are in no file."""
     if names.adapter is None:
         check_adapters(model)
-    if held := [slot for slot in slots(model) if slot.held_by and part_of(slot.tensor) is None]:
+    if held := [slot for slot in slots(model) if slot.held_by and not isinstance(recipe_of(slot.tensor), PartRecipe)]:
         raise CheckpointError(
             f"{path} is not read into {held[0].name.rpartition('.')[0]}, a {held[0].held_by}, whose words its library "
             "alone knows; nothing was changed. Build the model by from_pretrained, which reads them, and call "
@@ -800,8 +797,8 @@ def state_names(model: nn.Module) -> list[str]:
 def _named_params(model: nn.Module) -> list[Wanted]:
     found: dict[tuple[str, int], tuple[str, torch.Tensor, bool]] = {}
     for name, tensor in offloaded_tensors(model, remove_duplicate=False):
-        part = part_of(tensor)
-        if part is not None:  # files have the weight that it is made from
+        part = recipe_of(tensor)
+        if isinstance(part, PartRecipe):  # files have the weight that it is made from
             name, tensor = name.removesuffix(part.name) + "weight", part.weight.original
         found[name, id(tensor)] = (name, tensor, True)
     return _under_all_names(found.values())

@@ -3,7 +3,7 @@
 transformers' own quantizer chooses the layers, and puts the library's in their places. Their weights are deferred here:
 each tensor of a quantized weight is made from one of the files, by the library's own functions, when `zo.offload` asks
 for it. So one weight at a time is in memory unquantized, and bits are those of `from_pretrained`. The calls:
-`need_library`; `quantize_layers`; `Quantized.read_from` of each weight, by what knows the files. Of a folder that
+`need_library`; `quantize_layers`; then what knows the files puts them into each `PartRecipe`. Of a folder that
 bitsandbytes has quantized already: `stored_quantization`; `stored_layers`, whose tensors are those of the files.
 """
 
@@ -29,7 +29,7 @@ from zero_offload.model.deferred.from_files import deferred, digest
 from zero_offload.model.deferred.recipe import Recipe, Ref
 from zero_offload.model.deferred.recorder import unrecorded
 from zero_offload.plan.quantized import Slot, is_wrapper, slots
-from zero_offload.storage.shards.registry import keep_recipe, recipe_of
+from zero_offload.storage.shards.registry import keep_recipe
 
 NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
 """4 bit (NormalFloat), the same with scales that are quantized too, 8 bit integers, 8 bit floats."""
@@ -95,37 +95,6 @@ def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None
 # What a weight is made of
 
 
-class Quantized:
-    """A weight that becomes several tensors, each made where it is needed."""
-
-    def __init__(self, original: Tensor, parts_of: Callable[[Tensor], dict[str, Tensor]], kept: _Kept) -> None:
-        """`original` is the weight as the files have it, on meta, in the dtype that it is quantized from."""
-        self.original = original
-        self._parts_of = parts_of
-        self._kept = kept
-        self._source: FileTensor | None = None
-        self._files: object = None
-
-    def read_from(self, source: FileTensor, files: object) -> None:
-        """Say where its values are; `files` keeps them open."""
-        self._source, self._files = source, files
-
-    def drawn(self) -> bytes:
-        return b"" if self._source is None else digest(self._source)
-
-    def make(self, name: str) -> Tensor:
-        """One of its tensors, by the name in the library's state dict. What else is made with it is kept for later."""
-        found = self._kept.take(self, name)
-        if found is None:
-            if self._source is None:
-                raise ConfigError("a quantized weight has no values; call zo.load_pretrained before zo.offload")
-            values = self._source.read(0, self._source.numel).view(self.original.shape).to(self.original.dtype)
-            parts = self._parts_of(values)
-            found = parts.pop(name)
-            self._kept.add(self, parts)
-        return found
-
-
 class _Kept:
     """Tensors of weights that are asked for later; the oldest are dropped, and made again."""
 
@@ -145,12 +114,27 @@ class _Kept:
 
 
 @dataclass(frozen=True, eq=False)
+class Quantized:
+    """A weight that becomes several tensors, each made where it is needed."""
+
+    original: Tensor
+    """The weight as the files have it, on meta, in the dtype that it is quantized from."""
+    parts_of: Callable[[Tensor], dict[str, Tensor]]
+    """Its tensors by their names, made of its values."""
+    kept: _Kept
+
+
+@dataclass(frozen=True, eq=False)
 class PartRecipe:
-    """How one tensor of a quantized weight is made."""
+    """How one tensor of a quantized weight is made. What else is made with it is kept for later."""
 
     weight: Quantized
     name: str
-    """Behind that of the layer."""
+    """In the library's state dict, behind that of the layer."""
+    values: FileTensor | None = None
+    """What the weight is quantized from; None until the files are known."""
+    files: object = None
+    """Keeps them open."""
     is_skipped: bool = False
     source: None = None
 
@@ -159,16 +143,19 @@ class PartRecipe:
         return self.weight
 
     def drawn(self) -> bytes:
-        return self.weight.drawn()
+        return b"" if self.values is None else digest(self.values)
 
     def make(self) -> Tensor:
-        return self.weight.make(self.name)
-
-
-def part_of(tensor: Tensor) -> PartRecipe | None:
-    """How a tensor of a weight that is quantized while it is loaded is made; None for others."""
-    recipe = recipe_of(tensor)
-    return recipe if isinstance(recipe, PartRecipe) else None
+        weight = self.weight
+        found = weight.kept.take(weight, self.name)
+        if found is None:
+            if self.values is None:
+                raise ConfigError("a quantized weight has no values; call zo.load_pretrained before zo.offload")
+            original = self.values.read(0, self.values.numel).view(weight.original.shape).to(weight.original.dtype)
+            parts = weight.parts_of(original)
+            found = parts.pop(self.name)
+            weight.kept.add(weight, parts)
+        return found
 
 
 # Layers
@@ -272,37 +259,35 @@ def _replaced(
     quantizer.postprocess_model(model)
 
 
-def words_for(quantize: str, dtype: str) -> tuple[list[str], str]:
+def words_for(quantize: str, dtype: torch.dtype) -> tuple[list[str], str]:
     """What a user of the library writes for the same: imports, and the config, which computes in `dtype`."""
     if quantize == FP8:
         imports = ["from torchao.quantization import Float8WeightOnlyConfig", "from transformers import TorchAoConfig"]
         return imports, "TorchAoConfig(Float8WeightOnlyConfig())"
-    words = "load_in_8bit=True"
-    if quantize != INT8:
-        words = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
-        words += ", bnb_4bit_use_double_quant=True" * (quantize == NF4_DOUBLE)
+    words = ", ".join(f"{name}={value!r}" for name, value in _settings(quantize, dtype).items())
     return ["from transformers import BitsAndBytesConfig"], f"BitsAndBytesConfig({words})"
+
+
+def _settings(quantize: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Of transformers' `BitsAndBytesConfig`."""
+    if quantize == INT8:
+        return {"load_in_8bit": True}
+    more = {"bnb_4bit_use_double_quant": True} if quantize == NF4_DOUBLE else {}
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype} | more
 
 
 def _quantizer(quantize: str, dtype: torch.dtype) -> Any:
     import transformers
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    bits_and_bytes: Any = transformers.BitsAndBytesConfig
     config: Any
     if quantize == FP8:
         from torchao.quantization import Float8WeightOnlyConfig
 
         config = transformers.TorchAoConfig(Float8WeightOnlyConfig(set_inductor_config=False))
-    elif quantize == INT8:
-        config = bits_and_bytes(load_in_8bit=True)
     else:
-        config = bits_and_bytes(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=quantize == NF4_DOUBLE,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        bits_and_bytes: Any = transformers.BitsAndBytesConfig
+        config = bits_and_bytes(**_settings(quantize, dtype))
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.validate_environment()
     return quantizer

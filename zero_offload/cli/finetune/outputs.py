@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero_offload.base.config import OffloadConfig
@@ -224,7 +225,7 @@ def _loading(config: FinetuneConfig, folder: ModelFolder, *, is_adapter: bool) -
     )
     tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({place})"
     if config.quantize:
-        dtype = f"torch.{config.offload.compute_dtype_name}"
+        dtype = getattr(torch, config.offload.compute_dtype_name)
         imports, words = words_for(config.quantize, dtype)
         labels = f", num_labels={len(folder.config.id2label)}" if config.method == "classify" else ""
         name = f"AutoModelFor{kind}"
