@@ -384,6 +384,15 @@ def test_other_dtypes_are_copied(mixture: ModelFolder, tmp_path: Path) -> None:
     )
 
 
+def test_scales_of_quantized_weights_are_in_no_file(folder: ModelFolder, tmp_path: Path) -> None:
+    """They have the dtype of a folder in fp32."""
+    pytest.importorskip("bitsandbytes")
+    assert folder.config.dtype == torch.float32
+    job = _job(replace(folder, quantize="nf4"), tmp_path / "nvme", Lora(1, 2.0))
+    plan = plan_job(job, tmp_path)
+    assert not any(unit.numel.base_bytes for unit in plan.planned.job.work if unit.quantized_numel)
+
+
 def test_groups_of_experts_take_less_of_a_gpu(mixture: ModelFolder, tmp_path: Path) -> None:
     offload = OffloadConfig(params="nvme", nvme=tmp_path, precision="bf16")
     job = FolderJob(mixture, offload, Lora(4, 8.0), batch=1, seq=64, drives=parse_drives(["1GB/s"]), **ELSEWHERE)
@@ -403,27 +412,24 @@ def test_a_group_size_is_of_frozen_experts(folder: ModelFolder, mixture: ModelFo
             plan_job(job, None)
 
 
-@pytest.mark.parametrize(("kind", "nbytes"), [("int8", 1 + 4 / 64), ("nf4", 0.5 + 4 / 64), ("fp8", 1 + 4 / 64)])
-def test_quantized_bases_are_counted_in_their_own_bytes(
-    folder: ModelFolder, tmp_path: Path, kind: str, nbytes: float
-) -> None:
+def test_quantized_bases_are_counted_in_their_own_bytes(folder: ModelFolder, tmp_path: Path) -> None:
     """And parameters, compute and adapters as of the weights that are made of them."""
-    pytest.importorskip("torchao" if kind == "fp8" else "bitsandbytes")
+    pytest.importorskip("torchao")
+    pytest.importorskip("bitsandbytes")
     job = _job(folder, tmp_path / "nvme", Lora(1, 2.0))
-    plain, plan = (plan_job(replace(job, folder=replace(folder, quantize=each)), tmp_path) for each in (None, kind))
-    assert plan.fits
-    works, others = plan.planned.job.work, plain.planned.job.work
-    for name in ("trained", "frozen"):
-        assert [getattr(each.numel, name) for each in works] == [getattr(each.numel, name) for each in others]
-    assert [each.matmul_numel for each in works] == [each.matmul_numel for each in others]
-    saved = 0.0
-    for work, unit, other in zip(works, plan.planned.job.units, plain.planned.job.units, strict=True):
-        layers = work.quantized_numel
-        assert (layers > 0) is (work.attention_width > 0)
-        expected = other.frozen_bytes - (2 - nbytes) * layers
-        assert unit.frozen_bytes == pytest.approx(expected, rel=0.06)
-        saved += other.frozen_bytes - unit.frozen_bytes
-    assert saved > 0
+    plain = plan_job(job, tmp_path).planned.job
+    for kind, nbytes in (("int8", 1 + 4 / 64), ("nf4", 0.5 + 4 / 64), ("fp8", 1 + 4 / 64)):
+        plan = plan_job(replace(job, folder=replace(folder, quantize=kind)), tmp_path)
+        assert plan.fits
+        works, units = plan.planned.job.work, plan.planned.job.units
+        for name in ("trained", "frozen"):
+            assert [getattr(each.numel, name) for each in works] == [getattr(each.numel, name) for each in plain.work]
+        assert [each.matmul_numel for each in works] == [each.matmul_numel for each in plain.work]
+        for work, unit, other in zip(works, units, plain.units, strict=True):
+            assert (work.quantized_numel > 0) is (work.attention_width > 0)
+            expected = other.frozen_bytes - (2 - nbytes) * work.quantized_numel
+            assert unit.frozen_bytes == pytest.approx(expected, rel=0.06)
+        assert sum(unit.frozen_bytes for unit in units) < sum(unit.frozen_bytes for unit in plain.units)
 
 
 # The commands

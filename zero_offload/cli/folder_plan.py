@@ -47,7 +47,7 @@ from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import NOTICED, Bottleneck, break_even_tokens, find_bottleneck
 from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, resting, value_bytes
-from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.plan.model_spec import ModelSpec, ParamSpec
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import weight
 from zero_offload.plan.shapes import UnitWork, work_of
@@ -700,11 +700,13 @@ class _Known:
 
     def _is_in_files(self, section: SectionLayout) -> bool:
         """True if the folder's files have a frozen section as it is used."""
-        if self._stored is None or self._folder.quantization is None:
+
+        def is_stored(spec: ParamSpec) -> bool:
+            if spec.keeps_dtype:  # an offset is in the files' words on its weight, and no tensor of theirs
+                return self._folder.quantization is not None and not spec.name.endswith("offset")
             return section.dtype == self._stored
-        # An offset is in the files' words on its weight, and no tensor of theirs.
-        kept = all(piece.spec.keeps_dtype and not piece.spec.name.endswith("offset") for piece in section.params)
-        return kept or section.dtype == self._stored
+
+        return self._stored is not None and all(is_stored(piece.spec) for piece in section.params)
 
     @functools.cached_property
     def _stored(self) -> torch.dtype | None:
