@@ -57,7 +57,9 @@ def test_values_are_those_of_from_pretrained(kind: str, settings: Any, precision
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(("kind", "task"), [("llama", "causal"), ("bert", "masked"), ("bert", "classify")])
 def test_a_model_on_meta_is_the_same_one(kind: str, task: str, lora: Lora | None, tmp_path: Path) -> None:
-    folder = open_folder(write_folder(tmp_path / "in", kind), task, ["a", "b", "c"] if task == "classify" else [])
+    folder = open_folder(write_folder(tmp_path / "in", kind), task)
+    if task == "classify":
+        folder = folder.with_labels(["a", "b", "c"])
     planned, built = meta_model(folder, lora), build_model(folder, config(tmp_path), lora)
     assert all(param.is_meta for param in planned.parameters())
     assert _described(planned) == _described(built)
@@ -98,7 +100,9 @@ def test_new_heads(task: str, lora: Lora | None, tmp_path: Path) -> None:
     }
     values |= {"pooler.dense.weight": torch.zeros(64, 64), "pooler.dense.bias": torch.arange(64.0)}
     save_file(values | {"embeddings.position_ids": torch.arange(256)[None]}, path / "model.safetensors")
-    folder = open_folder(path, task, ["a", "b", "c"] if task == "classify" else [])
+    folder = open_folder(path, task)
+    if task == "classify":
+        folder = folder.with_labels(["a", "b", "c"])
     found = []
     for run, seed in enumerate((0, 0, 1)):
         model: Any = build_model(folder, config(tmp_path / str(run)), lora, seed)

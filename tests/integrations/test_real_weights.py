@@ -90,7 +90,7 @@ def test_the_command_trains_published_weights_as_in_memory(tmp_path: Path, metho
     data, task = texts(tmp_path / "data.jsonl"), {"classify": "classify", "mlm": "masked"}[method]
     prepared = prepare([str(data)], open_folder(weights(), task), method=method, seq=64)
     assert prepared.labels == (TOPICS if method == "classify" else ())
-    folder = open_folder(weights(), task, prepared.labels)
+    folder = open_folder(weights(), task).with_labels(prepared.labels)
     made = build_model(folder, zo.OffloadConfig(precision="fp32"), lora)
     start = tools.values_of(made)
     zo.close(made)

@@ -104,15 +104,14 @@ def _job(
         note.append("no --nvme is given: one drive of 5 GB/s is planned with, such as --nvme 5GB/s/4GB/s")
     config = FinetuneConfig.from_tables({"model": str(folder.absolute()), "data": _NO_DATA} | given, dict(places))
     config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
-    task = TASKS.get(config.method, TASKS["sft"])
     opened = open_folder(
         config.model,
-        task,
+        TASKS.get(config.method, TASKS["sft"]),
         quantize=config.quantize or None,
+        group_size=config.group_size,
         needs_weights=False,
         needs_tokenizer=args.finetune_data is not None,
     )
-    opened = replace(opened, group_size=config.group_size)
     check_training(opened, has_adapter=config.lora > 0 or opened.adapter is not None, merge=config.merge)
     if not opened.has_weights:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")

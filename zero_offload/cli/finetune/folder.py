@@ -88,6 +88,13 @@ class ModelFolder:
         """True if the linear layers of its model are quantized."""
         return self.quantize is not None or self.quantization is not None
 
+    def with_labels(self, labels: Sequence[str]) -> ModelFolder:
+        """Its head classifies into these."""
+        config = copy.deepcopy(self.config)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+        return replace(self, config=config)
+
     @property
     def num_positions(self) -> int:
         """The most tokens that the model takes."""
@@ -133,17 +140,17 @@ def quiet_libraries() -> None:
 def open_folder(
     path: str | Path,
     task: str = CAUSAL,
-    labels: Sequence[str] = (),
     *,
     quantize: str | None = None,
+    group_size: int = 0,
     needs_weights: bool = True,
     needs_tokenizer: bool = True,
 ) -> ModelFolder:
     """Check a folder of weights, or of an adapter, and read its config and tokenizer; no weights are read.
 
-    `task` is "causal", "masked" or "classify"; `labels` are the names of the classes. For a plan the model's weights
-    and the tokenizer may be missing; what is there is checked. Raises ConfigError, CheckpointError or IntegrityError
-    for what is wrong, and CapacityError if a package is not installed.
+    `task` is "causal", "masked" or "classify"; see `ModelFolder` for `quantize` and `group_size`. For a plan the
+    model's weights and the tokenizer may be missing; what is there is checked. Raises ConfigError, CheckpointError or
+    IntegrityError for what is wrong, and CapacityError if a package is not installed.
     """
     need_packages()
     if quantize is not None:
@@ -162,12 +169,9 @@ def open_folder(
         with open_weights(weights):
             pass
     tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config, needs_tokenizer)
-    if labels:
-        config.id2label = dict(enumerate(labels))
-        config.label2id = {label: index for index, label in enumerate(labels)}
     if task == CLASSIFY and config.pad_token_id is None and tokenizer is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize, quantization)
+    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize, quantization, group_size)
 
 
 def check_training(folder: ModelFolder, *, has_adapter: bool, merge: bool) -> None:

@@ -107,8 +107,8 @@ def finetune(
 
 
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
-    folder = open_folder(config.model, TASKS.get(config.method, TASKS["sft"]), quantize=config.quantize or None)
-    folder = replace(folder, group_size=config.group_size)
+    task = TASKS.get(config.method, TASKS["sft"])
+    folder = open_folder(config.model, task, quantize=config.quantize or None, group_size=config.group_size)
     check_training(folder, has_adapter=_is_adapter(config, folder), merge=config.merge)
     return config.with_length(folder.num_positions), folder
 
@@ -148,8 +148,7 @@ def _read(config: FinetuneConfig, folder: ModelFolder, ranks: Ranks, tokens: Pat
     """The data; `tokens` is where their tokens are kept for the next start."""
     prepared = prepare(config.data, folder, **config.of_data(), cache=tokens)
     if prepared.labels:
-        opened = open_folder(config.model, folder.task, prepared.labels, quantize=folder.quantize)
-        folder = replace(opened, group_size=config.group_size)
+        folder = folder.with_labels(prepared.labels)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
     return Job(config, folder, prepared, ranks)
 
