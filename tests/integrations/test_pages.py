@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.diffusion import DENOISERS, diffusers
 from tests.helpers.tools import transformers
@@ -19,6 +20,12 @@ def llama(path: Path) -> None:
     """A stand-in for a folder of the hub."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "num_attention_heads": 4}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **sizes)).save_pretrained(path)
+
+
+def qwen3_moe(path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 256, "num_attention_heads": 4}
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, **sizes)
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
 
 
 def unet(path: Path) -> None:
@@ -33,7 +40,7 @@ def flux(path: Path) -> None:
 
 FOLDERS: dict[str, dict[str, Callable[[Path], None]]] = {
     "LORA-AND-QUANTIZATION.md": {"llama": llama},
-    "MOE.md": {},
+    "MOE.md": {"qwen3-moe": qwen3_moe},
     "DIFFUSION.md": {"unet": unet, "half": unet, "flux": flux},
     "INFERENCE.md": {"llama": llama},
 }

@@ -53,7 +53,7 @@ class Lora:
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    """Ends of the names of linear layers; () is all but the output's."""
+    """Ends of the names of linear layers and experts; () is all but the output's."""
 
 
 @dataclass(frozen=True)

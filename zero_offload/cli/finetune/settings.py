@@ -79,7 +79,7 @@ class FinetuneConfig:
     lora_alpha: float = 0.0
     """Adapters are scaled by alpha / rank; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of linear layers; () is all but the output's."""
+    """Ends of the names of linear layers and experts; () is all but the output's."""
     quantize: str = ""
     """What the frozen linear layers become, one of `QUANTIZATIONS`; "" leaves them as they are."""
     group_size: int = 0
@@ -333,7 +333,7 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
         type=_above_zero(float),
         metavar="ALPHA",
     )
-    add("--lora-targets", "ends of layers' names (default: all linear layers)", nargs="+", metavar="NAME")
+    add("--lora-targets", "ends of layers' names (default: all linear layers, and experts)", nargs="+", metavar="NAME")
     add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
     add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
