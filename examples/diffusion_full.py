@@ -23,7 +23,7 @@ optimizer = zo.AdamW(model.parameters(), lr=2e-3)
 scheduler = DDPMScheduler()
 stripes = torch.linspace(0, 9, 16).sin().expand(8, 3, 16, 16)  # stands for images
 
-for step in range(41):
+for step in range(21):
     noise = torch.randn_like(stripes)
     times = torch.randint(0, scheduler.config.num_train_timesteps, (len(stripes),))
     guess = model(scheduler.add_noise(stripes, noise, times), times).sample
@@ -32,7 +32,7 @@ for step in range(41):
     zo.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 0:
+    if step % 10 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 zo.export_pretrained(model, folder / "unet")  # for UNet2DModel.from_pretrained
 zo.close(model)

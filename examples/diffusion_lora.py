@@ -27,7 +27,7 @@ optimizer = zo.AdamW([param for param in model.parameters() if param.requires_gr
 target = torch.linspace(0, 9, 8).sin().expand(4, 4, 8, 8)  # stands for latents; text embeddings are zero
 words = {"encoder_hidden_states": torch.zeros(4, 6, 32), "pooled_projections": torch.zeros(4, 32)}
 
-for step in range(61):
+for step in range(31):
     noise, times = torch.randn_like(target), torch.rand(4)
     noisy = torch.lerp(target, noise, times.view(4, 1, 1, 1))  # the path of rectified flow
     velocity = model(hidden_states=noisy, timestep=1000 * times, **words).sample.float()
@@ -35,6 +35,6 @@ for step in range(61):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 0:
+    if step % 10 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 zo.export_pretrained(model, folder / "adapter")  # pytorch_lora_weights.safetensors

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.diffusion import DENOISERS, diffusers
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.ranks import RankPools
 from tests.helpers.reference import placed
 from tests.helpers.tools import values_of
@@ -54,25 +55,20 @@ def check_values(model: nn.Module, plain: nn.Module) -> None:
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", DENOISERS)
-def test_training_is_that_of_the_plain_model(name: str, lora: bool, recompute: bool, nvme: Path) -> None:
-    if lora and name == "dit":
-        pytest.skip("diffusers has no add_adapter for it")
+@in_pairs(name=list(DENOISERS), tier=["cpu", "nvme"], lora=[False, True], recompute=[False, True])
+def test_training_is_that_of_the_plain_model(name: str, tier: str, lora: bool, recompute: bool, nvme: Path) -> None:
+    lora = lora and name != "dit"  # diffusers has no add_adapter for it
     plain = made(name, lora=lora, recompute=recompute)
     expected = train(plain, name)
     assert len(set(expected)) == 3
-    for tier in ("cpu", "nvme"):
-        model = made(name, lora=lora, recompute=recompute)
-        zo.offload(model, placed("fp32", (tier,) * 3, nvme if tier == "nvme" else None))
-        assert train(model, name) == expected
-        check_values(model, plain)
-        zo.close(model)
+    model = made(name, lora=lora, recompute=recompute)
+    zo.offload(model, placed("fp32", (tier,) * 3, nvme if tier == "nvme" else None))
+    assert train(model, name) == expected
+    check_values(model, plain)
+    zo.close(model)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["unet", "flux", "wan"])
+@pytest.mark.parametrize(("name", "lora"), [("unet", True), ("flux", False), ("wan", True)])
 def test_bf16_is_the_same_on_each_tier(name: str, lora: bool, nvme: Path) -> None:
     losses = []
     for tier in ("cpu", "nvme"):
@@ -116,6 +112,7 @@ def on_a_rank(rank: int, world_size: int, name: str, lora: bool, recompute: bool
 
 @pytest.mark.parametrize(("name", "lora", "recompute"), [("unet", True, False), ("flux", False, True)])
 def test_two_ranks(name: str, lora: bool, recompute: bool, pools: RankPools, tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # as ranks have: gradients of convolutions depend on it
     plain = made(name, lora=lora, recompute=recompute)
     expected = train(plain, name)
     assert pools.of(2).succeed(on_a_rank, name, lora, recompute, tmp_path) == [expected, expected]
@@ -156,7 +153,8 @@ def test_folders_are_read_and_written(form: str, nvme: Path, tmp_path: Path) -> 
     model = built_away("unet", tmp_path / "in", placed("fp32", ("nvme",) * 3, nvme))
     zo.load_pretrained(model, source)
     check_values(model, plain)
-    assert train(model, "unet") == train(plain, "unet")
+    if form == "shards":
+        assert train(model, "unet", 1) == train(plain, "unet", 1)
     zo.export_pretrained(model, tmp_path / "out", max_shard_size="30KB" if form == "shards" else "5GB")
     assert (tmp_path / "out" / "diffusion_pytorch_model.safetensors.index.json").exists() == (form == "shards")
     loaded = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "out")
