@@ -173,7 +173,7 @@ class ModelRuntime:
                 self._updates,
             )
         self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward)
-        self.experts = GroupedExperts(self.expert_groups, prefetcher, self.tracker)
+        self.experts = GroupedExperts(self.expert_groups, prefetcher, self.tracker, self.grads)
         shard_index = self.collectives.shard_index
         self.access = ParamAccess(
             *(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher),

@@ -493,9 +493,12 @@ def _staging_bytes(
         sent.append(sent_grad_bytes(unit, partition) * leaves)
         (on_device if grads is Tier.DEVICE and not shared else on_host).append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
-        # what arrives from them. A GPU adds up a unit's gradients of all micro-batches before they leave.
+        # what arrives from them. A GPU adds up a unit's gradients of all micro-batches before they leave. Of experts
+        # one group's are made while another's leave.
         if partition.world_size > 1:
             made.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
+        elif leaves and unit.group_bytes:
+            made.append(min(GROUPS_IN_FLIGHT * unit.group_bytes, made_bytes))
         else:
             made.append(made_bytes + unit.grads_bytes * (unit.grads_bytes > made_bytes and leaves))
         # On their way to a drive they have pages of their own.
@@ -549,8 +552,11 @@ def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
 
 def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
     """What a unit's gradients take of a device's memory while they are sent to the host's: as backward makes them; in
-    fp32 as a sum, of micro-batches that take turns or of ranks."""
+    fp32 as a sum, of micro-batches that take turns or of ranks. Experts' leave one by one; a group's may be under way.
+    """
     nbytes = unit.trained_bytes * partition.param_shards
+    if unit.group_bytes and partition.world_size == 1:
+        return min(unit.group_bytes, nbytes)
     sums = unit.grads_bytes if partition.world_size == 1 else 0
     return max(staged_grad_bytes(unit.trained_numel, nbytes, partition), sums)
 

@@ -3,8 +3,8 @@
 Owns the autograd nodes of such a forward. The plain model has a chain of additions to the output, expert after expert.
 So has this one, with one node per expert, `_Expert`. Gradients of the hidden states and of the routing weights come out
 expert by expert, in the order in which autograd would add them: the same bits. A node keeps which rows are its own, and
-no values. Backward computes the expert once more. Gradients of trained values are gathered expert by expert, and go on
-whole at the end of the chain.
+no values. Backward computes the expert once more. Gradients of trained values go to `Gradients` expert by expert: a
+GPU's leave for host memory, where the parameter's rest. Autograd gets them at the end of the chain.
 
 The chain begins with `_Begin`, which saves hidden states and routing weights, once for all. A checkpointed block that
 saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a `_Group`:
@@ -26,6 +26,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.grads.sliced import GradSlices, WholeGrad
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.recompute import Autocast, keep_result, kept_result
@@ -62,8 +64,8 @@ class _Call:
     """Of the span in use."""
     first: int = 0
     """The first expert of the span in use."""
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of trained values, by name, while a backward fills them."""
+    grads: dict[str, WholeGrad | GradSlices] = field(default_factory=dict)
+    """Gradients of trained values, by name, while a backward makes them."""
     inputs: tuple[Tensor, ...] | None = None
     """Hidden states, routing weights and stacks, while a backward runs."""
 
@@ -81,9 +83,10 @@ class _Call:
     def add_grad(self, name: str, expert: int, grad: Tensor) -> None:
         """One expert's part, (1, ...), of a parameter's gradient, which is zeros elsewhere."""
         if name not in self.grads:
-            shape = (self.trained[name].shape[0], *grad.shape[1:])
-            self.grads[name] = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
-        self.grads[name][expert : expert + 1] = grad
+            nodes = dict(zip(self.trained, self.begin.next_functions[-len(self.trained) :], strict=True))
+            accumulates = _accumulates(nodes[name][0])
+            self.grads[name] = self.experts.grads.begin(self.trained[name], grad, accumulates=accumulates)
+        self.grads[name].put(expert, grad)
 
     def compute(
         self, expert: int, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor, more: Sequence[Tensor]
@@ -116,7 +119,9 @@ class _Begin(Function):
         if call is None:
             return (None,) * (3 + ctx.num_inputs + len(ctx.names))
         call.inputs, call.values = None, {}
-        return (None,) * (3 + ctx.num_inputs) + tuple(call.grads.pop(name, None) for name in ctx.names)
+        grads, call.grads = call.grads, {}
+        found = (grads[name].finish() if name in grads else None for name in ctx.names)
+        return (None,) * (3 + ctx.num_inputs) + tuple(found)
 
 
 class _Expert(Function):
@@ -179,10 +184,13 @@ class _Group(Function):
 class GroupedExperts:
     """Runs the experts of one model."""
 
-    def __init__(self, reader: GroupReader, prefetcher: ParamPrefetcher, tracker: PassTracker) -> None:
+    def __init__(
+        self, reader: GroupReader, prefetcher: ParamPrefetcher, tracker: PassTracker, grads: Gradients
+    ) -> None:
         self._reader = reader
         self._prefetcher = prefetcher
         self._tracker = tracker
+        self.grads = grads
         self.advance = reader.advance
 
     def run(
@@ -247,6 +255,14 @@ class GroupedExperts:
             unit.wait_for_update()
         then = None if following is None else Group(unit, following)
         return self._reader.values(Group(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
+
+
+def _accumulates(node: Any) -> bool:
+    """True if the running backward adds what comes to this node, a parameter's, to the parameter's gradient."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad gives it to the program
+        return False
 
 
 def _rows_of(index: Tensor, num_experts: int) -> dict[int, tuple[Tensor, Tensor]]:

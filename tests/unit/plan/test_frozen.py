@@ -24,7 +24,7 @@ from zero_offload.plan.memory import (
     measure_units,
 )
 from zero_offload.plan.model_spec import Experts, ModelSpec
-from zero_offload.plan.partition import ONE_RANK
+from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork, plain_block, work_of
 from zero_offload.plan.step_time import Batch, Job, predict, unit_seconds
 from zero_offload.storage.files.base_files import BLOCK_BYTES, GROUP_BLOCKS, NUM_GROUPS
@@ -110,6 +110,26 @@ def test_memory_has_two_groups_and_not_the_unit() -> None:
     units = measure_units([UnitNumel("0", 0, NUMEL, group_bytes=1000), UnitNumel("1", 0, NUMEL // 10)], config())
     plan = estimate_memory(units, Placement((ON_NVME, ON_NVME), ROOMY), config())
     assert plan.staging_bytes[Tier.DEVICE] == 2 * NUMEL // 10 + GROUPS_IN_FLIGHT * 1000
+
+
+@pytest.mark.parametrize(
+    ("placed", "world_size", "made", "sent"),
+    [
+        ("cpu", 1, 2 * 1000, 1000),
+        ("nvme", 1, 2 * 1000, 1000),
+        ("device", 1, 2 * NUMEL, 0),
+        ("cpu", 2, 3 * 4 * NUMEL, 4 * NUMEL // 2),
+    ],
+)
+def test_gradients_of_trained_experts_leave_a_gpu_group_by_group(
+    placed: str, world_size: int, made: int, sent: int
+) -> None:
+    """A group's are made, and a group's leave. On the GPU, and over ranks, a layer's gradient is whole."""
+    partition = Partition(3, world_size)
+    units = measure_units([UnitNumel("0", NUMEL, group_bytes=1000)] * 3, config(), partition)
+    tiers = {**ON_NVME, StateKind.GRADS: Tier(placed), StateKind.OPTIMIZER: Tier.CPU}
+    plan = estimate_memory(units, Placement((tiers,) * 3, ROOMY), config(), partition)
+    assert plan.staging_bytes[Tier.DEVICE] == GROUPS_IN_FLIGHT * 1000 + made + sent
 
 
 def test_a_quantized_weight_is_made_for_each_use() -> None:

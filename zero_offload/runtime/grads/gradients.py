@@ -36,8 +36,10 @@ from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.section import DevicePartial, Factor, FreshGrads, GradSection, HostPartial
+from zero_offload.runtime.grads.sliced import GradSlices, WholeGrad
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.units.guard import has_hooks
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.device_grads import DeviceGrads
 from zero_offload.storage.shards.drive_grads import DriveGrads
@@ -129,7 +131,11 @@ class Gradients:
                 found.params.append(param)
             self.sections += [section for section in by_section.values() if section.layout.trainable]
         if self._downloads is not None:
-            self._downloads.resize(self._staging_bytes())
+            leaving = [section for section in self.sections if not self._rest_on_device(section.section)]
+            self._downloads.resize(
+                [self._staged_bytes(each.layout) for each in leaving],
+                [self._sent_bytes(each) for each in leaving],
+            )
 
     # Where they rest
 
@@ -164,16 +170,33 @@ class Gradients:
     def _rest_on_device(self, section: Section) -> bool:
         return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
 
-    def _staging_bytes(self) -> list[int]:
-        """Bytes of staging that each section's gradients take on their way from a GPU."""
-        return [
-            staged_grad_bytes(section.layout.numel, section.layout.nbytes, self._collectives.partition)
-            for unit in self._units
-            for section in unit.sections
-            if section.layout.trainable and not self._rest_on_device(section)
-        ]
+    def _staged_bytes(self, section: SectionLayout) -> int:
+        """What a section's gradients take of staging on their way from a GPU."""
+        return staged_grad_bytes(section.numel, section.nbytes, self._collectives.partition)
+
+    def _sent_bytes(self, section: GradSection) -> int:
+        """What they take of the GPU meanwhile."""
+        experts = section.unit.layout.experts
+        if experts is None or not self._leaves_in_slices(section):
+            return self._staged_bytes(section.layout)
+        return section.layout.nbytes // experts.num_experts * experts.size
+
+    def _leaves_in_slices(self, section: GradSection) -> bool:
+        """True if gradients may leave before they are whole: no rank sums them up on the GPU, and none stays there."""
+        return self._downloads is not None and self._collectives.world_size == 1 and not section.store.on_device
 
     # Backward
+
+    def begin(self, param: nn.Parameter, like: torch.Tensor, *, accumulates: bool) -> WholeGrad | GradSlices:
+        """Takes a gradient of `param` that backward makes slice by slice, each of the shape of `like`, (1, ...).
+
+        It is for autograd. Slices leave a GPU one by one if autograd only `accumulates` it, and the program has no hook
+        that sees it."""
+        section = self.place(param)[0]
+        downloads = self._downloads if accumulates and self._leaves_in_slices(section) else None
+        if downloads is None or has_hooks(param):
+            return WholeGrad(param.shape[0], like)
+        return GradSlices(param.shape[0], like, downloads)
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
@@ -236,6 +259,7 @@ class Gradients:
         if self._downloads is not None:
             for section in self.sections:
                 section.entry.flush()
+            self._downloads.close_open()
         self._norms.clear()
         if not self.defers:
             self.reduce_waiting()

@@ -22,10 +22,11 @@ from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.runtime.grads.sliced import SlicedGrad
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.shards.drive_grads import AttachBuffer
-from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, neighbours
+from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, StagedGrad, neighbours
 from zero_offload.storage.shards.grad_store import Gathered, GradStore
 
 BUCKET_BYTES = 1 * MIB
@@ -134,9 +135,22 @@ class FreshGrads:
         self._device = device
         self._downloads = downloads
         self._fresh: dict[int, Fresh] = {}
+        self._sliced: dict[int, StagedGrad] = {}
+        """Gradients that have left already, for their places in staging."""
+        self._sliced_adds = set[int]()
+        """Those of them that add to what the step holds."""
 
     def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
+        staged = grad.take_staged() if isinstance(grad, SlicedGrad) else None
+        if index in self._sliced or (staged is not None and index in self._fresh):
+            self._add_to_store()
+        if staged is not None:
+            self._sliced[index] = staged
+            self._sliced_adds.update([index] * adds)
+            return
+        if isinstance(grad, SlicedGrad):
+            grad = grad.whole()
         stream, before = self._device.stream(), self._fresh.get(index)
         if before is not None and before.adds:
             self._add_to_store()  # its store adds one gradient after the other
@@ -161,11 +175,16 @@ class FreshGrads:
     def cancel(self) -> None:
         """What has arrived is not wanted."""
         self._fresh.clear()
+        self._sliced.clear()
+        self._sliced_adds.clear()
 
     def _add_to_store(self) -> None:
         fresh, self._fresh = self._fresh, {}
         for indices in neighbours(fresh):
             self._store.add_shard(self._gathered({index: fresh.pop(index) for index in indices}))
+        if self._sliced:
+            self._store.add_slices(self._sliced, self._sliced_adds)
+            self._sliced, self._sliced_adds = {}, set()
 
     def _gathered(self, fresh: Mapping[int, Fresh]) -> Gathered:
         """Gradients of neighbours, in the widest of their dtypes and the section's."""

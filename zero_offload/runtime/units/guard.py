@@ -209,6 +209,13 @@ class ProgramHook:
             raise
 
 
+def has_hooks(param: nn.Parameter) -> bool:
+    """True if a hook of the program sees the parameter's gradients."""
+    with torch._C.DisableTorchFunctionSubclass():
+        after: Any = param._post_accumulate_grad_hooks or {}
+        return bool(param._backward_hooks) or not all(isinstance(hook, LastHook) for hook in after.values())
+
+
 def _register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         watched = hook if isinstance(hook, LastHook) else ProgramHook(hook)

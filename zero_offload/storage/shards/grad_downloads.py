@@ -2,7 +2,8 @@
 staging where the host has something to do with them.
 
 The calls: `make_room` before gradients are gathered, then `place` or `stage`; `advance` at each sign of
-backward; `land` where a section is wanted; `drain` where all are; or `drop`.
+backward; `land` where a section is wanted; `drain` where all are; or `drop`. A gradient that is never whole on the GPU
+takes staging at once (`open`), leaves slice by slice (`send`), and is `stage_slices`' then, or comes back (`bring`).
 
 What is being read on the GPU is kept here, as much at a time as most sections have (`plan.memory.leaving_bytes`).
 Compute waits until the oldest has left before it gathers the next. Its memory goes back in the order of compute. So the
@@ -16,10 +17,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.hardware.device import Device, Event, Handoff
@@ -40,14 +43,40 @@ class _Leaving(NamedTuple):
     read: Event
 
 
+class _Lease(NamedTuple):
+    """A part of staging memory."""
+
+    pool: SpanPool
+    region: Region
+
+    def end(self) -> None:
+        self.pool.release(self.region)
+
+
 class _Staged(NamedTuple):
-    """A download into staging."""
+    """Downloads into staging."""
 
     section: int
     """Its index."""
-    land: Callable[[torch.Tensor], None]
-    region: Region
-    handoff: Handoff
+    land: Callable[[], None]
+    leases: Sequence[_Lease]
+    handoffs: Sequence[Handoff]
+
+
+class StagedGrad:
+    """Staging for one gradient, which a GPU makes and sends slice by slice."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lease: _Lease) -> None:
+        self.lease: _Lease | None = lease
+        """None once the memory is given back."""
+        self.values = lease.region.tensor(dtype, torch.Size(shape).numel()).view(tuple(shape))
+        """`shape`, in host memory; slice i of the first dimension is there when its download is over."""
+        self.missing = set(range(shape[0]))
+        """Slices that nothing was sent to: those of the gradient are zeros."""
+        self.last: Handoff | None = None
+        """The last download: when it is over, all are."""
+        self.taken = False
+        """True from when a section has taken it: it does not come back."""
 
 
 class GradDownloads:
@@ -59,13 +88,15 @@ class GradDownloads:
         self._arena = arena
         self._leaving: deque[_Leaving] = deque()
         self._staged: deque[_Staged] = deque()
-        self.resize(())
+        self._open = list[StagedGrad]()
+        """Those that no section has taken yet."""
+        self.resize((), ())
 
-    def resize(self, room: Sequence[int]) -> None:
-        """`room`: bytes of staging that each section takes from now on."""
+    def resize(self, room: Sequence[int], sent: Sequence[int]) -> None:
+        """From now on each section takes so many bytes of staging, and sends so many at once."""
         self.drain()
         self._pool = SpanPool(self._arena, sum(sorted(room)[-STAGED_SECTIONS:]))
-        self._leaving_max = leaving_bytes(room)
+        self._leaving_max = leaving_bytes(sent)
 
     def make_room(self, nbytes: int) -> None:
         """So many bytes may be gathered on the GPU."""
@@ -82,13 +113,65 @@ class GradDownloads:
 
     def stage(self, section: int, flat: torch.Tensor, made: Event, land: Callable[[torch.Tensor], None]) -> None:
         """Launch the download of `flat` into staging; `land` gets what has arrived, and holds no GPU memory."""
-        region = self._lease(flat.nbytes)
-        handoff = self.place(region.tensor(flat.dtype, flat.numel()), flat, made)
-        self._staged.append(_Staged(section, land, region, handoff))
+        lease = self._lease(flat.nbytes)
+        target = lease.region.tensor(flat.dtype, flat.numel())
+        handoff = self.place(target, flat, made)
+        self._staged.append(_Staged(section, partial(land, target), [lease], [handoff]))
+
+    # Slice by slice
+
+    def open(self, shape: Sequence[int], dtype: torch.dtype) -> StagedGrad:
+        """Staging for a gradient that comes in slices of its first dimension."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        self._open.append(StagedGrad(shape, dtype, self._lease(nbytes)))
+        return self._open[-1]
+
+    def send(self, grad: StagedGrad, index: int, values: torch.Tensor) -> None:
+        """Launch the download of slice `index`, whose `values` compute has made."""
+        flat = values.reshape(-1)
+        self.make_room(flat.nbytes)
+        grad.last = self.place(grad.values[index].view(-1), flat, self._device.mark())
+        grad.missing.discard(index)
+        self.advance()
+
+    def stage_slices(self, section: int, grads: Sequence[StagedGrad], land: Callable[[], None]) -> None:
+        """No more slices of these come. `land` is called when all have arrived."""
+        for grad in grads:
+            _fill(grad)
+        self._open = [each for each in self._open if all(each is not grad for grad in grads)]
+        leases = [grad.lease for grad in grads if grad.lease is not None]
+        handoffs = [grad.last for grad in grads if grad.last is not None]
+        self._staged.append(_Staged(section, land, leases, handoffs))
+
+    def bring(self, grad: StagedGrad) -> torch.Tensor:
+        """The gradient, whole, in memory of the device. Its staging is given back."""
+        if grad.lease is None or grad.taken:
+            raise ZeroOffloadError("this gradient is over: a step's gradients have taken it, or its backward has ended")
+        _fill(grad)
+        whole = torch.empty(grad.values.shape, dtype=grad.values.dtype, device=self._device.torch_device)
+        if grad.last is not None:
+            grad.last.take_on_host()
+        handoff = self._device.upload(whole, grad.values)
+        handoff.take_on_host()
+        self._close(grad)
+        return handoff.take()
+
+    def close_open(self) -> None:
+        """A backward is over: what no section has taken is not wanted."""
+        while self._open:
+            self._close(self._open[-1])
+
+    def _close(self, grad: StagedGrad) -> None:
+        if grad.last is not None:
+            grad.last.take_on_host()
+        self._open = [each for each in self._open if each is not grad]
+        if grad.lease is not None:
+            grad.lease.end()
+        grad.lease = None
 
     def advance(self) -> None:
         """Land what has arrived, and let go of what has left."""
-        while self._staged and self._staged[0].handoff.ready.done():
+        while self._staged and all(each.ready.done() for each in self._staged[0].handoffs):
             self._finish()
         while self._leaving and self._leaving[0].read.done():
             self._leaving.popleft()
@@ -107,25 +190,37 @@ class GradDownloads:
         """What is under way is not wanted, sums too; when this returns nothing is, and memory that copies use may
         go."""
         while self._staged:
-            staged = self._staged.popleft()
-            staged.handoff.take_on_host()
-            self._pool.release(staged.region)
+            self._end(self._staged.popleft(), land=False)
+        self.close_open()
         while self._leaving:
             self._leaving.popleft().read.synchronize()
         self.sums.drop()
 
-    def _lease(self, nbytes: int) -> Region:
-        if nbytes > self._pool.nbytes:
-            self.drain()
-            self._pool = SpanPool(self._arena, nbytes)
-        while not self._pool.fits(nbytes):
+    def _lease(self, nbytes: int) -> _Lease:
+        while self._staged and not self._pool.fits(nbytes):
             self._finish()
-        return self._pool.lease(nbytes)
+        if not self._pool.fits(nbytes):
+            # What is leased of the one before keeps it.
+            self._pool = SpanPool(self._arena, max(nbytes, self._pool.nbytes))
+        return _Lease(self._pool, self._pool.lease(nbytes))
 
     def _finish(self) -> None:
-        staged = self._staged.popleft()
-        staged.land(staged.handoff.take_on_host())
-        self._pool.release(staged.region)
+        self._end(self._staged.popleft(), land=True)
+
+    def _end(self, staged: _Staged, *, land: bool) -> None:
+        for handoff in staged.handoffs:
+            handoff.take_on_host()
+        if land:
+            staged.land()
+        for lease in staged.leases:
+            lease.end()
+
+
+def _fill(grad: StagedGrad) -> None:
+    """Of a gradient that is complete, slices that nothing was sent to are zeros."""
+    for index in grad.missing:
+        grad.values[index].zero_()
+    grad.missing.clear()
 
 
 class ComingSum(NamedTuple):

@@ -4,10 +4,10 @@ A `GradStore` is chosen for each section when the model is offloaded: `HostGrads
 a drive, `DeviceGrads` in a GPU's memory; with overlap="backward" the first two have a part of the ring (`ring_grads`).
 A store owns values, their sums of squares, and the factors by which the update multiplies them. Values are in the
 compute dtype until the first addition of a second micro-batch, and in fp32 from then on, in later steps too: this
-switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`), or
-`add_shard` for several that lie in one tensor; `flush` when the section is complete; then `lend` to an update, which
-takes `chunks` and calls `release`; or `drop`. Between them `view` gives gradients where they rest, to be read or
-changed, and `flush` again ends that.
+switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`),
+`add_shard` for several that lie in one tensor, or `add_slices` for those in staging; `flush` when the section is
+complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`. Between them `view` gives
+gradients where they rest, to be read or changed, and `flush` again ends that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.storage.memory.arena import Region
-from zero_offload.storage.shards.grad_downloads import GradDownloads, Sum
+from zero_offload.storage.shards.grad_downloads import GradDownloads, StagedGrad, Sum
 from zero_offload.storage.shards.store import ShardStore
 
 LARGE_BYTES = 32 * MIB
@@ -117,6 +117,11 @@ class GradStore:
 
     def add_shard(self, new: Gathered) -> None:
         """Take neighbours' gradients, (numel,) in one tensor of the compute device."""
+        raise NotImplementedError
+
+    def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int]) -> None:
+        """Take gradients that a GPU has sent slice by slice, by the parameter's index; those of `adds` add to what is
+        here."""
         raise NotImplementedError
 
     def open_pages(self) -> None:
@@ -249,6 +254,12 @@ class HostGrads(GradStore):
         target = self.open()[new.begin : new.begin + new.flat.numel()]
         self._arriving, self.held = downloads.place(target, new.flat, made), True
 
+    def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int]) -> None:
+        downloads = self._memory.downloads
+        assert downloads is not None
+        values = {index: grad.values.view(-1) for index, grad in sorted(new.items())}
+        downloads.stage_slices(self.layout.index, [*new.values()], partial(self._take_each, values, adds))
+
     def _stage(self, downloads: GradDownloads, new: Gathered) -> None:
         """By way of staging: the host adds these gradients, converts them or writes them to a drive."""
         downloads.stage(
@@ -257,8 +268,11 @@ class HostGrads(GradStore):
 
     def _take(self, parts: Mapping[int, slice], adds: Container[int], flat: torch.Tensor) -> None:
         """Write gradients that lie in one tensor of the host to their places, or add them."""
-        for index, part in parts.items():
-            self._write(index, flat[part], adds=index in adds)
+        self._take_each({index: flat[part] for index, part in parts.items()}, adds)
+
+    def _take_each(self, grads: Mapping[int, torch.Tensor], adds: Container[int]) -> None:
+        for index, grad in grads.items():
+            self._write(index, grad, adds=index in adds)
         self.flush()
 
     def _may_keep(self, grad: torch.Tensor) -> bool:
