@@ -84,7 +84,7 @@ class _Call:
         """One expert's part, (1, ...), of a parameter's gradient, which is zeros elsewhere."""
         if name not in self.grads:
             nodes = dict(zip(self.trained, self.begin.next_functions[-len(self.trained) :], strict=True))
-            accumulates = _accumulates(nodes[name][0])
+            accumulates = _accumulates(nodes[name][0]) or bool(self.experts.grads.coming)
             self.grads[name] = self.experts.grads.begin(self.trained[name], grad, accumulates=accumulates)
         self.grads[name].put(expert, grad)
 
@@ -258,10 +258,10 @@ class GroupedExperts:
 
 
 def _accumulates(node: Any) -> bool:
-    """True if the running backward adds what comes to this node, a parameter's, to the parameter's gradient."""
+    """True if the running backward adds what comes to a parameter's node to the parameter's gradient."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad gives it to the program
+    except RuntimeError:  # torch.autograd.grad gives it to its caller
         return False
 
 

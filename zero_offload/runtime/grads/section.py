@@ -139,12 +139,14 @@ class FreshGrads:
         """Gradients that have left already, for their places in staging."""
         self._sliced_adds = set[int]()
         """Those of them that add to what the step holds."""
+        self._more_come = False
+        """True if the store has slices, and does not know yet that the section is complete."""
 
     def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
         staged = grad.take_staged() if isinstance(grad, SlicedGrad) else None
         if index in self._sliced or (staged is not None and index in self._fresh):
-            self._add_to_store()
+            self._add_to_store(more=True)
         if staged is not None:
             self._sliced[index] = staged
             self._sliced_adds.update([index] * adds)
@@ -177,14 +179,15 @@ class FreshGrads:
         self._fresh.clear()
         self._sliced.clear()
         self._sliced_adds.clear()
+        self._more_come = False
 
-    def _add_to_store(self) -> None:
+    def _add_to_store(self, *, more: bool = False) -> None:
         fresh, self._fresh = self._fresh, {}
         for indices in neighbours(fresh):
             self._store.add_shard(self._gathered({index: fresh.pop(index) for index in indices}))
-        if self._sliced:
-            self._store.add_slices(self._sliced, self._sliced_adds)
-            self._sliced, self._sliced_adds = {}, set()
+        if self._sliced or (self._more_come and not more):
+            self._store.add_slices(self._sliced, self._sliced_adds, more=more)
+            self._sliced, self._sliced_adds, self._more_come = {}, set(), more
 
     def _gathered(self, fresh: Mapping[int, Fresh]) -> Gathered:
         """Gradients of neighbours, in the widest of their dtypes and the section's."""

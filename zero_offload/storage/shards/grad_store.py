@@ -119,9 +119,9 @@ class GradStore:
         """Take neighbours' gradients, (numel,) in one tensor of the compute device."""
         raise NotImplementedError
 
-    def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int]) -> None:
+    def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int], *, more: bool) -> None:
         """Take gradients that a GPU has sent slice by slice, by the parameter's index; those of `adds` add to what is
-        here."""
+        here. With `more` the section is not complete: further ones come."""
         raise NotImplementedError
 
     def open_pages(self) -> None:
@@ -254,11 +254,12 @@ class HostGrads(GradStore):
         target = self.open()[new.begin : new.begin + new.flat.numel()]
         self._arriving, self.held = downloads.place(target, new.flat, made), True
 
-    def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int]) -> None:
+    def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int], *, more: bool) -> None:
         downloads = self._memory.downloads
         assert downloads is not None
         values = {index: grad.values.view(-1) for index, grad in sorted(new.items())}
-        downloads.stage_slices(self.layout.index, [*new.values()], partial(self._take_each, values, adds))
+        land = partial(self._take_each, values, adds, more=more)
+        downloads.stage_slices(self.layout.index, [*new.values()], land)
 
     def _stage(self, downloads: GradDownloads, new: Gathered) -> None:
         """By way of staging: the host adds these gradients, converts them or writes them to a drive."""
@@ -270,10 +271,11 @@ class HostGrads(GradStore):
         """Write gradients that lie in one tensor of the host to their places, or add them."""
         self._take_each({index: flat[part] for index, part in parts.items()}, adds)
 
-    def _take_each(self, grads: Mapping[int, torch.Tensor], adds: Container[int]) -> None:
+    def _take_each(self, grads: Mapping[int, torch.Tensor], adds: Container[int], *, more: bool = False) -> None:
         for index, grad in grads.items():
             self._write(index, grad, adds=index in adds)
-        self.flush()
+        if not more:
+            self.flush()
 
     def _may_keep(self, grad: torch.Tensor) -> bool:
         """True if a gradient may stay as autograd has made it."""
