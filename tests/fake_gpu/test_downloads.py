@@ -23,7 +23,7 @@ class Landing:
         self.device = AcceleratorDevice(TYPE)
         self.arena = Arena(0, pinner=self.device)
         self.downloads = GradDownloads(self.device, self.arena, Counters())
-        self.downloads.resize(room)
+        self.downloads.resize(room, room)
         self.found: list[tuple[int, list[float]]] = []
 
     def stage(self, section: int, flat: torch.Tensor) -> None:
