@@ -10,6 +10,7 @@ from tests.fake_gpu.device import TYPE
 from zero_offload.base.events import Counters
 from zero_offload.base.types import KIB
 from zero_offload.hardware.device import AcceleratorDevice, Handoff
+from zero_offload.plan.memory import grad_staging_bytes
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.grad_downloads import GradDownloads
 
@@ -23,7 +24,7 @@ class Landing:
         self.device = AcceleratorDevice(TYPE)
         self.arena = Arena(0, pinner=self.device)
         self.downloads = GradDownloads(self.device, self.arena, Counters())
-        self.downloads.resize(room, room)
+        self.downloads.resize(grad_staging_bytes(room, ()), room)
         self.found: list[tuple[int, list[float]]] = []
 
     def stage(self, section: int, flat: torch.Tensor) -> None:

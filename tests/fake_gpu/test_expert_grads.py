@@ -264,7 +264,9 @@ def test_backward_takes_a_few_experts_of_the_device_and_no_layer(
                 peak = max(peak, peak_bytes(loss_of(model, step).backward))
         optimizer.step()
         optimizer.zero_grad()
-    planned = need_runtime(model, "a test").sizes.plan.staging_bytes[Tier.DEVICE]
+    plan = need_runtime(model, "a test").sizes.plan
+    planned = plan.staging_bytes[Tier.DEVICE]
+    assert zo.stats(model).resident_bytes["cpu"] <= plan.used_bytes(Tier.CPU)
     zo.close(model)
     if grads == "device":
         assert peak > 2 * NUM_EXPERTS * OF_ONE_BYTES  # of two layers

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import LATE, TYPE, Policy
+from tests.helpers.experts import experts_lm
 from tests.helpers.models import Block, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
 from zero_offload.model.api import runtime_of
@@ -153,3 +154,12 @@ def test_a_module_may_change_streams_in_its_forward(policy: Policy) -> None:
     expected = train(on_one, partial(make, block=Straight))
     device.policy(policy, 1)
     assert train(on_one, partial(make, block=Branched), **SMALL) == expected
+
+
+@pytest.mark.parametrize("policy", LATE)
+@pytest.mark.parametrize("step", [forward_aside, backward_aside])
+def test_slices_of_gradients_leave_streams_of_the_programs_own(step: Step, policy: Policy) -> None:
+    grouped = partial(experts_lm, trained=True)
+    expected = train(on_one, grouped)
+    device.policy(policy, 1)
+    assert train(step, grouped, params="cpu", grads="cpu", durability="scratch") == expected

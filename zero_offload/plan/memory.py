@@ -478,7 +478,7 @@ def _staging_bytes(
 ) -> dict[Tier, int]:
     shared = placement.budget.shared_memory
     landing = list[int]()
-    made, staged, sent, to_drives, on_device, on_host = ([0] for _ in range(6))
+    made, staged, sliced, sent, to_drives, on_device, on_host = ([0] for _ in range(7))
     sources_of_device = set()
     """Where gradients rest, of each unit that a device updates in its own memory."""
     reads_states = reads_grads = lands_groups = False
@@ -489,7 +489,8 @@ def _staging_bytes(
         landing.append(unit.params_bytes * (lands and not unit.group_bytes))
         lands_groups |= lands and bool(unit.group_bytes)
         leaves = grads is not Tier.DEVICE and not shared
-        staged.append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
+        in_slices = bool(unit.group_bytes) and partition.world_size == 1
+        (sliced if in_slices else staged).append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
         sent.append(sent_grad_bytes(unit, partition) * leaves)
         (on_device if grads is Tier.DEVICE and not shared else on_host).append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
@@ -497,7 +498,7 @@ def _staging_bytes(
         # one group's are made while another's leave.
         if partition.world_size > 1:
             made.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
-        elif leaves and unit.group_bytes:
+        elif leaves and in_slices:
             made.append(min(GROUPS_IN_FLIGHT * unit.group_bytes, made_bytes))
         else:
             made.append(made_bytes + unit.grads_bytes * (unit.grads_bytes > made_bytes and leaves))
@@ -531,7 +532,7 @@ def _staging_bytes(
         Tier.CPU: in_flight_sum(landing, units)
         + groups_bytes * lands_groups
         + BASE_BUFFER_BYTES * any(unit.base_bytes for unit in units)
-        + sum_of_largest(staged, STAGED_SECTIONS)
+        + grad_staging_bytes(staged, sliced)
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)
         + CHUNKS_IN_FLIGHT * update_bytes
@@ -539,6 +540,12 @@ def _staging_bytes(
         + activation_bytes * (Tier.NVME in config.activation_fractions),
         Tier.NVME: 0,
     }
+
+
+def grad_staging_bytes(whole: Iterable[int], sliced: Iterable[int]) -> int:
+    """Host memory that gradients pass through on their way from a device: of sections or units that leave `whole`, each
+    of so many bytes, and of experts. When the last slice of those is made, most of them have left."""
+    return sum_of_largest(whole, STAGED_SECTIONS) + max(sliced, default=0)
 
 
 def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:

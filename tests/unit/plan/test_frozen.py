@@ -14,9 +14,10 @@ from zero_offload.base.types import StateKind, Tier
 from zero_offload.hardware.machines import Lane, Machine
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.groups import GROUPS_IN_FLIGHT
-from zero_offload.plan.layout import make_layout
+from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
     BASE_BUFFER_BYTES,
+    CHUNKS_IN_FLIGHT,
     Budget,
     Placement,
     UnitNumel,
@@ -33,6 +34,7 @@ GPU = Machine(False, 1e14, 1e12, 25e9, 25e9, 50e9, 50e9, 10e9, 5e9, True, 0.0)
 NUMEL = 10**8
 ON_NVME = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.DEVICE, StateKind.OPTIMIZER: Tier.DEVICE}
 ROOMY = Budget(1 << 40, 1 << 40, 1 << 40, False)
+UPDATE_BYTES = CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4
 READ = list(Lane).index(Lane.READ)
 
 
@@ -113,23 +115,24 @@ def test_memory_has_two_groups_and_not_the_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placed", "world_size", "made", "sent"),
+    ("placed", "world_size", "made", "sent", "staged"),
     [
-        ("cpu", 1, 2 * 1000, 1000),
-        ("nvme", 1, 2 * 1000, 1000),
-        ("device", 1, 2 * NUMEL, 0),
-        ("cpu", 2, 3 * 4 * NUMEL, 4 * NUMEL // 2),
+        ("cpu", 1, 2 * 1000, 1000, 2 * NUMEL),
+        ("nvme", 1, 2 * 1000, 1000, 2 * NUMEL + 2 * 2 * NUMEL + UPDATE_BYTES),  # and pages on their way to the drive
+        ("device", 1, 2 * NUMEL, 0, UPDATE_BYTES),
+        ("cpu", 2, 3 * 4 * NUMEL, 4 * NUMEL // 2, 3 * 4 * NUMEL // 2),
     ],
 )
 def test_gradients_of_trained_experts_leave_a_gpu_group_by_group(
-    placed: str, world_size: int, made: int, sent: int
+    placed: str, world_size: int, made: int, sent: int, staged: int
 ) -> None:
-    """A group's are made, and a group's leave. On the GPU, and over ranks, a layer's gradient is whole."""
+    """A group's are made, and a group's leave; the host has a layer's. On the GPU, and over ranks, it is whole."""
     partition = Partition(3, world_size)
     units = measure_units([UnitNumel("0", NUMEL, group_bytes=1000)] * 3, config(), partition)
     tiers = {**ON_NVME, StateKind.GRADS: Tier(placed), StateKind.OPTIMIZER: Tier.CPU}
     plan = estimate_memory(units, Placement((tiers,) * 3, ROOMY), config(), partition)
     assert plan.staging_bytes[Tier.DEVICE] == GROUPS_IN_FLIGHT * 1000 + made + sent
+    assert plan.staging_bytes[Tier.CPU] == GROUPS_IN_FLIGHT * 1000 + staged
 
 
 def test_a_quantized_weight_is_made_for_each_use() -> None:

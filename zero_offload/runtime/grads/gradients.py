@@ -28,11 +28,11 @@ from torch import nn
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.spans import Lane
-from zero_offload.base.types import Tier
+from zero_offload.base.types import Tier, whole_sectors
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
+from zero_offload.plan.memory import GRADS_IN_FLIGHT, grad_staging_bytes, staged_grad_bytes
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.section import DevicePartial, Factor, FreshGrads, GradSection, HostPartial
@@ -132,10 +132,7 @@ class Gradients:
             self.sections += [section for section in by_section.values() if section.layout.trainable]
         if self._downloads is not None:
             leaving = [section for section in self.sections if not self._rest_on_device(section.section)]
-            self._downloads.resize(
-                [self._staged_bytes(each.layout) for each in leaving],
-                [self._sent_bytes(each) for each in leaving],
-            )
+            self._downloads.resize(self._staging_bytes(leaving), [self._sent_bytes(each) for each in leaving])
 
     # Where they rest
 
@@ -170,6 +167,19 @@ class Gradients:
     def _rest_on_device(self, section: Section) -> bool:
         return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
 
+    def _staging_bytes(self, leaving: Sequence[GradSection]) -> int:
+        """Staging for these sections."""
+        whole, sliced = list[int](), dict[int, int]()
+        for section in leaving:
+            if self._in_slices(section):
+                sizes = (
+                    whole_sectors(each.spec.numel * section.layout.dtype.itemsize) for each in section.layout.params
+                )
+                sliced[section.unit.index] = sliced.get(section.unit.index, 0) + sum(sizes)
+            else:
+                whole.append(self._staged_bytes(section.layout))
+        return grad_staging_bytes(whole, sliced.values())
+
     def _staged_bytes(self, section: SectionLayout) -> int:
         """What a section's gradients take of staging on their way from a GPU."""
         return staged_grad_bytes(section.numel, section.nbytes, self._collectives.partition)
@@ -177,13 +187,15 @@ class Gradients:
     def _sent_bytes(self, section: GradSection) -> int:
         """What they take of the GPU meanwhile."""
         experts = section.unit.layout.experts
-        if experts is None or not self._leaves_in_slices(section):
+        if experts is None or not self._in_slices(section):
             return self._staged_bytes(section.layout)
         return section.layout.nbytes // experts.num_experts * experts.size
 
-    def _leaves_in_slices(self, section: GradSection) -> bool:
-        """True if gradients may leave before they are whole: no rank sums them up on the GPU, and none stays there."""
-        return self._downloads is not None and self._collectives.world_size == 1 and not section.store.on_device
+    def _in_slices(self, section: GradSection) -> bool:
+        """True if gradients leave a GPU before they are whole: experts', which no rank sums up there, and which rest
+        elsewhere."""
+        is_sent = self._downloads is not None and not section.store.on_device
+        return is_sent and section.unit.layout.experts is not None and self._collectives.world_size == 1
 
     # Backward
 
@@ -193,7 +205,7 @@ class Gradients:
         It is for autograd. Slices leave a GPU one by one if autograd only `accumulates` it, and the program has no hook
         that sees it."""
         section = self.place(param)[0]
-        downloads = self._downloads if accumulates and self._leaves_in_slices(section) else None
+        downloads = self._downloads if accumulates and self._in_slices(section) else None
         if downloads is None or has_hooks(param):
             return WholeGrad(param.shape[0], like)
         return GradSlices(param.shape[0], like, downloads)

@@ -7,9 +7,8 @@ takes staging at once (`open`), leaves slice by slice (`send`), and is `stage_sl
 
 What is being read on the GPU is kept here, as much at a time as most sections have (`plan.memory.leaving_bytes`).
 Compute waits until the oldest has left before it gathers the next. Its memory goes back in the order of compute. So the
-host waits for nothing, however far it is ahead, and gradients never fill the GPU. Staging has room for the
-`STAGED_SECTIONS` largest sections, as the plan counts them, and for a larger one when it comes; the host waits where it
-is full.
+host waits for nothing, however far it is ahead, and gradients never fill the GPU. Staging is as large as the plan
+counts it (`plan.memory.grad_staging_bytes`), and larger when a larger section comes; the host waits where it is full.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.hardware.kernels.arguments import CHUNK
 from zero_offload.hardware.kernels.grads import launch_sums, total
 from zero_offload.hardware.native import GradSum
-from zero_offload.plan.memory import STAGED_SECTIONS, leaving_bytes
+from zero_offload.plan.memory import leaving_bytes
 from zero_offload.storage.memory.arena import Arena, Region
 from zero_offload.storage.memory.pool import SpanPool
 
@@ -90,12 +89,12 @@ class GradDownloads:
         self._staged: deque[_Staged] = deque()
         self._open = list[StagedGrad]()
         """Those that no section has taken yet."""
-        self.resize((), ())
+        self.resize(0, ())
 
-    def resize(self, room: Sequence[int], sent: Sequence[int]) -> None:
-        """From now on each section takes so many bytes of staging, and sends so many at once."""
+    def resize(self, nbytes: int, sent: Sequence[int]) -> None:
+        """From now on there are `nbytes` of staging, and sections send so many bytes each at once."""
         self.drain()
-        self._pool = SpanPool(self._arena, sum(sorted(room)[-STAGED_SECTIONS:]))
+        self._pool = SpanPool(self._arena, nbytes)
         self._leaving_max = leaving_bytes(sent)
 
     def make_room(self, nbytes: int) -> None:
