@@ -102,7 +102,7 @@ FAULTS = [
     fault(
         "bytes of a base that change after their first read are trained on",
         "storage/files/base_files.py",
-        "op = IoOp.READ if group.is_known else IoOp.READ_UNVERIFIED",
+        "op = IoOp.READ if group.is_verified else IoOp.READ_UNVERIFIED",
         "op = IoOp.READ_UNVERIFIED",
         "tests/models/test_base.py::test_a_block_that_changes_while_a_model_trains",
     ),

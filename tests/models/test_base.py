@@ -473,6 +473,43 @@ def test_a_base_that_has_moved(when: str, tiers: str, own: Path, plain: list[flo
     zo.close(model)
 
 
+@pytest.mark.parametrize("tiers", ["nvme", "cpu", "mixed"])
+@pytest.mark.parametrize("when", ["before zo.offload", "after zo.offload"])
+def test_a_copy_with_other_bytes_in_a_block(
+    when: str, tiers: str, own: Path, plain: list[float], tmp_path: Path
+) -> None:
+    """Neither the header nor the two blocks of the fingerprint tell: a value that is read is another."""
+    config = settings(tmp_path / "run", existing="resume", **TIERS[tiers])
+    model, optimizer = opened(own, config)
+    losses = steps(model, optimizer, 0, 3)
+    zo.close(model)
+    own.rename(tmp_path / "copy")
+    files = sorted((tmp_path / "copy").glob("*.safetensors"))
+    flip(files[1], files[1].stat().st_size // 3)
+    torch.manual_seed(0)
+    with zo.deferred_init(values="skip"):
+        model = Adapted()
+    if when == "before zo.offload":
+        zo.load_pretrained(model, tmp_path / "copy")
+    zo.offload(model, config)
+    optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    zo.resume(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(zo.IntegrityError, match="other bytes"):
+            if when == "after zo.offload":
+                zo.load_pretrained(model, tmp_path / "copy")
+            steps(model, optimizer, 3, 4)
+        if tiers == "nvme":
+            break
+    close_broken(model)
+    flip(files[1], files[1].stat().st_size // 3)
+    model, optimizer = opened(None, config)
+    zo.load_pretrained(model, tmp_path / "copy")
+    zo.resume(model, optimizer)
+    assert losses + steps(model, optimizer, 3, 6) == plain
+    zo.close(model)
+
+
 def test_a_copy_may_be_used_though_the_first_place_is_there(own: Path, plain: list[float], tmp_path: Path) -> None:
     config = settings(tmp_path / "run", existing="resume")
     model, optimizer = opened(own, config)

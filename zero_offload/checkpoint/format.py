@@ -341,10 +341,10 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequen
     # By name first: a parameter of another dtype lies elsewhere, and moves those that came after it.
     named = {entry.get("name"): entry for entry in saved}
     same_names = [(named[mine["name"]], mine, _KINDS) for mine in here if mine["name"] in named]
-    in_order = [(there, mine, tuple(mine)) for there, mine in zip(saved, here, strict=False)]
+    in_order = [(there, mine, tuple(mine | there)) for there, mine in zip(saved, here, strict=False)]
     is_same_model = named.keys() == {mine["name"] for mine in here}
     for there, mine, keys in same_names + in_order:
-        different = [key for key in keys if there.get(key) != mine[key]]
+        different = [key for key in keys if there.get(key) != mine.get(key)]
         if is_same_model and different[:1] and different[0] in _PLACE:
             raise CheckpointError(
                 f"{where} has the parameters of this model in other units, from {mine['name']!r} on. Pass the units= "
@@ -355,7 +355,7 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequen
             key = different[0]
             raise CheckpointError(
                 f"{where} holds another model: its parameter {there.get('name')!r} has "
-                f"{key}={there.get(key)!r}, this model's {mine['name']!r} has {key}={mine[key]!r}. "
+                f"{key}={there.get(key)!r}, this model's {mine['name']!r} has {key}={mine.get(key)!r}. "
                 f"Build the same model with the same precision and units, or use another directory{hint}"
             )
     if len(saved) != len(here):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from zero_offload.base.errors import CheckpointError, IntegrityError, StorageErr
 from zero_offload.base.host import host_empty
 from zero_offload.hardware.probe import is_remote
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
-from zero_offload.storage.files.base_files import LENGTH_NBYTES, BaseFiles, BaseSpan
+from zero_offload.storage.files.base_files import HEADER_NBYTES_MAX, LENGTH_NBYTES, BaseFiles, BaseSpan
 
 STEMS = ("model", "diffusion_pytorch_model")
 """How names of files begin: those of transformers, and those of diffusers."""
@@ -35,9 +36,6 @@ SINGLE_NAME = f"{STEMS[0]}.safetensors"
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
 _VARIANTS = re.compile(rf"({'|'.join(STEMS)})\.(safetensors\.index\.\w+\.json|\w+\.safetensors)")
 """The same weights in another form beside them, or alone: `model.fp16.safetensors`."""
-HEADER_NBYTES_MAX = 100_000_000
-"""What the format allows."""
-
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -210,13 +208,14 @@ def paths_of(source: object) -> list[Path]:
 def base_spans(section: SectionLayout, sources: Mapping[ParamSlice, object], base: BaseFiles) -> list[BaseSpan]:
     """Where files have the parameters of a section that `rests_in_files`."""
     spans = []
+    files = {path: base.open(path) for path in dict.fromkeys(itertools.chain(*map(paths_of, sources.values())))}
     for piece, source in sources.items():
         assert isinstance(source, StoredTensor | JoinedTensor)
         begin = piece.begin * section.dtype.itemsize
         for part in _parts_of(source):
             nbytes = part.numel * section.dtype.itemsize
             if nbytes:
-                spans.append(BaseSpan(begin, nbytes, base.open(part.path), part.offset))
+                spans.append(BaseSpan(begin, nbytes, files[part.path], part.offset))
             begin += nbytes
     return spans
 

@@ -213,7 +213,8 @@ def _take_base(owner: ModelRuntime, path: Path) -> bool:
     if not store.base_files:
         return False
     try:
-        store.move_base(files_of(path))
+        store.base.move(store.base_files, files_of(path))
+        store.read_base()
     except ZeroOffloadError as error:
         if not lost:
             return False

@@ -478,12 +478,15 @@ class ModelRuntime:
 
     def note_lost_base(self, others: Mapping[str, Path] | None = None) -> None:
         """Let the model not be used while files that it rests in are gone, and are not among `others`, by name,
-        either."""
-        if others and not all(file.is_open for file in self.store.base_files):
+        either; or are there with other bytes."""
+        store, self.life.lost_base = self.store, ""
+        if others and not all(file.is_open for file in store.base_files):
             with suppress(ZeroOffloadError):
-                self.store.move_base(others)
-        lost = [file for file in self.store.base_files if not file.is_open]
-        self.life.lost_base = missing_text(lost) if lost else ""
+                store.base.move(store.base_files, others)
+        try:
+            store.read_base()
+        except ZeroOffloadError as error:
+            self.life.lost_base = str(error)
 
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.helpers.models import TinyLM
 from zero_offload.base.errors import CheckpointError, IntegrityError
+from zero_offload.checkpoint import format as format_module
 from zero_offload.checkpoint.format import Generation, check_fingerprint, dtype_of, fingerprint, rank_manifest_name
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
@@ -73,6 +74,16 @@ def test_the_first_difference_is_named(key: str, value: object) -> None:
         check_fingerprint(saved, _layout(), "here")
     assert f"{key}={value!r}" in str(caught.value)
     assert "a later difference" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("order", [1, 0]), ("held_by", "AWrapper"), ("keeps_dtype", True)])
+@pytest.mark.parametrize("here", [False, True])
+def test_what_most_parameters_lack(key: str, value: object, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, mine = copy.deepcopy(fingerprint(_layout())), fingerprint(_layout())
+    (mine if here else saved)[3][key] = value
+    monkeypatch.setattr(format_module, "fingerprint", lambda layout: mine)
+    with pytest.raises(CheckpointError, match=f"here holds another model.*{key}="):
+        check_fingerprint(saved, _layout(), "here")
 
 
 @pytest.mark.parametrize("moved", ["section", "order"])

@@ -21,6 +21,7 @@ The time of a file's last change is recorded and not compared: a copy or a `touc
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -61,6 +62,8 @@ NUM_GROUPS = 4
 """Groups on their way at a time."""
 LENGTH_NBYTES = 8
 """A safetensors file begins with the length of its header."""
+HEADER_NBYTES_MAX = 100_000_000
+"""What the format allows."""
 _NBYTES_MAX = 1 << 44
 """Of a file that a record may name: its checksums take memory."""
 _STUCK: list[BaseFiles] = []
@@ -86,6 +89,8 @@ class BaseFile:
         """Why it is not open, where it is to be read."""
         self._direct: DataFile | None = None
         self._buffered: DataFile | None = None
+        self._opened: list[DataFile] = []
+        """With those of earlier places, which reads under way may still use."""
         self._identity = (0, 0)
 
     @classmethod
@@ -107,7 +112,7 @@ class BaseFile:
     @property
     def samples(self) -> list[int]:
         """Blocks that are read when the file is opened."""
-        return sorted({len(self.crcs) // 2, len(self.crcs) - 1})
+        return sorted({len(self.crcs) // 2, len(self.crcs) - 1}) if self.nbytes else []
 
     @property
     def fingerprint(self) -> str:
@@ -119,22 +124,21 @@ class BaseFile:
     def is_open(self) -> bool:
         return self._buffered is not None and self._buffered.fd >= 0
 
-    @property
-    def is_direct(self) -> bool:
-        """True if its reads pass by the page cache."""
-        return self._direct is not self._buffered
-
-    def move_to(self, path: Path) -> None:
-        """Read this file at another place from now on. Raises IntegrityError where another file is there."""
+    def open_at(self, path: Path) -> BaseFile:
+        """The file of this name, which `become` takes over. Raises IntegrityError where it is not like this one."""
         there = BaseFile.open(path)
         try:
             self._check_alike(there)
         except BaseException:
             there.close()
             raise
-        self.close()
+        return there
+
+    def become(self, there: BaseFile) -> None:
+        """Be read where a file lies that is alike."""
         self.path, self.mtime_ns, self.problem = there.path, there.mtime_ns, ""
         self._direct, self._buffered, self._identity = there._direct, there._buffered, there._identity
+        self._opened += there._opened
 
     def _check_alike(self, other: BaseFile) -> None:
         differ = "size" if self.nbytes != other.nbytes else "header" if self.head != other.head else ""
@@ -184,9 +188,10 @@ class BaseFile:
         self._identity = (info.st_dev, info.st_ino)
         self._buffered = found
         self._direct = _open_direct(self.path, info) or found
+        self._opened = self.descriptors
 
     def close(self) -> None:
-        for each in self.descriptors:
+        for each in self._opened:
             each.close()
 
     # What is recorded
@@ -257,7 +262,7 @@ def _head_of(file: DataFile) -> str:
     """The digest of a safetensors file up to its data."""
     with naming_errors("read", file.path):
         nbytes = int.from_bytes(os.pread(file.fd, LENGTH_NBYTES, 0), "little")
-        return hashlib.sha256(os.pread(file.fd, LENGTH_NBYTES + min(nbytes, file.nbytes), 0)).hexdigest()
+        return hashlib.sha256(os.pread(file.fd, LENGTH_NBYTES + min(nbytes, HEADER_NBYTES_MAX), 0)).hexdigest()
 
 
 def _open_direct(path: Path, info: os.stat_result) -> DataFile | None:
@@ -317,6 +322,8 @@ class _Group:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     """From a byte of that memory, to an address, so many bytes."""
     address: int = 0
+    is_verified: bool = False
+    """True if all of its blocks had a checksum when it was launched."""
     ticket: Ticket | None = None
 
     @property
@@ -412,9 +419,8 @@ class BaseFiles:
         self.counters = counters or Counters()
         self._on_error = on_error or ignore
         self._io_engine = io_engine
-        self._files: dict[Path, BaseFile] = {}
-        self._all: list[BaseFile] = []
-        """With those that others have replaced since, which reads under way may still use."""
+        self._files: list[BaseFile] = []
+        """With those in whose places others were found later."""
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._engine: FileEngine | None = None
@@ -433,15 +439,11 @@ class BaseFiles:
     def open(self, path: Path) -> BaseFile:
         """The file of this name, opened unless it is. Raises StorageError and IntegrityError."""
         path = path.absolute()
-        file = self._files.get(path)
-        if file is None or not file.is_open or file.what_changed():
-            file = BaseFile.open(path)
-            self._keep(file)
-        return file
-
-    def _keep(self, file: BaseFile) -> None:
-        self._files[file.path] = file
-        self._all.append(file)
+        for file in self._files:
+            if file.path == path and file.is_open and not file.what_changed():
+                return file
+        self._files.append(BaseFile.open(path))
+        return self._files[-1]
 
     def restore(
         self, records: Sequence[Mapping[str, Any]], hashes: Iterable[Sequence[Mapping[str, str]]]
@@ -458,30 +460,37 @@ class BaseFiles:
                 file.learn(each)
         for number, file in enumerate(files):
             known = self._known(file)
-            if known is not None:
+            if known is file:
+                self._files.append(file)
+            else:
                 known.learn(file.hashes)
-                files[number] = known
-                continue
-            try:
-                file.move_to(file.path)
-            except ZeroOffloadError as error:
-                file.problem = str(error)
-            self._keep(file)
+            if not known.is_open:
+                try:
+                    known.become(known.open_at(file.path))
+                except ZeroOffloadError as error:
+                    known.problem = str(error)
+            files[number] = known
         return files
 
-    def _known(self, file: BaseFile) -> BaseFile | None:
-        """An open file that is alike, here or elsewhere."""
-        alike = (each for each in self._files.values() if each.is_open and each.fingerprint == file.fingerprint)
-        return min(alike, key=lambda each: each.path != file.path, default=None)
+    def _known(self, file: BaseFile) -> BaseFile:
+        """A file that is alike, here or elsewhere, best an open one; else this one."""
+        alike = [each for each in self._files if each.fingerprint == file.fingerprint]
+        return min(alike, key=lambda each: (not each.is_open, each.path != file.path), default=file)
 
     def move(self, files: Iterable[BaseFile], paths: Mapping[str, Path]) -> None:
-        """Read these files at other places, by name. Raises IntegrityError where they are not alike."""
-        for file in files:
-            if (path := paths.get(file.path.name)) is None:
-                raise IntegrityError(f"{file.path.name} is not among the files there")
-            if path.absolute() != file.path or not file.is_open:
-                file.move_to(path)
-                self._keep(file)
+        """Read these files at other places, by name. Raises IntegrityError, and moves none, where some are not
+        alike."""
+        with contextlib.ExitStack() as undo:
+            found = []
+            for file in files:
+                if (path := paths.get(file.path.name)) is None:
+                    raise IntegrityError(f"{file.path.name} is not among the files there")
+                if path.absolute() != file.path or not file.is_open:
+                    found.append((file, file.open_at(path)))
+                    undo.callback(found[-1][1].close)
+            undo.pop_all()
+        for file, there in found:
+            file.become(there)
 
     @property
     def memory_bytes(self) -> int:
@@ -636,19 +645,20 @@ class BaseFiles:
                     if self._named.get(opened.fd) is not opened:
                         self._engine.name_file(opened.fd, str(file.path))
                         self._named[opened.fd] = opened
-            op = IoOp.READ if group.is_known else IoOp.READ_UNVERIFIED
+            group.is_verified = group.is_known
+            op = IoOp.READ if group.is_verified else IoOp.READ_UNVERIFIED
             group.ticket = self._engine.submit(op, table, group.address, read.urgency)
             read.begin_ns = read.begin_ns or time.perf_counter_ns()
         except Exception as error:
             read.error = read.error or error
 
     def _finish(self, group: _Group) -> None:
-        read, was_known = group.read, group.is_known
+        read = group.read
         try:
             if group.ticket is not None:
                 assert self._engine is not None
                 self._engine.wait(group.ticket)
-                if not was_known:
+                if not group.is_verified:
                     self._note(group)
                 for begin, address, nbytes in group.copies if read.error is None else ():
                     ctypes.memmove(address, group.address + begin, nbytes)
@@ -694,7 +704,7 @@ class BaseFiles:
             if self._engine.is_stuck:
                 _STUCK.append(self)
                 return
-        for file in self._all:
+        for file in self._files:
             file.close()
         self._region = None
 

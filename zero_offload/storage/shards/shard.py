@@ -282,6 +282,8 @@ class Shard:
     slots: tuple[dict[Component, Extent], ...] = ()
     base: InBase | None = None
     """Set if a base has the values, and the slots do not."""
+    awaits_base: bool = False
+    """True if what rests in memory is yet to be read from the base."""
     cache: Extent | None = None
     replica: Replica | None = None
     """Present where parameters are whole on every rank and leave the compute device."""

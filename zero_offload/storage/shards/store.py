@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
 from zero_offload.plan.buffers import is_on_device
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
-from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan
+from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, missing_text
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
@@ -353,35 +352,35 @@ class ShardStore:
 
     def rest_in_base(self, shard: Shard, spans: Sequence[BaseSpan], shard_index: int) -> None:
         """From now on a frozen shard's values are those of files, which have all of its section; after a commit under
-        way. What rests in memory is read, unless a file is gone: `move_base` follows then."""
+        way. What rests in memory is read, unless a file is gone: `read_base` follows then."""
         self.read_lazy()
         self.snapshots.wait_for_slots()
         base = InBase(shard.layout, tuple(sorted(spans, key=lambda span: span.begin)), shard_index, self.base)
-        if all(file.is_open for file in base.used()):
-            self._load_from(base, shard)
-        shard.base, shard.dirty = base, False
+        shard.base, shard.awaits_base, shard.dirty = base, Component.VALUE in shard.memory, False
         if shard.replica is not None and shard.replica.memory is None:
             shard.replica.base = base
             shard.replica.outdate()
+        if all(file.is_open for file in base.used()):
+            self._load_from_base(shard)
 
-    def _load_from(self, base: InBase, shard: Shard) -> None:
-        """Fill what rests in memory."""
-        if (value := shard.memory.get(Component.VALUE)) is not None:
+    def _load_from_base(self, shard: Shard) -> None:
+        """Fill what rests in memory, unless it is there."""
+        if shard.base is not None and shard.awaits_base:
             shard.wait_for_copies()
-            base.read(value.data_ptr())
+            shard.base.read(shard.memory[Component.VALUE].data_ptr())
+            shard.awaits_base = False
 
-    def move_base(self, paths: Mapping[str, Path]) -> None:
-        """Read the files that shards rest in at other places, by their names. Raises IntegrityError where other files
-        are there."""
-        lost = [file for file in self.base_files if not file.is_open]
-        self.base.move(self.base_files, paths)
-        for shard in self.shards if lost else ():
-            if shard.base is not None:
-                self._load_from(shard.base, shard)
+    def read_base(self) -> None:
+        """Read what rests in memory and has awaited its files. Raises IntegrityError where some are still gone, or have
+        other bytes than before."""
+        if lost := [file for file in self.base_files if not file.is_open]:
+            raise IntegrityError(missing_text(lost))
+        for shard in self.shards:
+            self._load_from_base(shard)
 
     def _leave_base(self, shard: Shard) -> None:
         """The shard's values are here."""
-        shard.base = None
+        shard.base, shard.awaits_base = None, False
         if shard.replica is not None and shard.replica.base is not None:
             shard.replica.base = None
             shard.replica.outdate()

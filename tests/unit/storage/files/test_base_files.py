@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import random
+import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +136,7 @@ def test_a_file_system_without_o_direct(refuses: str, tmp_path: Path, monkeypatc
     content = write(tmp_path / "f", 2 * BLOCK_BYTES)
     base = BaseFiles(io_engine="threads")
     file = base.open(tmp_path / "f")
-    assert not file.is_direct
+    assert len({each.fd for each in file.descriptors}) == 1
     assert read(base, [BaseSpan(0, len(content), file, 0)], 0, len(content)) == content
     base.close()
 
@@ -178,6 +180,43 @@ def test_known_and_new_blocks_in_one_read(base: BaseFiles, tmp_path: Path) -> No
     flip(tmp_path / "f", 4 * BLOCK_BYTES)
     with pytest.raises(IntegrityError, match="offset 4194304"):
         read(base, whole, 0, len(content))
+
+
+def test_two_first_reads_of_a_block_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one was launched when no checksum was known yet."""
+    content = write(tmp_path / "f", 6 * BLOCK_BYTES)
+    both, engines = threading.Event(), list[Any]()
+
+    class Engine:
+        def __init__(self, *args: Any) -> None:
+            self._engine, self._count = open_engine(*args), 0
+            engines.append(self._engine)
+
+        def submit(self, *args: Any) -> Any:
+            ticket = self._engine.submit(*args)
+            while not self._engine.done(ticket):
+                time.sleep(0.001)
+            self._count += 1
+            if self._count == 1:
+                assert both.wait(60)
+                flip(tmp_path / "f", BLOCK_BYTES - 1)
+            return ticket
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+    monkeypatch.setattr(base_files, "open_engine", Engine)
+    base = BaseFiles(io_engine="threads")
+    file = base.open(tmp_path / "f")
+    span, outs = [BaseSpan(0, len(content), file, 0)], [torch.zeros(2 * BLOCK_BYTES, dtype=torch.uint8) for _ in "ab"]
+    first = base.launch_read("s", span, 0, 10, outs[0].data_ptr())
+    second = base.launch_read("s", span, 0, 2 * BLOCK_BYTES, outs[1].data_ptr())
+    both.set()
+    first.wait()
+    with pytest.raises(IntegrityError, match="holds other bytes than when it was first read.*offset 0"):
+        second.wait()
+    assert read(base, span, BLOCK_BYTES, 2 * BLOCK_BYTES) == content[BLOCK_BYTES : 2 * BLOCK_BYTES]
+    base.close()
 
 
 def test_a_file_that_became_shorter(base: BaseFiles, tmp_path: Path) -> None:
@@ -291,6 +330,90 @@ def test_a_copy_elsewhere(tmp_path: Path) -> None:
         base.move([file], {})
     assert read(base, span, 0, len(content)) == content
     base.close()
+
+
+def test_a_move_is_whole_or_none(tmp_path: Path) -> None:
+    content = {name: write(tmp_path / name, 3 * BLOCK_BYTES, seed) for seed, name in enumerate("fg")}
+    base = BaseFiles()
+    files = [base.open(tmp_path / name) for name in "fg"]
+    shutil.copytree(tmp_path, tmp_path / "new")
+    paths = {name: tmp_path / "new" / name for name in "fg"}
+    write(paths["g"], 3 * BLOCK_BYTES, seed=5)
+    with pytest.raises(IntegrityError, match="another content"):
+        base.move(files, paths)
+    assert [file.path.parent for file in files] == [tmp_path, tmp_path]
+    paths["g"].write_bytes(content["g"])
+    base.move(files, paths)
+    assert [file.path for file in files] == list(paths.values())
+    # What lies at the first place now is another file.
+    other = write(tmp_path / "f", 3 * BLOCK_BYTES, seed=7)
+    assert read(base, [BaseSpan(0, len(other), base.open(tmp_path / "f"), 0)], 0, len(other)) == other
+    base.close()
+
+
+def test_a_read_under_way_while_a_file_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = write(tmp_path / "f", 6 * BLOCK_BYTES)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "f").write_bytes(content)
+    base = BaseFiles(io_engine="threads")
+    file = base.open(tmp_path / "f")
+    names, launch, moved = base_files.BaseFiles._launch, threading.Event(), threading.Event()
+
+    def late(self: BaseFiles, group: Any, turn: int) -> None:
+        submit = self._engine.submit  # type: ignore[union-attr]
+
+        def submit_late(*args: Any) -> Any:
+            launch.set()
+            assert moved.wait(60)
+            return submit(*args)
+
+        self._engine.submit = submit_late  # type: ignore[union-attr, method-assign]
+        names(self, group, turn)
+
+    monkeypatch.setattr(base_files.BaseFiles, "_launch", late)
+    out = torch.zeros(len(content), dtype=torch.uint8)
+    transfer = base.launch_read("s", [BaseSpan(0, len(content), file, 0)], 0, len(content), out.data_ptr())
+    assert launch.wait(60)
+    base.move([file], {"f": tmp_path / "new" / "f"})
+    moved.set()
+    transfer.wait()
+    assert out.numpy().tobytes() == content
+    base.close()
+
+
+def test_what_two_restores_name_is_one_file(tmp_path: Path) -> None:
+    """Also where it is gone: a second zo.offload restores further sections of one base."""
+    write(tmp_path / "f", 3 * BLOCK_BYTES)
+    first = BaseFiles()
+    file = first.open(tmp_path / "f")
+    first.close()
+    (tmp_path / "f").rename(tmp_path / "g")
+    base = BaseFiles()
+    (lost,) = base.restore([file.record], [[file.hashes]])
+    assert not lost.is_open and base.restore([file.record], [[file.hashes]]) == [lost]
+    base.close()
+
+
+def test_an_empty_file_in_its_place(tmp_path: Path) -> None:
+    write(tmp_path / "f", 3 * BLOCK_BYTES)
+    first = BaseFiles()
+    file = first.open(tmp_path / "f")
+    first.close()
+    (tmp_path / "f").write_bytes(b"")
+    base = BaseFiles()
+    (other,) = base.restore([file.record], [[file.hashes]])
+    assert not other.is_open and "it has another size" in other.problem
+    base.close()
+
+
+def test_what_claims_a_long_header_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_bytes(b"\xff" * 8)
+    os.truncate(tmp_path / "f", 1 << 32)
+    read_bytes: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(base_files.os, "pread", lambda *args: [read_bytes.append(args[1]), pread(*args)][1])
+    BaseFile.open(tmp_path / "f").close()
+    assert max(read_bytes) < 1 << 27
 
 
 def test_a_forked_child_has_no_file_open(tmp_path: Path) -> None:
