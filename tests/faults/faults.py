@@ -108,14 +108,14 @@ FAULTS = [
     ),
     fault(
         "a resumed run does not know what it has read of the base before",
-        "storage/files/base_files.py",
+        "storage/files/base_file.py",
         "        self.known |= known\n",
         "        pass\n",
         "tests/crash/test_base.py::test_what_a_committed_step_has_read_is_verified_after_a_kill",
     ),
     fault(
         "another base in the place of the first one is taken for it",
-        "storage/files/base_files.py",
+        "storage/files/base_file.py",
         "            if self.known[block] and self.crcs[block] != other.crcs[block]:",
         "            if False:",
         "tests/unit/storage/files/test_base_files.py::test_a_copy_elsewhere",

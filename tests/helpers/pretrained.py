@@ -124,7 +124,8 @@ def fail_to_write(rank: int, world_size: int, case: Case, path: str) -> None:
 def count_reads(rank: int, world_size: int, case: Case, path: str) -> int:
     """Bytes of the tensors that this rank reads to load a folder: what it copies, and what rests in the files."""
     from zero_offload.checkpoint.hf_files import StoredTensor
-    from zero_offload.storage.files.base_files import BaseFiles, BaseSpan
+    from zero_offload.storage.files.base_file import BaseSpan
+    from zero_offload.storage.files.base_files import BaseFiles
 
     model, _ = _start(case)
     counted, copy, fetch = [], StoredTensor.read, BaseFiles.read

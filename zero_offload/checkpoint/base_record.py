@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.checkpoint.format import BASE, Generation, reading
-from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, fingerprint_of
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan, fingerprint_of
+from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.shards.store import ShardStore
 
 

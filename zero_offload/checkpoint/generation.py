@@ -47,7 +47,7 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
-from zero_offload.storage.files.base_files import BaseFile, check_in_place
+from zero_offload.storage.files.base_file import BaseFile, check_in_place
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record

@@ -30,7 +30,7 @@ from zero_offload.checkpoint.hf_files import DTYPES, STEMS, adapter_names, shard
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.checkpoint.values import master_of
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
-from zero_offload.storage.files.base_files import LENGTH_NBYTES
+from zero_offload.storage.files.base_file import LENGTH_NBYTES
 from zero_offload.storage.shards.shard import Component, component_dtype
 
 HEADER_ALIGN = 8

@@ -28,7 +28,8 @@ from zero_offload.base.errors import CheckpointError, IntegrityError, StorageErr
 from zero_offload.base.host import host_empty
 from zero_offload.hardware.probe import is_remote
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
-from zero_offload.storage.files.base_files import HEADER_NBYTES_MAX, LENGTH_NBYTES, BaseFiles, BaseSpan
+from zero_offload.storage.files.base_file import HEADER_NBYTES_MAX, LENGTH_NBYTES, BaseSpan
+from zero_offload.storage.files.base_files import BaseFiles
 
 STEMS = ("model", "diffusion_pytorch_model")
 """How names of files begin: those of transformers, and those of diffusers."""

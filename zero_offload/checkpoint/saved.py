@@ -38,7 +38,8 @@ from zero_offload.checkpoint.generation import read_rank_manifest
 from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
-from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan, missing_text
+from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
 from zero_offload.storage.files.engines import open_engine

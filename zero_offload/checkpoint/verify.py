@@ -16,7 +16,8 @@ from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.base_record import places_of
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
-from zero_offload.storage.files.base_files import BLOCK_BYTES, BaseFile, BaseFiles, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, missing_text
+from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Component

@@ -57,7 +57,7 @@ from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.files.base_files import BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BaseSpan, missing_text
 from zero_offload.storage.memory.heap import HeapHole
 from zero_offload.storage.memory.resizable import FrameBudget
 from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of

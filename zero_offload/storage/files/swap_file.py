@@ -193,12 +193,29 @@ def _mix(*words: int) -> int:
     return value
 
 
-class Mover(Protocol):
-    """What moves bytes: a file engine, or the thread that reads a base."""
+class Moving(Protocol):
+    """Bytes on their way. `wait` is called until it returns or raises a ZeroOffloadError, and then no more."""
 
-    def wait(self, ticket: Ticket) -> Moved: ...
+    def wait(self) -> Moved: ...
 
-    def done(self, ticket: Ticket) -> bool: ...
+    def done(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _OfEngine:
+    """Blocks that an engine moves."""
+
+    engine: FileEngine
+    ticket: Ticket
+
+    def wait(self) -> Moved:
+        return self.engine.wait(self.ticket)
+
+    def done(self) -> bool:
+        try:
+            return self.engine.done(self.ticket)
+        except ConfigError:
+            return True  # another thread has just waited for it
 
 
 class Transfer:
@@ -206,19 +223,16 @@ class Transfer:
 
     def __init__(
         self,
-        engine: Mover,
-        ticket: Ticket | None,
+        moving: Moving | None,
         on_error: Callable[[Exception], None],
         tell: Callable[[int, int], None] | None,
     ) -> None:
-        """Without a `ticket` there is nothing to wait for. `tell`, which never raises, gets the times of its beginning
-        and end, once it was waited for."""
-        self._engine = engine
-        self._ticket = ticket
+        """`moving` is None where there is nothing to wait for. `tell`, which never raises, gets the times of its
+        beginning and end, once it was waited for."""
+        self._moving = moving
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._finished = ticket is None
-        self.arrived = ticket is None
+        self.arrived = moving is None
         """True once it was waited for without an error: a further wait would only return."""
         self._error: ZeroOffloadError | None = None
         self._tell = tell
@@ -226,26 +240,24 @@ class Transfer:
     def wait(self) -> None:
         """Return when the bytes have arrived. Raises StorageError or IntegrityError."""
         with self._lock:
-            if not self._finished and self._ticket is not None:
+            if self._moving is not None:
                 try:
-                    moved = self._engine.wait(self._ticket)
+                    moved = self._moving.wait()
                     if self._tell is not None:
                         self._tell(*moved)
                     self.arrived = True
                 except ZeroOffloadError as error:
                     self._error = error
                     self._on_error(error)
-                self._finished = True
+                self._moving = None
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
         """True if `wait` would return at once."""
         # Without the lock: a signal's handler may raise between taking it and any line that would give it back.
-        try:
-            return self._finished or self._ticket is None or self._engine.done(self._ticket)
-        except ConfigError:
-            return True  # another thread has just waited for it
+        moving = self._moving
+        return moving is None or moving.done()
 
 
 def _ignore(error: Exception) -> None:
@@ -377,14 +389,14 @@ class SwapFile:
         blocks = extent.blocks[rows]
         nbytes = int(blocks["nbytes"].sum())
         self.counters.read(Tier.NVME, nbytes)
-        ticket = None
+        moving = None
         if extent.written[rows].any():
-            ticket = self._engine.submit(IoOp.READ, blocks, address, urgency)
+            moving = _OfEngine(self._engine, self._engine.submit(IoOp.READ, blocks, address, urgency))
         else:
             ctypes.memset(address, 0, nbytes)
         spans = self.counters.spans
         told = partial(spans.put, Lane.READ, extent.name, nbytes=nbytes) if spans.on else None
-        return Transfer(self._engine, ticket, self._fail, told)
+        return Transfer(moving, self._fail, told)
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
@@ -394,7 +406,8 @@ class SwapFile:
         extent.written[rows] = True
         spans = self.counters.spans
         told = partial(spans.put, Lane.WRITE, extent.name, nbytes=nbytes) if spans.on else None
-        return Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self._fail, told)
+        moving = _OfEngine(self._engine, self._engine.submit(IoOp.WRITE, blocks, address))
+        return Transfer(moving, self._fail, told)
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:
         """Fill `out`, sector-aligned host memory, and wait."""

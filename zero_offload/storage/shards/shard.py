@@ -35,7 +35,8 @@ from zero_offload.hardware.device import Event
 from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan
+from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 

@@ -31,7 +31,8 @@ from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
 from zero_offload.plan.buffers import is_on_device
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
-from zero_offload.storage.files.base_files import BaseFile, BaseFiles, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan, missing_text
+from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
