@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -66,16 +65,11 @@ def shard_name(number: int, count: int, stem: str = STEMS[0]) -> str:
     return f"{stem}{'' if count == 1 else f'-{number:05d}-of-{count:05d}'}.safetensors"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in an open file."""
+class FileTensor:
+    """A tensor of the model that files have."""
 
-    path: Path
-    fd: int
     dtype_name: str
     shape: tuple[int, ...]
-    offset: int
-    """The offset of its first byte in the file."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -86,8 +80,32 @@ class StoredTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """What follows each other in row-major order; nothing where it is made of what files have."""
+        return ()
+
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) in row-major order: (end - begin,) of the file's dtype, host. Raises StorageError."""
+        """Elements [begin, end) in row-major order: (end - begin,) of its dtype, host. Raises StorageError."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StoredTensor(FileTensor):
+    """A tensor in an open file."""
+
+    path: Path
+    fd: int
+    dtype_name: str
+    shape: tuple[int, ...]
+    offset: int
+    """The offset of its first byte in the file."""
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self,)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
         assert self.dtype is not None
         out = host_empty(end - begin, self.dtype)
         if end > begin:
@@ -96,10 +114,11 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class JoinedTensor:
+class JoinedTensor(FileTensor):
     """Tensors of the files that are one in the model: in row-major order their elements follow each other."""
 
-    parts: tuple[StoredTensor, ...]
+    tensors: tuple[StoredTensor, ...]
+    dtype_name: str
     shape: tuple[int, ...]
 
     @classmethod
@@ -116,26 +135,17 @@ class JoinedTensor:
             )
         rows = [part.shape[0] for part in parts]
         if per_entry is None:
-            return cls(tuple(parts), (sum(rows), *first.shape[1:]))
-        entry = sum(rows[:per_entry])
-        if sum(rows) * per_entry != entry * len(parts):
+            return cls(tuple(parts), first.dtype_name, (sum(rows), *first.shape[1:]))
+        entry, count = rows[:per_entry], len(parts) // per_entry
+        if rows != entry * count:
             raise CheckpointError(f"{first.path} has experts of several sizes, or not all of one; get the folder again")
-        return cls(tuple(parts), (len(parts) // per_entry, entry, *first.shape[1:]))
+        return cls(tuple(parts), first.dtype_name, (count, sum(entry), *first.shape[1:]))
 
     @property
-    def dtype_name(self) -> str:
-        return self.parts[0].dtype_name
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.parts[0].dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return self.tensors
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """As `StoredTensor.read`."""
         assert self.dtype is not None
         out, at = host_empty(end - begin, self.dtype), 0
         for part in self.parts:
@@ -147,41 +157,23 @@ class JoinedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadTensor:
-    """A tensor that is made of what files have."""
+class NumberTensor(FileTensor):
+    """One number that is made of what files have."""
 
-    values: torch.Tensor
-    path: Path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.values.dtype
-
-    @property
-    def numel(self) -> int:
-        return self.values.numel()
+    value: torch.Tensor
+    """(1,) fp64."""
+    dtype_name = "F64"
+    shape = ()
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """As `StoredTensor.read`."""
-        return self.values.reshape(-1)[begin:end]
+        return self.value[begin:end]
 
 
-FileTensor = StoredTensor | JoinedTensor | ReadTensor
-
-
-def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, object]) -> bool:
+def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, FileTensor | None]) -> bool:
     """True if a section can be read where files have it, byte for byte, and is worth it: files of another machine are
     read once."""
-    found = [source for source in sources.values() if isinstance(source, StoredTensor | JoinedTensor)]
-    folders = {part.path.parent for source in found for part in _parts_of(source)}
+    found = [source for source in sources.values() if source is not None and source.parts]
+    folders = {part.path.parent for source in found for part in source.parts}
     return (
         not section.trainable
         and len(found) == len(section.params) > 0
@@ -191,29 +183,26 @@ def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, object])
     )
 
 
-def _parts_of(tensor: StoredTensor | JoinedTensor) -> tuple[StoredTensor, ...]:
-    """What follows each other in row-major order."""
-    return tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
-
-
 @functools.lru_cache(maxsize=64)
 def _is_remote(folder: Path) -> bool:
     return is_remote(folder)
 
 
-def paths_of(source: object) -> list[Path]:
-    """The files that a tensor lies in."""
-    return [part.path for part in _parts_of(source)] if isinstance(source, StoredTensor | JoinedTensor) else []
+def paths_of(sources: Iterable[FileTensor | None]) -> list[Path]:
+    """The files that tensors lie in."""
+    return list(dict.fromkeys(part.path for source in sources if source is not None for part in source.parts))
 
 
-def base_spans(section: SectionLayout, sources: Mapping[ParamSlice, object], base: BaseFiles) -> list[BaseSpan]:
+def base_spans(
+    section: SectionLayout, sources: Mapping[ParamSlice, FileTensor | None], base: BaseFiles
+) -> list[BaseSpan]:
     """Where files have the parameters of a section that `rests_in_files`."""
     spans = []
-    files = {path: base.open(path) for path in dict.fromkeys(itertools.chain(*map(paths_of, sources.values())))}
+    files = {path: base.open(path) for path in paths_of(sources.values())}
     for piece, source in sources.items():
-        assert isinstance(source, StoredTensor | JoinedTensor)
+        assert source is not None
         begin = piece.begin * section.dtype.itemsize
-        for part in _parts_of(source):
+        for part in source.parts:
             nbytes = part.numel * section.dtype.itemsize
             if nbytes:
                 spans.append(BaseSpan(begin, nbytes, files[part.path], part.offset))

@@ -39,7 +39,7 @@ from zero_offload.checkpoint.hf_files import (
     STEMS,
     FileTensor,
     JoinedTensor,
-    ReadTensor,
+    NumberTensor,
     StoredTensor,
     Wanted,
     adapter_names,
@@ -441,7 +441,7 @@ def _take_records(
             except (ConfigError, ValueError) as error:
                 raise CheckpointError(f"{path} does not fit this model; nothing was changed: {error}") from error
             if record.number:
-                sources[name_in_files(record.number)] = ReadTensor(number.view(()), path)
+                sources[name_in_files(record.number)] = NumberTensor(number)
 
 
 def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile) -> dict[int, FileTensor]:

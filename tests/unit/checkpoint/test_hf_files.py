@@ -16,6 +16,7 @@ from zero_offload.checkpoint.hf_files import (
     DTYPES,
     INDEX_NAME,
     SINGLE_NAME,
+    JoinedTensor,
     StoredTensor,
     Wanted,
     match,
@@ -253,3 +254,13 @@ def test_a_tie_in_two_dtypes(tmp_path: Path) -> None:
     save_file({"a": values, "b": values.float()}, tmp_path / "f.safetensors")
     with open_weights(tmp_path / "f.safetensors") as stored:
         assert match([_want("a", "b", shape=(8,))], stored, "", WHERE) == [stored["a"]]
+
+
+@pytest.mark.parametrize("rows", [(4, 4, 3, 6, 5, 2), (3, 5, 5, 3), (4, 4, 4)])
+def test_experts_of_several_sizes_are_refused(rows: tuple[int, ...]) -> None:
+    """As many rows in all as of experts alike."""
+    parts = [StoredTensor(WHERE, -1, "F32", (count, 2), 0) for count in rows]
+    with pytest.raises(zo.CheckpointError, match="experts of several sizes"):
+        JoinedTensor.of(parts, 2)
+    assert JoinedTensor.of(parts[:2], 2).shape == (1, sum(rows[:2]), 2)
+    assert JoinedTensor.of(parts, None).shape == (sum(rows), 2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_offload.checkpoint.hf_files import FileTensor, JoinedTensor
+from zero_offload.checkpoint.hf_files import FileTensor
 from zero_offload.model.deferred.recipe import Recipe
 from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.quantized import offloaded_tensors
@@ -65,8 +65,7 @@ def make_what_came_later(root: nn.Module) -> None:
 
 def digest(source: FileTensor) -> bytes:
     """What tells tensors of files apart: names of the files, places in them, shapes and dtypes."""
-    parts = source.parts if isinstance(source, JoinedTensor) else (source,)
-    words = [(part.path.name, getattr(part, "offset", 0), part.shape, part.dtype_name) for part in parts]
+    words = [(part.path.name, part.offset, part.shape, part.dtype_name) for part in source.parts]
     return hashlib.sha256(repr(words).encode()).digest()
 
 
