@@ -8,7 +8,6 @@ knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections`,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from zero_offload.checkpoint.format import BASE, Generation, reading
@@ -42,28 +41,16 @@ def base_hashes(store: ShardStore) -> list[dict[str, str]]:
     return [file.hashes for file in store.base_files]
 
 
-def base_of(generation: Generation) -> Mapping[str, Any] | None:
-    """What a generation says of its base; None where it has none."""
-    found = generation.payload.get(BASE)
-    return found if isinstance(found, dict) else None
-
-
 def base_sections(generation: Generation) -> dict[int, list[Any]]:
     """The places of sections that rest in its base, by their index."""
-    found = base_of(generation)
+    found = generation.payload.get(BASE)
     with reading(str(generation)):
         return {} if found is None else {int(index): list(spans) for index, spans in found["sections"].items()}
 
 
-def folder_of(generation: Generation) -> Path | None:
-    """The folder that its base was in."""
-    found = base_of(generation)
-    return None if found is None else Path(str(found.get("folder")))
-
-
 def open_base(base: BaseFiles, generation: Generation, payloads: Iterable[Mapping[str, Any]]) -> list[BaseFile]:
     """The files of a generation's base, with the checksums in its ranks' manifests; see `BaseFiles.restore`."""
-    found = base_of(generation)
+    found = generation.payload.get(BASE)
     with reading(str(generation)):
         return [] if found is None else base.restore(found["files"], [payload[BASE] for payload in payloads])
 

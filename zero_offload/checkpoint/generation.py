@@ -287,30 +287,27 @@ class GenerationKeeper:
         if not isinstance(sections, list) or len(sections) != len(known):
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
         resting = base_sections(self.found)
+        own = [shard for shard in shards if shard.layout.index not in resting]
         with self.explaining(), reading(str(self._home.path)):
-            for shard in shards:
+            for shard in own:
                 entry = sections[shard.layout.index]
-                if shard.layout.index in resting:
-                    continue
                 self._store.restore(shard, entry["slot"], entry["components"], entry.get("spare"))
             # Before anything is allocated: it goes where no extent is known to be.
             for section, entry in zip(known, sections, strict=True):
-                if section.index in resting:
-                    continue
-                if section.index >= len(self._store.shards) and not self._store.has_reserved(section.index):
+                is_known = section.index < len(self._store.shards) or self._store.has_reserved(section.index)
+                if not is_known and section.index not in resting:
                     layout = replace(section, shard_numel=entry["shard_numel"], num_shards=self.found.num_shards)
                     self._store.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
-        if any(shard.layout.index in resting for shard in shards):
+        if len(own) < len(shards):
             places = places_of(self.found, self._open_base())
             for shard in shards:
                 if (spans := places.get(shard.layout.index)) is not None:
                     self._store.rest_in_base(shard, spans, shard_index)
-        for shard in shards:
-            if shard.base is None:
-                self._store.load_memory(shard, shard.current)
+        for shard in own:
+            self._store.load_memory(shard, shard.current)
         self._flush_found(self._swap)
-        for shard in shards:
-            shard.committed = shard.current if shard.base is None else None
+        for shard in own:
+            shard.committed = shard.current
         self.rng = payload.get("rng")
 
     def _open_base(self) -> list[BaseFile]:

@@ -169,6 +169,9 @@ class NumberTensor(FileTensor):
         return self.value[begin:end]
 
 
+_is_remote = functools.lru_cache(maxsize=64)(is_remote)
+
+
 def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, FileTensor | None]) -> bool:
     """True if a section can be read where files have it, byte for byte, and is worth it: files of another machine are
     read once."""
@@ -181,11 +184,6 @@ def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, FileTens
         and not any(piece.spec.order for piece in section.params)
         and not any(map(_is_remote, folders))
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _is_remote(folder: Path) -> bool:
-    return is_remote(folder)
 
 
 def paths_of(sources: Iterable[FileTensor | None]) -> list[Path]:

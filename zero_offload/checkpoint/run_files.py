@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
@@ -42,15 +42,10 @@ _log = logging.getLogger("zero_offload")
 class RunFiles:
     """The directories, engine, swap file and generations of one model; all None without a directory."""
 
-    def __init__(
-        self,
-        counters: Counters | None = None,
-        on_error: Callable[[Exception], None] | None = None,
-        io_engine: str = "auto",
-    ) -> None:
+    def __init__(self, base: BaseFiles) -> None:
         self.keeper: GenerationKeeper | None = None
         self.swap: SwapFile | None = None
-        self.base = BaseFiles(counters, on_error, io_engine)
+        self.base = base
         """Files of others, which frozen shards rest in."""
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
@@ -76,7 +71,7 @@ class RunFiles:
     ) -> RunFiles:
         """What fails on the way to or from a drive stops the run: `errors` gets it. `counters` get the bytes that move.
         Collective."""
-        files = cls(counters, errors.set, config.io_engine)
+        files = cls(BaseFiles(counters, errors.set, config.io_engine))
         files._opened.callback(files.base.close)
         try:
             if config.nvme_dirs:

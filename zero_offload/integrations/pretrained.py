@@ -434,7 +434,7 @@ def _take_records(
     model: nn.Module, sources: dict[str, FileTensor], name_in_files: Callable[[str], str], path: Path
 ) -> None:
     """Put the numbers that records have into the place of the records."""
-    for record in records(model):
+    for record in records(model).values():
         if (taken := sources.pop(name_in_files(record.name), None)) is not None:
             try:
                 number = record.unpack(taken.read(0, taken.numel))
@@ -548,7 +548,7 @@ class _Contents:
         kept = {id(slot.tensor): slot for slot in slots(model) if slot.keeps_dtype}
         if held := [slot for slot in kept.values() if slot.held_by]:
             raise ConfigError(no_folder_text(held[0].name, held[0].held_by))
-        numbers = {record.number for record in records(model)}
+        numbers = {record.number for record in records(model).values()}
         self._kept = frozenset(kept)
         for name, tensor, layer in merged_tensors(model, _saved_tensors):
             if not isinstance(tensor, nn.Parameter):
@@ -567,7 +567,7 @@ class _Contents:
         """Collective."""
         base_name = base_names(model)
         tensors: dict[str, Any] = {slot.name: slot.tensor for slot in slots(model)}
-        for record in records(model):
+        for record in records(model).values():
             if (known_as := base_name(record.name)) is not None:
                 number = tensors.get(record.number)
                 packed = record.pack(0.0 if number is None else self._owner.access.read_number(number))

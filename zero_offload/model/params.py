@@ -125,12 +125,6 @@ class ParamPlaces:
                 self.check_requires_grad(param, True)
 
 
-def need_whole(places: Iterable[Place], call: str, instead: str) -> None:
-    """Raise where one of these parameters is divided over ranks."""
-    if any(place.is_divided for place in places):
-        raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
-
-
 States = Mapping[str, torch.Tensor]
 """States by torch's names."""
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.plan.quantized import Record, Slot, module_name, records_of_weights, slots
+from zero_offload.plan.quantized import Record, Slot, module_name, records, slots
 from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num_copies
 
 SMALL_NUMEL = 1 << 18
@@ -127,11 +127,6 @@ class UnitSpec:
     @property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
-
-    @property
-    def group_numel(self) -> int:
-        """Elements of a group of experts; 0 where the unit is fetched whole."""
-        return 0 if self.experts is None else self.numel // self.experts.num_experts * self.experts.size
 
     def parts(self) -> tuple[UnitSpec, ...]:
         """Itself, or its frozen and its trained part: see [Note: trained parts]."""
@@ -295,7 +290,7 @@ def _param_specs(root: nn.Module, only: Collection[torch.Tensor] | None) -> dict
     for slot in slots(root, remove_duplicate=False):
         if chosen is None or id(slot.tensor) in chosen:
             found.setdefault(slot.identity, []).append(slot)
-    mesh, of_weights = mesh_of(root.parameters()), records_of_weights(root)
+    mesh, of_weights = mesh_of(root.parameters()), records(root)
     return {same[0].name: _param_spec(same, mesh, of_weights.get(same[0].name)) for same in found.values()}
 
 

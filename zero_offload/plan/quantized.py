@@ -202,13 +202,8 @@ def _words(record: Tensor) -> dict[str, Any]:
     return words
 
 
-def records(root: nn.Module) -> Iterator[Record]:
-    """Those of a model, of a tied weight by each of its names."""
-    return iter(records_of_weights(root).values())
-
-
-def records_of_weights(root: nn.Module) -> dict[str, Record]:
-    """The same by the names of the weights."""
+def records(root: nn.Module) -> dict[str, Record]:
+    """Those of a model by the names of its weights, of a tied one by each of its names."""
     return {
         weight.name: weight.record
         for path, module in root.named_modules(remove_duplicate=False)

@@ -38,7 +38,7 @@ from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan
 from zero_offload.storage.files.directory import DataFile
 from zero_offload.storage.files.engine import BLOCK_DTYPE, FileEngine, Moved, Ticket, Urgency
 from zero_offload.storage.files.engines import open_engine, pick
-from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.files.swap_file import Transfer, ignore
 from zero_offload.storage.memory.arena import Arena, Region
 
 GROUP_BLOCKS = 8
@@ -180,13 +180,13 @@ class BaseFiles:
     def __init__(
         self,
         counters: Counters | None = None,
-        on_error: Callable[[Exception], None] | None = None,
+        on_error: Callable[[Exception], None] = ignore,
         io_engine: str = "auto",
     ) -> None:
         """`counters` get the bytes that are read; `on_error` the error of each read, on the thread that waits for it.
         `io_engine` is the kind of the engine, as `engines.pick` takes it, which is opened with the first read."""
         self.counters = counters or Counters()
-        self._on_error = on_error or ignore
+        self._on_error = on_error
         self._io_engine = io_engine
         self._files: list[BaseFile] = []
         """With those in whose places others were found later."""
@@ -448,7 +448,3 @@ class BaseFiles:
         for file in self._files:
             file.close()
         self._region = None
-
-
-def ignore(error: Exception) -> None:
-    pass

@@ -260,7 +260,7 @@ class Transfer:
         return moving is None or moving.done()
 
 
-def _ignore(error: Exception) -> None:
+def ignore(error: Exception) -> None:
     pass
 
 
@@ -275,7 +275,7 @@ class SwapFile:
         seed: int,
         weights: Sequence[float] | None = None,
         counters: Counters | None = None,
-        on_error: Callable[[Exception], None] = _ignore,
+        on_error: Callable[[Exception], None] = ignore,
     ) -> None:
         """`weights` are the directories' shares of all bytes, by default equal. The same ones give the same places.
 
@@ -439,7 +439,7 @@ class SwapFile:
     def close(self) -> None:
         """Close the files; the engine first. One that is stuck keeps them open, and their directories locked."""
         # It refers to the model, which holds this file and its last transfers: a cycle would outlive the model.
-        self._on_error = _ignore
+        self._on_error = ignore
         if self._engine.is_stuck:
             _STUCK.extend(self._files)
             for directory in self._directories:

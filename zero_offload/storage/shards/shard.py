@@ -213,10 +213,6 @@ class InBase:
             self._name, self.spans, first + begin * itemsize, first + end * itemsize, address, urgency
         )
 
-    def launch_fetch_whole(self, address: int, urgency: Urgency) -> Transfer:
-        """Bring the section, `layout.nbytes`, to host memory."""
-        return self.files.launch_read(self._name, self.spans, 0, self.layout.nbytes, address, urgency)
-
     def read(self, address: int) -> None:
         """Bring the shard's values to host memory, and wait. An error is the caller's alone."""
         first = self.shard_index * self.layout.shard_nbytes
@@ -246,7 +242,7 @@ class Replica:
         self.fresh = False
         """True if it has the newest values."""
         self.base: InBase | None = None
-        """Set where they are read from a base instead of the disk."""
+        """Set where they are read from a base instead of the disk: all of the section, as one shard."""
 
     def outdate(self) -> None:
         """The shards may have other values now; those of a base stay."""
@@ -255,7 +251,7 @@ class Replica:
     def launch_fetch(self, address: int, urgency: Urgency) -> Transfer:
         """Bring the values, `layout.nbytes`, from disk to host memory at `address`."""
         if self.base is not None:
-            return self.base.launch_fetch_whole(address, urgency)
+            return self.base.launch_fetch(0, self._layout.numel, address, urgency)
         assert self._disk is not None and self._extent is not None and self.fresh
         return self._disk.launch_read(self._extent, ALL_ROWS, address, urgency)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -359,7 +359,7 @@ class ShardStore:
         base = InBase(shard.layout, tuple(sorted(spans, key=lambda span: span.begin)), shard_index, self.base)
         shard.base, shard.awaits_base, shard.dirty = base, Component.VALUE in shard.memory, False
         if shard.replica is not None and shard.replica.memory is None:
-            shard.replica.base = base
+            shard.replica.base = replace(base, layout=shard.layout.whole(), shard_index=0)
             shard.replica.outdate()
         if all(file.is_open for file in base.used()):
             self._load_from_base(shard)
