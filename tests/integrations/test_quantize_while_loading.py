@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.tools import transformers  # first  # isort: skip
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -162,6 +162,8 @@ def test_what_cannot_be_is_one_error(models: Callable[[str], Path], monkeypatch:
         quantized(folder, "int3")
     with pytest.raises(zo.ConfigError, match="quantized already"):
         zo.load_pretrained(quantized(folder, "nf4"), folder, quantize="nf4")
+    with pytest.raises(zo.ConfigError, match=r"Float8Tensor of torch.bfloat16, and inputs are torch.float32"):
+        zo.offload(quantized(folder, "fp8"), zo.OffloadConfig(precision="fp32"))
     with pytest.raises(zo.ConfigError, match="get_peft_model"):
         with zo.deferred_init(values="skip"):
             model = get_peft_model(folders.model(), LoraConfig(target_modules="all-linear"))
@@ -169,6 +171,8 @@ def test_what_cannot_be_is_one_error(models: Callable[[str], Path], monkeypatch:
     offloaded = zo.offload(deferred(folder), zo.OffloadConfig())
     with pytest.raises(zo.ConfigError, match="before zo.offload"):
         zo.load_pretrained(offloaded, folder, quantize="nf4")
+    with pytest.raises(zo.ZeroOffloadError, match="comes before zo.offload, such as peft's prepare_model_for_kbit"):
+        prepare_model_for_kbit_training(zo.offload(quantized(folder, "nf4"), zo.OffloadConfig()))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find_spec(name, *more)
@@ -261,6 +265,47 @@ def test_losses_are_those_of_the_library(
     """Of its whole model, in memory."""
     ours, theirs = (adapted(make(models("llama"), quantize)) for make in (quantized, from_library))
     zo.offload(ours, on_drives(tmp_path) if where == "nvme" else zo.OffloadConfig(precision="bf16"))
+    assert losses(ours) == losses(theirs)
+    zo.close(ours)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules="all-linear", init_lora_weights=False),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+        LNTuningConfig(task_type="CAUSAL_LM"),
+    ],
+    ids=["lora", "saved modules", "norms"],
+)
+def test_what_peft_does_before_offload(models: Callable[[str], Path], tmp_path: Path, config: Any) -> None:
+    """It makes what stays in 16 bits fp32, and copies modules that are trained. Their values are to be read still."""
+
+    def prepared(base: nn.Module) -> Any:
+        base = prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs={"use_reentrant": False}).to("cpu")
+        torch.manual_seed(3)
+        return get_peft_model(base, config)
+
+    ours, theirs = (prepared(make(models("llama"), "int8")) for make in (quantized, from_library))
+    assert [param.dtype for param in ours.parameters()] == [param.dtype for param in theirs.parameters()]
+    zo.offload(ours, on_drives(tmp_path, precision="fp32"))
+    assert losses(ours) == losses(theirs)
+    zo.close(ours)
+
+
+def test_adapters_that_read_weights_come_after_offload(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """DoRA takes the norms of a copy of each layer."""
+    config = LoraConfig(target_modules="all-linear", use_dora=True, init_lora_weights=False)
+    base = quantized(models("llama"), "nf4", torch.float32)
+    with pytest.raises(zo.ConfigError, match="DoRA.*come after it too: 'with zo.gathered"):
+        get_peft_model(base, config)
+    base = zo.offload(quantized(models("llama"), "nf4", torch.float32), on_drives(tmp_path, precision="fp32"))
+    with zo.gathered(base):
+        torch.manual_seed(3)
+        ours = get_peft_model(base, config)
+    zo.offload(ours)
+    torch.manual_seed(3)
+    theirs = get_peft_model(from_library(models("llama"), "nf4", torch.float32), config)
     assert losses(ours) == losses(theirs)
     zo.close(ours)
 

@@ -38,7 +38,7 @@ from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.base_file import fingerprint_of
 from zero_offload.storage.memory.heap import HeapTrimmer, trim_heap
-from zero_offload.storage.shards.registry import Recipe, recipe_of
+from zero_offload.storage.shards.registry import Recipe, keep_recipe, recipe_of, unregister
 from zero_offload.storage.shards.store import ShardStore
 
 
@@ -244,6 +244,8 @@ class Moved:
             holder.put(made)
         if self.recipe is None:
             self.tensor = None
+        else:
+            unregister(self.tensor)  # a program that has kept it learns that it is no longer the model's
         return made
 
     def leave(self, values: torch.Tensor) -> None:
@@ -251,6 +253,8 @@ class Moved:
         if self._kept is not None:
             _move_to(self._kept, values)
             return
+        if self.recipe is not None and self.tensor is not None:
+            keep_recipe(self.tensor, self.recipe)
         for holder in self.holders:
             holder.put(values if self.recipe is None or self.tensor is None else self.tensor)
 

@@ -25,6 +25,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import TORCH_NAMES, ModuleKey
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.model_spec import can_be_called
+from zero_offload.plan.quantized import dtype_problem_of, wrappers
 
 _PARAM_DTYPES = frozenset(getattr(torch, name) for name in TORCH_NAMES.values())
 
@@ -91,8 +92,11 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
         "match both names, and what is around them, alike"
         for one, other in _differing(((name, modules[name]) for name in casts), casts)
     ]
+    problems += [
+        f"{name} {problem}" for name, param in wrappers(root) if (problem := dtype_problem_of(param, params[name]))
+    ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
     kept = {name: dtype for name, dtype in params.items() if dtype != compute}
     once = {name: cast for name, _ in root.named_modules() if (cast := casts.get(name)) is not None}
     return ComputeDtypes(compute, kept, once, config.state_format)

@@ -271,6 +271,20 @@ def problem_of(param: nn.Parameter) -> str | None:
     return kind.problem(param)
 
 
+def dtype_problem_of(param: nn.Parameter, compute: torch.dtype) -> str | None:
+    """Why a quantized weight cannot be computed with in this dtype, or None."""
+    if not is_wrapper(param) or param.dtype == compute or library_class(param).__name__ not in _OF_ONE_DTYPE:
+        return None
+    return (
+        f"is a {library_class(param).__name__} of {param.dtype}, and inputs are {compute}, which its library does not "
+        "multiply: build the model in the dtype that precision= names before it is quantized"
+    )
+
+
+_OF_ONE_DTYPE = ("Float8Tensor", "IntxUnpackedToInt8Tensor")
+"""Classes of torchao that take inputs of their own dtype alone."""
+
+
 def prepare(root: nn.Module, undo: contextlib.ExitStack) -> None:
     """Once the tensors stand where they stay: let forwards of libraries' layers leave them there. `undo` makes the
     layers what they were."""

@@ -73,7 +73,8 @@ def deferred(like: Tensor, requires_grad: bool = False) -> nn.Parameter:
     """A deferred parameter in the place of one on meta, of the same class and with the same attributes."""
     base: Any = type(like)
     is_plain = base in (Tensor, nn.Parameter)
-    kind = DeferredTensor if is_plain else type(base.__name__, (DeferredTensor, base), {"__module__": __name__})
+    own = {"__module__": __name__, "to": Tensor.to, "cpu": Tensor.cpu}  # a library's would convert what it keeps, too
+    kind = DeferredTensor if is_plain else type(base.__name__, (DeferredTensor, base), own)
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = Tensor._make_subclass(kind, like.detach(), requires_grad)
     made.__dict__.update(like.__dict__)

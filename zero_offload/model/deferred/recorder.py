@@ -44,9 +44,9 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.types import MIB
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
-from zero_offload.runtime.units.guard import name_of
+from zero_offload.runtime.units.guard import converts_module, name_of
 from zero_offload.storage.memory.heap import HeapTrimmer
-from zero_offload.storage.shards.registry import keep_recipe
+from zero_offload.storage.shards.registry import keep_recipe, recipe_of
 
 VALUES = ("init", "skip")
 
@@ -111,7 +111,8 @@ def _unseen() -> Iterator[None]:
 class DeferredTensor(Tensor):
     """A tensor whose values are to be made: a parameter, or a view of one.
 
-    Outside of its recording it answers what needs no values. A parameter is one by torch's mark for custom tensors.
+    Outside of its recording it answers what needs no values, and becomes fp32 where a library says
+    `param.data = param.data.to(torch.float32)`. A parameter is one by torch's mark for custom tensors.
     """
 
     @classmethod
@@ -125,26 +126,38 @@ class DeferredTensor(Tensor):
         name, recorder = name_of(func), current_recorder()
         if name == "device":
             return torch.device("cpu")  # where a plain build has it: libraries put what belongs to it there
-        if recorder is None and name not in _HARMLESS:
-            raise ConfigError(
-                f"{name} needs a parameter of a module that was built in zo.deferred_init, whose values are not made "
-                "yet. Call zo.offload(model, config), which makes them, and take parameters (also those that an "
-                "optimizer gets) from the model after that"
-            )
+        is_planned = bool(args) and isinstance(args[0], DeferredTensor) and recipe_of(args[0]) is not None
+        if recorder is not None and not is_planned:
+            with torch._C.DisableTorchFunctionSubclass():
+                results = func(*args, **(kwargs or {}))
+                return tree_map_only(Tensor, functools.partial(_guarded, recorder, name), results)
+        if is_planned and (answer := _ANSWERS.get(name)) is not None:
+            return answer(*args, **(kwargs or {}))
+        if name not in _HARMLESS:
+            raise _not_made(name)
         with torch._C.DisableTorchFunctionSubclass():
-            results = func(*args, **(kwargs or {}))
-            return tree_map_only(Tensor, functools.partial(_guarded, recorder, name), results) if recorder else results
+            return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        recorder = current_recorder()
-        if recorder is None:
+        recorder, recipe = current_recorder(), recipe_of(self)
+        if recorder is None and recipe is None or recipe is not None and recipe.is_skipped:
             _refuse_copy()
         if id(self) not in memo:
-            copied = self.detach().clone()
-            is_param = isinstance(self, nn.Parameter)
-            memo[id(self)] = recorder.defer(copied, self.requires_grad) if is_param else copied
+            memo[id(self)] = self._recorded_copy(recorder) if recorder and recipe is None else self._same()
         found: Tensor = memo[id(self)]
         return found
+
+    def _recorded_copy(self, recorder: Recorder) -> Tensor:
+        copied = self.detach().clone()
+        return recorder.defer(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+
+    def _same(self) -> Tensor:
+        """A copy after the recording."""
+        if type(self) is not DeferredTensor:
+            raise _not_made("a copy")  # it would share what a library keeps of a quantized weight
+        made = _made_as(self, self.dtype)
+        made.__dict__.update(self.__dict__)  # torch's mark of a parameter too
+        return made.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_copy()
@@ -159,12 +172,72 @@ def class_of(tensor: Tensor) -> type:
     return next(kind for kind in type(tensor).__mro__ if not issubclass(kind, DeferredTensor))
 
 
+def _not_made(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call} needs values of a parameter that was built in zo.deferred_init, and they are not made yet. Call "
+        "zo.offload(model, config), which makes them, and take parameters (also those that an optimizer gets) from the "
+        "model after that. Adapters that read weights (DoRA, OLoRA, trainable tokens) come after it too: "
+        "'with zo.gathered(model): model = get_peft_model(model, ...)', then zo.offload(model) once more"
+    )
+
+
+def _data(tensor: DeferredTensor, values: Tensor | None = None) -> Tensor | None:
+    """`tensor.data`, and `tensor.data = values`."""
+    if values is None:
+        return _made_as(tensor, tensor.dtype)
+    if not isinstance(values, DeferredTensor) or recipe_of(values) is not recipe_of(tensor):
+        raise _not_made("a change of data")
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.data = values.detach()
+    return None
+
+
+def _to(tensor: DeferredTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Itself, or the same in fp32: that rounds nothing, so the values are made as before."""
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    if not (device is None or device.type == "cpu") or dtype not in (None, tensor.dtype, torch.float32):
+        raise ConfigError(
+            f"a parameter that was built in zo.deferred_init has no values yet, which could become {dtype or device}. "
+            "Build the model in this dtype (dtype=), or choose it by zo.offload (precision=), which moves it too"
+        )
+    return tensor if dtype in (None, tensor.dtype) else _made_as(tensor, torch.float32)
+
+
+def _made_as(tensor: DeferredTensor, dtype: torch.dtype) -> DeferredTensor:
+    """Another one, whose values are made as those of `tensor` are, and then converted."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty_like(tensor.detach(), dtype=dtype).as_subclass(DeferredTensor)
+    recipe = recipe_of(tensor)
+    if recipe is not None:
+        keep_recipe(made, recipe)
+    return made
+
+
+def _grad(tensor: DeferredTensor, grad: Tensor | None = None) -> None:
+    if grad is not None or not converts_module():
+        raise _not_made("grad")
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "data": _data,
+    "grad": _grad,
+    "to": _to,
+    "cpu": _to,
+    "float": lambda tensor: _to(tensor, torch.float32),
+    "double": lambda tensor: _to(tensor, torch.float64),
+    "half": lambda tensor: _to(tensor, torch.float16),
+    "bfloat16": lambda tensor: _to(tensor, torch.bfloat16),
+    "_has_compatible_shallow_copy_type": lambda tensor, converted: True,
+}
+"""Questions to a deferred tensor after its recording: conversions, alone or by `nn.Module.to`."""
+
+
 def _guarded(recorder: Recorder, name: str, result: Tensor) -> Tensor:
     """A view of a parameter is as the parameter."""
     if type(result) is not Tensor or not result.is_meta:
         return result
     if not recorder.tracer.is_face(result):
-        raise ConfigError(f"{name} of a parameter inside zo.deferred_init gives a tensor on meta, without values")
+        raise _not_made(name)  # a parameter of an earlier recording
     return result.as_subclass(DeferredTensor)
 
 

@@ -24,6 +24,7 @@ like a plain tensor's, and raises before it changes anything. NumPy's arrays of 
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -330,13 +331,18 @@ def refuse_copy(self: object, *_: Any) -> NoReturn:
     )
 
 
-def _copy_of(param: nn.Parameter) -> nn.Parameter:
-    """An ordinary parameter, where `zo.gathered` has fetched the values."""
+def _copy_of(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """An ordinary parameter, where `zo.gathered` has fetched the values. A quantized one is of its library's class,
+    and has copies of what that keeps beside it."""
     owner = owner_of(param)
     if owner is None or not owner.access.is_gathered(param):
         refuse_copy(param)
     with torch.no_grad():
-        return nn.Parameter(param.clone(), requires_grad=param.requires_grad)
+        made = memo[id(param)] = nn.Parameter(param.clone(), requires_grad=param.requires_grad)
+    if not is_wrapper(param) and (kind := library_class(param)) is not nn.Parameter:
+        made.__class__ = kind
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(param).items()})
+    return made
 
 
 _WRAPPERS = {
@@ -414,10 +420,10 @@ class AtRest:
         return _call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _copy_of(cast(nn.Parameter, self))
+        return _copy_of(cast(nn.Parameter, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copy_of(cast(nn.Parameter, self)).__reduce_ex__(protocol)
+        return _copy_of(cast(nn.Parameter, self), {}).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         param = cast(nn.Parameter, self)
@@ -603,7 +609,7 @@ class _NeedsDataError(ZeroOffloadError):
 
 
 def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
-    if _converts_module():
+    if converts_module():
         return _no_conversion(param)
     if owner_of(param) is None:
         return dropped_error(param)
@@ -612,19 +618,28 @@ def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
     return ZeroOffloadError(
         f"{name_of(func)} needs the data of parameter {_describe(param)}, outside of the model's forward. Use 'with "
         "zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' to change it"
+        + _HOW_TO_CONVERT
+        * (name_of(func) in _CONVERSIONS)
     )
 
 
 def _changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
-    if _converts_module() or func is Tensor.share_memory_:
+    if converts_module() or func is Tensor.share_memory_:
         return _no_conversion(param)
     if (error := no_step_of_others(_describe(param))) is not None:
         return error
     return ZeroOffloadError(
         f"{name_of(func)} changes parameter {_describe(param)}, outside of the model's forward: the change would be "
         "lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone()). Steps are made "
-        "by zo.AdamW, zo.SGD, ..., and not by torch.optim's"
+        "by zo.AdamW, zo.SGD, ..., and not by torch.optim's" + _HOW_TO_CONVERT * (name_of(func) in _CONVERSIONS)
     )
+
+
+_CONVERSIONS = frozenset(("data", "to", "float", "half", "bfloat16", "double"))
+_HOW_TO_CONVERT = (
+    ". precision= of zo.offload chooses the dtype. What converts parameters itself comes before zo.offload, such as "
+    "peft's prepare_model_for_kbit_training"
+)
 
 
 def _no_conversion(param: nn.Parameter) -> ZeroOffloadError:
@@ -637,7 +652,7 @@ def _no_conversion(param: nn.Parameter) -> ZeroOffloadError:
     )
 
 
-def _converts_module() -> bool:
+def converts_module() -> bool:
     """True if `nn.Module.to`, `.half()` or a similar method asks."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._apply.__code__:

@@ -334,7 +334,7 @@ def register(param: nn.Parameter, owner: Owner) -> None:
     _owners[param] = weakref.ref(owner)
 
 
-def unregister(param: nn.Parameter) -> None:
+def unregister(param: torch.Tensor) -> None:
     _owners.pop(param, None)
 
 

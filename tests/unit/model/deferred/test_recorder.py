@@ -79,12 +79,13 @@ def test_questions_are_answered() -> None:
         lambda linear: linear(torch.ones(2, 3)),
         lambda linear: linear.state_dict(),
         lambda linear: linear.load_state_dict(nn.Linear(3, 4).state_dict()),
-        lambda linear: linear.weight.data,
+        lambda linear: linear.weight.data.abs(),
+        lambda linear: setattr(linear.weight, "data", torch.ones(4, 3)),
         lambda linear: linear.weight[0],
         lambda linear: linear.weight.normal_(),
         lambda linear: linear.to(torch.bfloat16),
         lambda linear: linear.weight.grad,
-        lambda linear: copy.deepcopy(linear),
+        lambda linear: copy.deepcopy(linear)(torch.ones(2, 3)),
         lambda linear: pickle.dumps(linear.weight),
         lambda linear: linear.weight.register_hook(lambda grad: grad),
         lambda linear: torch.optim.SGD(linear.parameters(), 0.1).step(),
@@ -98,6 +99,34 @@ def test_values_are_not_there_before_offload(use: Callable[[Any], Any]) -> None:
     # load_state_dict puts the message into an error of its own.
     with pytest.raises((zo.ConfigError, RuntimeError), match=r"zo\.offload"):
         use(linear)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda linear: linear.float(),
+        lambda linear: linear.to("cpu", torch.float32),
+        lambda linear: setattr(linear.weight, "data", linear.weight.data.to(torch.float32)),
+        copy.deepcopy,
+    ],
+)
+def test_conversions_that_round_nothing(convert: Callable[[Any], Any]) -> None:
+    """The values are made as before. What is kept over zo.offload is no longer the model's."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 4, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with zo.deferred_init():
+        linear: Any = nn.Linear(3, 4, dtype=torch.bfloat16)
+    old = linear.weight
+    made = convert(linear) or linear
+    assert made.weight.dtype == (torch.bfloat16 if convert is copy.deepcopy else torch.float32)
+    zo.offload(made, zo.OffloadConfig(precision="fp32"))
+    with zo.gathered(made) as values:
+        assert torch.equal(values["weight"], plain.weight.float())
+    if made is linear:
+        with pytest.raises(zo.ConfigError, match=r"zo\.offload"):
+            _ = old.data
+    zo.close(made)
 
 
 def test_what_was_replaced_raises() -> None:
