@@ -337,12 +337,23 @@ def _copy_of(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     owner = owner_of(param)
     if owner is None or not owner.access.is_gathered(param):
         refuse_copy(param)
+    kind: Any = library_class(param)
     with torch.no_grad():
-        made = memo[id(param)] = nn.Parameter(param.clone(), requires_grad=param.requires_grad)
-    if not is_wrapper(param) and (kind := library_class(param)) is not nn.Parameter:
+        made = memo[id(param)] = nn.Parameter(_cloned(param), requires_grad=param.requires_grad)
+    if not is_wrapper(param) and kind is not nn.Parameter:
         made.__class__ = kind
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(param).items()})
     return made
+
+
+def _cloned(wrapper: Any) -> Tensor:
+    """A copy that consists of plain tensors."""
+    if not is_wrapper(wrapper):
+        return cast(Tensor, wrapper.clone())
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: _cloned(getattr(wrapper, name)) for name in names}
+    made: Any = library_class(wrapper).__tensor_unflatten__(inner, context, wrapper.size(), wrapper.stride())
+    return cast(Tensor, made)
 
 
 _WRAPPERS = {
@@ -471,12 +482,25 @@ def class_at_rest(kind: type) -> type:
     # These read a DTensor's part without passing through __torch_function__.
     names = ("to_local", "full_tensor", "redistribute")
     readers = {name: asking(getattr(kind, name)) for name in names if hasattr(kind, name)}
+
+    def conversion(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: _convert(getattr(Tensor, name), self, args, kwargs)
+
     # Libraries convert what they know of the values too: here nothing is converted.
-    conversions = {name: getattr(Tensor, name) for name in ("to", "cpu", "cuda", "xpu")}
+    conversions = {name: conversion(name) for name in ("to", "cpu", "cuda", "xpu")}
     # peft dequantizes what has the library's module and name, and takes the packed values of others as they are.
     made = type(kind.__name__, (AtRest, kind), {"__slots__": ()} | readers | conversions)
     made.__module__ = kind.__module__
     return made
+
+
+def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if is_wrapper(param) and converts_module():
+        raise ZeroOffloadError(
+            f"model.{name_of(method)}(...): zo.offload has put the model where it computes, and torch cannot leave a "
+            f"{library_class(param).__name__} where it is ({_describe(param)}). Leave the call out"
+        )
+    return method(param, *args, **kwargs)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
