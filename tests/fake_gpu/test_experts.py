@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import Policy
+from tests.fake_gpu.test_mutations import evaluated_beside, on_two_streams
 from tests.fake_gpu.test_ranks import late, pool  # noqa: F401
-from tests.fake_gpu.training import EVERY, Schedule
+from tests.fake_gpu.training import EVERY, Schedule, check_run, run
 from tests.helpers import experts
 from tests.helpers.experts import experts_lm, trained
 from tests.helpers.models import build, tokens_of
@@ -66,6 +68,16 @@ def test_experts_in_groups_train_to_the_bits_of_plain_tensors(row: Row, nvme: Pa
     assert device.take_races() == []
     expected = plain(row["precision"], trains=row["trains"])
     assert (found if row["trains"] else trained(found)) == expected
+
+
+@pytest.mark.parametrize("body", [evaluated_beside, on_two_streams])
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_streams_take_turns_at_the_memory_of_groups(body: Callable[..., Any], params: str) -> None:
+    grouped = functools.partial(make, 2, trains=True)
+    device.policy(Policy.EAGER)
+    settings = {"params": params, "device_memory": "64MiB"}  # all other units stay: no wait for one hides another
+    expected = run(body, grouped, **settings)
+    check_run(expected, body, grouped, schedules=EVERY, **settings)
 
 
 @pytest.mark.parametrize("row", pairwise(RANKS), ids=label)

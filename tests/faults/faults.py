@@ -25,6 +25,11 @@ def fault(behaviour: str, file: str, text: str, wrong: str, test: str) -> Fault:
 PLACEMENTS = "tests/parity/test_placements.py::test_every_pair_of_settings_trains_to_the_bits_of_plain_tensors"
 RANKS = "tests/parity/test_ranks.py::test_two_ranks_follow_one_with_the_whole_batch"
 STAGES = "tests/parity/test_stages.py::"
+EXPERTS = "tests/parity/test_experts.py::"
+QUANTIZED = "tests/models/test_quantized.py::"
+QUANTIZED_VIEWS = "tests/models/test_quantized_views.py::"
+LOADED_QUANTIZED = "tests/integrations/test_quantize_while_loading.py::"
+BASE_FILES = "tests/unit/storage/files/test_base_files.py::"
 SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
 KEPT = "tests/formats/test_kept_files.py::"
@@ -55,6 +60,14 @@ FAULTS = [
         "            and not (u.forward_uses or u.backward_uses or u.gathered_uses)\n",
         "",
         PLACEMENTS,
+    ),
+    fault(
+        "adapters leave the device with the frozen weights of their block",
+        "plan/placement.py",
+        "            self._place_parts()\n",
+        "            pass\n",
+        "tests/unit/plan/test_search.py::"
+        "test_trained_parts_and_their_states_rest_on_the_device_and_drives_have_frozen_weights_alone",
     ),
     fault(
         "a group of experts that was read before an update is used after it",
@@ -98,6 +111,63 @@ FAULTS = [
         "            pass",
         STAGES + "test_replicas_serve_eval_and_later_forwards",
     ),
+    # Experts in groups
+    fault(
+        "the last expert of a group is left out",
+        "runtime/experts.py",
+        "            yield range(used[0], used[-1] + 1)\n",
+        "            yield range(used[0], max(used[-1], used[0] + 1))\n",
+        EXPERTS + "test_experts_in_groups_train_to_the_bits_of_plain_tensors",
+    ),
+    fault(
+        "a rank skips groups that none of its own tokens chooses",
+        "runtime/experts.py",
+        "every=self._reader.gathers)",
+        "every=False)",
+        EXPERTS + "test_ranks_gather_groups_though_their_tokens_choose_other_experts",
+    ),
+    fault(
+        "a part of a group that another rank holds is not gathered",
+        "runtime/units/groups.py",
+        "self._gather(memory, name, memory.layout.parts)",
+        "self._gather(memory, name, memory.layout.parts[:-1])",
+        EXPERTS + "test_ranks_gather_groups_though_their_tokens_choose_other_experts",
+    ),
+    fault(
+        "a group that begins inside of a block is taken from the begin of the block",
+        "plan/groups.py",
+        "return self.offset + (self.begin - self.first) * itemsize",
+        "return self.offset",
+        EXPERTS + "test_groups_that_begin_inside_of_a_block_of_the_drive",
+    ),
+    fault(
+        "a backward computes experts without the autocast of their forward",
+        "runtime/experts.py",
+        "            for autocast in call.autocasts:\n",
+        "            for autocast in ():\n",
+        EXPERTS + "test_autocast",
+    ),
+    fault(
+        "a block that runs again reads its experts a third time",
+        "runtime/experts.py",
+        "output, call.spans = kept.detach(), []",
+        "output = torch.zeros_like(hidden)",
+        "tests/integrations/test_experts.py::test_a_checkpointed_block_reads_its_experts_no_third_time",
+    ),
+    fault(
+        "a stream uses a group that another stream has waited for",
+        "runtime/units/groups.py",
+        "            memory.arrival.wait()\n",
+        "",
+        "tests/fake_gpu/test_experts.py::test_streams_take_turns_at_the_memory_of_groups",
+    ),
+    fault(
+        "a group is written over while a stream computes with it",
+        "runtime/units/groups.py",
+        "            self._device.join(memory.users)\n",
+        "",
+        "tests/fake_gpu/test_experts.py::test_streams_take_turns_at_the_memory_of_groups",
+    ),
     # A base that is read where it lies
     fault(
         "bytes of a base that change after their first read are trained on",
@@ -133,6 +203,34 @@ FAULTS = [
         "            ctypes.memset(address + at - begin, 0, low - at)\n",
         "",
         "tests/unit/storage/files/test_base_files.py::test_what_comes_is_what_files_have_and_zeros_between",
+    ),
+    fault(
+        "a block of a base is not compared with what another first read of it has brought",
+        "storage/files/base_files.py",
+        "            if file.known[block] and found != int(file.crcs[block]):\n                raise",
+        "            if False:\n                raise",
+        BASE_FILES + "test_two_first_reads_of_a_block_at_once",
+    ),
+    fault(
+        "blocks of a base that are read for the first time share the checksums of known ones",
+        "storage/files/base_files.py",
+        "self.nbytes % SECTOR != 0 or is_known != self.is_verified:",
+        "self.nbytes % SECTOR != 0:",
+        BASE_FILES + "test_known_and_new_blocks_in_one_read",
+    ),
+    fault(
+        "what a generation has read of a base does not count where the file is open already",
+        "storage/files/base_files.py",
+        "                known.learn(file.hashes)\n",
+        "                pass\n",
+        BASE_FILES + "test_what_a_generation_has_read_is_known_of_a_file_that_is_open_too",
+    ),
+    fault(
+        "a generation names a base of which another file has taken the place",
+        "storage/files/base_file.py",
+        "        if (info.st_dev, info.st_ino) != self._identity:",
+        "        if False:",
+        BASE_FILES + "test_a_name_that_leads_elsewhere",
     ),
     fault(
         "a rank reads another rank's part of the base",
@@ -295,6 +393,69 @@ FAULTS = [
         "        hooks[number] = hooks.pop(number)",
         "        hooks.move_to_end(number)",
         "tests/unit/runtime/grads/test_handle.py::test_hooks_see_the_gradient_whenever_they_are_registered",
+    ),
+    fault(
+        "tables that layers share are the tensor of one layer alone",
+        "plan/quantized.py",
+        'return (id(self.tensor), "") if isinstance(owner, dict) else (id(owner), key)',
+        'return (id(self.tensor), "")',
+        QUANTIZED + "test_tables_that_layers_share_are_one_in_each",
+    ),
+    fault(
+        "scales of quantized weights are rounded to the compute dtype",
+        "plan/quantized.py",
+        "kind is not None or name in companions or",
+        "kind is not None or",
+        QUANTIZED + "test_what_moves_keeps_its_dtype_and_its_strides",
+    ),
+    fault(
+        "a state dict has a wrong offset of scales that are quantized too",
+        "plan/quantized.py",
+        "            words[_OFFSET] = number\n",
+        "            words[_OFFSET] = 0.0\n",
+        "tests/integrations/test_quantized_files.py::test_state_dicts_and_folders",
+    ),
+    fault(
+        "a weight is quantized from the dtype of its file",
+        "integrations/quantize.py",
+        ".view(weight.original.shape).to(weight.original.dtype)",
+        ".view(weight.original.shape)",
+        LOADED_QUANTIZED + "test_a_weight_is_quantized_from_the_models_dtype",
+    ),
+    fault(
+        "scales that wait for their section are those of another weight",
+        "integrations/quantize.py",
+        "        return self._parts.pop((id(weight), name), None)\n",
+        "        return self._parts.pop(next((key for key in self._parts if key[1] == name), (0, name)), None)\n",
+        LOADED_QUANTIZED + "test_tensors_are_those_of_the_library",
+    ),
+    fault(
+        "a view of a view of a quantized weight begins at another element",
+        "runtime/units/guard.py",
+        "        begin = of_dtype.storage_offset() + leaf.meta.storage_offset()\n",
+        "        begin = of_dtype.storage_offset()\n",
+        QUANTIZED_VIEWS + "test_a_view_of_a_view_is_the_right_part",
+    ),
+    fault(
+        "values that a layer makes of its quantized weight stay until backward",
+        "runtime/units/derived.py",
+        "            return Derived.made(result, step, version)\n",
+        "            return result\n",
+        QUANTIZED_VIEWS + "test_values_that_a_layer_makes_are_not_saved",
+    ),
+    fault(
+        "values of quantized weights that were changed in place are made again as they were",
+        "runtime/units/derived.py",
+        "        return self._version == self.version\n",
+        "        return True\n",
+        QUANTIZED_VIEWS + "test_what_draws_random_numbers_or_is_changed_is_saved_itself",
+    ),
+    fault(
+        "backward draws the random numbers of quantized weights again",
+        "runtime/units/derived.py",
+        "not torch.is_grad_enabled() or torch.Tag.nondeterministic_seeded in func.tags",
+        "not torch.is_grad_enabled()",
+        QUANTIZED_VIEWS + "test_what_draws_random_numbers_or_is_changed_is_saved_itself",
     ),
     fault(
         "views of quantized weights hold their units from forward to backward",

@@ -133,9 +133,10 @@ def test_tensors_are_those_of_the_library(models: Callable[[str], Path], kind: s
     assert [type(layer) for layer in ours.modules()] == [type(layer) for layer in theirs.modules()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_weight_is_quantized_from_the_models_dtype(models: Callable[[str], Path], dtype: torch.dtype) -> None:
-    ours, theirs = quantized(models("llama"), "nf4", dtype), from_library(models("llama"), "nf4", dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_is_quantized_from_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = folders.write_folder(tmp_path, dtype="bfloat16" if dtype is torch.float32 else "float32")
+    ours, theirs = quantized(folder, "nf4", dtype), from_library(folder, "nf4", dtype)
     layers = [model.model.layers[0].mlp.up_proj for model in (ours, theirs)]
     assert layers[0].weight.quant_state.dtype == layers[1].weight.quant_state.dtype == dtype
     made = recipe_of(layers[0].weight)

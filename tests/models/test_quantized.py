@@ -185,8 +185,9 @@ def test_tables_that_layers_share_are_one_in_each() -> None:
     table = torch.ones(4, 1)
     layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(3))
     for layer in layers:
-        values, _ = Scaled.of(torch.eye(4)).values_, None
-        layer[0].weight = nn.Parameter(Scaled(values, table, torch.float32), requires_grad=False)
+        weight: Any = nn.Parameter(Scaled.of(torch.eye(4)), requires_grad=False)
+        weight.scales_ = table
+        layer[0].weight = weight
     layers[2][0].weight = layers[0][0].weight
     spec = ModelSpec.from_module(layers)
     names = {unit.name: [param.name for param in unit.params] for unit in spec.units}

@@ -126,6 +126,25 @@ def test_a_run_goes_on_from_its_generation(precision: str, overlap: str, nvme: P
         assert [name for name in whole if not torch.equal(whole[name], expected[name])] == []
 
 
+def test_autocast(nvme: Path) -> None:
+    def masters(size: int) -> dict[str, Tensor]:
+        model = build(functools.partial(make, size, trains=True))
+        zo.offload(model, zo.OffloadConfig(precision="fp32", params="nvme", nvme=nvme, existing="discard"))
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(tokens_of(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = read_masters(model)
+        zo.close(model)
+        return found
+
+    whole, grouped = masters(0), masters(2)
+    assert [name for name in whole if not torch.equal(whole[name], grouped[name])] == []
+
+
 def test_without_gradients_experts_that_no_token_chooses_are_not_read(nvme: Path) -> None:
     model = build(functools.partial(experts_lm, inner=40_000, size=3, num_blocks=1)).eval()
     zo.offload(model, zo.OffloadConfig(nvme=nvme, params="nvme", precision="bf16", durability="scratch"))

@@ -168,6 +168,7 @@ def test_known_and_new_blocks_in_one_read(base: BaseFiles, tmp_path: Path) -> No
     whole = [BaseSpan(0, len(content), file, 0)]
     read(base, whole, BLOCK_BYTES + 3, BLOCK_BYTES + 9)
     assert file.known.tolist() == [False, True, False, True, False, True]
+    assert read(base, whole, BLOCK_BYTES, 3 * BLOCK_BYTES) == content[BLOCK_BYTES : 3 * BLOCK_BYTES]
     assert read(base, whole, 0, len(content)) == content
     flip(tmp_path / "f", 4 * BLOCK_BYTES)
     with pytest.raises(IntegrityError, match="offset 4194304"):
@@ -291,6 +292,21 @@ def test_records_and_checksums_come_back(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="holds other bytes"):
         read(fourth, [BaseSpan(0, 9, alike, 500)], 0, 9)
     fourth.close()
+
+
+def test_what_a_generation_has_read_is_known_of_a_file_that_is_open_too(tmp_path: Path) -> None:
+    write(tmp_path / "f", 6 * BLOCK_BYTES)
+    base, open_already = BaseFiles(), BaseFiles()
+    file = base.open(tmp_path / "f")
+    read(base, [BaseSpan(0, 9, file, 0)], 0, 9)
+    record, hashes = file.record, file.hashes
+    base.close()
+    flip(tmp_path / "f", 77)
+    again = open_already.open(tmp_path / "f")
+    assert open_already.restore([record], [[hashes]]) == [again]
+    with pytest.raises(IntegrityError, match="holds other bytes"):
+        read(open_already, [BaseSpan(0, 9, again, 500)], 0, 9)
+    open_already.close()
 
 
 def test_two_ranks_that_contradict_each_other(tmp_path: Path) -> None:
