@@ -188,6 +188,22 @@ def test_a_checkpointed_block_reads_its_experts_no_third_time(name: str, checkpo
     assert len(read) == 2 * num_blocks  # forward and backward
 
 
+@pytest.mark.parametrize("checkpointing", [None, "zo", "torch"])
+def test_adapters_on_experts_leave_memory_between_forward_and_backward(checkpointing: str | None, nvme: Path) -> None:
+    """The graph holds no view of them, which would pin their unit."""
+    model = build("deepseek", "lora on experts")
+    zo.group_experts(model, 2)
+    checkpointed(model, checkpointing)
+    zo.offload(model, zo.OffloadConfig(params="nvme", precision="bf16", nvme=nvme, durability="scratch"))
+    owner: Any = next(filter(None, map(owner_of, model.parameters())))
+    tokens = torch.arange(18).view(2, 9)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    held = [unit.name for unit in owner.units if unit.lent]
+    loss.backward()
+    zo.close(model)
+    assert held == []
+
+
 @pytest.mark.parametrize("checkpointing", [None, "zo"])
 def test_a_plan_counts_no_third_time(checkpointing: str | None, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("deepseek", "attention and routers")

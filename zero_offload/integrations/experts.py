@@ -165,19 +165,19 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
             "come after zo.group_experts. Call get_peft_model, then zo.group_experts, then zo.offload"
         )
     adapters = [each for each in _ADAPTERS.get() if each.module is module]
+    stacks = [stack for adapter in adapters for stack in (adapter.lhs, adapter.rhs)]
+    # The graph keeps `one`: a stack in it would be a view that pins its unit until backward.
+    scalings = [(adapter.name, adapter.scaling) for adapter in adapters]
 
     def one(values: Mapping[str, Tensor], more: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
         adapted = dict(values)
-        for number, adapter in enumerate(adapters):
+        for number, (name, scaling) in enumerate(scalings):
             lhs, rhs = more[2 * number : 2 * number + 2]
             # As peft does: in the parameter's dtype.
             with torch.autocast(lhs.device.type, enabled=False):
-                adapted[adapter.name] = torch.baddbmm(
-                    adapted[adapter.name], lhs[None], rhs[None], alpha=adapter.scaling
-                )
+                adapted[name] = torch.baddbmm(adapted[name], lhs[None], rhs[None], alpha=scaling)
         return _alone(module, adapted, hidden, weights)
 
-    stacks = [stack for adapter in adapters for stack in (adapter.lhs, adapter.rhs)]
     unit = owner.places[next(iter(_values_of(module).values()))].unit
     return owner.experts.run(owner, unit, one, hidden_states, top_k_index, top_k_weights, stacks)
 
