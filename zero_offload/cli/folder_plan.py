@@ -30,6 +30,7 @@ from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.cli.finetune.folder import Lora, ModelFolder, group_frozen_experts, meta_model
 from zero_offload.cli.finetune.rehearsal import Rehearsal, rehearse
 from zero_offload.cli.finetune.settings import FinetuneConfig
+from zero_offload.cli.finetune.targets import adapted, not_adapted
 from zero_offload.cli.planning import (
     GPU_SHARE,
     RAM_SHARE,
@@ -269,6 +270,10 @@ class FolderPlan:
     """The step with one more drive of the same speed; None where it is as long, or no drive is used."""
     hidden_tokens: int | None
     """Tokens of a micro-batch from which on a step is as long as without offload; None if 2^24 are too few."""
+    adapted: tuple[str, ...]
+    """What has adapters, by the ends of names; empty without adapters."""
+    not_adapted: tuple[str, ...]
+    """Linear layers that have none, likewise."""
     ways: tuple[Way, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
@@ -415,6 +420,7 @@ class _Planner:
         self._job, self._out = job, out
         config = job.offload
         work = known.work(job, Partition.of(config, job.ranks).optimizer_shards)
+        self._adapted = known.adapted[job.lora, job.folder.quantize]
         self._rehearsal = known.rehearsal(job)
         self._work = _with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
         self._here = Cluster(job.ranks, job.nodes).ranks_per_node
@@ -474,6 +480,7 @@ class _Planner:
             self._reference_bytes,
             self._with_one_more_drive(planned, prediction) if config.nvme_dirs else None,
             self._hidden_tokens(planned),
+            *self._adapted,
         )
 
     def _with_one_more_drive(self, planned: Planned, now: Prediction) -> Prediction | None:
@@ -676,6 +683,8 @@ class _Known:
         self._folder = folder
         self._work: dict[object, tuple[UnitWork, ...]] = {}
         self._rehearsals: dict[object, Rehearsal] = {}
+        self.adapted: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        """By adapter and quantization, what has adapters and what has none."""
 
     def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""
@@ -684,6 +693,7 @@ class _Known:
         if key not in self._work:
             model = meta_model(folder, job.lora)
             group_frozen_experts(model, folder)
+            self.adapted[job.lora, folder.quantize] = adapted(model), not_adapted(model)
             spec = ModelSpec.from_module(model, experts=experts_in(model))
             layout = make_layout(spec, resolve(model, config), shards)
             self._work[key] = tuple(

@@ -67,6 +67,15 @@ def _what_lines(plan: FolderPlan) -> Iterator[str]:
     if job.ranks > 1:
         what += f", on {job.ranks} ranks"
     yield what
+    if plan.adapted:
+        yield f"  adapters on {', '.join(plan.adapted)}"
+    if plan.not_adapted and job.lora is not None and not job.lora.targets:
+        yield f"  none on other linear layers: {', '.join(plan.not_adapted)}"
+    if job.folder.is_quantized:
+        quantized = round(sum(each.quantized_numel for each in units))
+        others = f"the other {whole - trained - quantized:,} frozen ones"
+        others += ", those of experts among them," * job.folder.has_experts
+        yield f"  {quantized:,} parameters of linear layers are quantized; {others} stay {job.offload.numerics.compute}"
     yield f"a step: {_step_text(job)}"
 
 
@@ -236,6 +245,7 @@ def as_json(plan: FolderPlan) -> dict[str, Any]:
         "model": str(job.folder.path),
         "parameters": sum(each.numel.trained + each.numel.frozen for each in units),
         "trained_parameters": sum(each.numel.trained for each in units),
+        "adapted": list(plan.adapted),
         "bytes": {
             name: {tier.value: nbytes for tier, nbytes in sizes.items() if nbytes}
             for name, sizes in _rows(plan).items()

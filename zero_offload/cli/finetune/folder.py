@@ -28,6 +28,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
+from zero_offload.cli.finetune.targets import Targets
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
 from zero_offload.integrations.peft import adapter_file_names
@@ -42,6 +43,8 @@ _GENERATION_NAME = "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
 _LOUD = ("torchao", "bitsandbytes", "torch.utils._pytree")
 """Loggers that warn when they are imported."""
+_PEFT_SAYS = ("The following (rank|alpha)_pattern keys did not match", "Setting `save_embedding_layers` to `True`")
+"""Of ranks of experts, which it looks for among layers alone and uses; and of what an embedding's adapter needs."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -53,7 +56,7 @@ class Lora:
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    """Ends of the names of linear layers and experts; () is all but the output's."""
+    """As `Targets` takes them; () is what peft calls "all-linear"."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
     for kind in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=kind)
+    for message in _PEFT_SAYS:
+        warnings.filterwarnings("ignore", message)
 
 
 # The folder
@@ -551,11 +556,13 @@ def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> 
     tied = set(base.all_tied_weights_keys)
     heads = sorted({name.rpartition(".")[0] for name in names.fresh - tied if name.endswith(".weight")})
     heads = heads if folder.task == MASKED else []
+    targets = Targets.of(base, lora.targets)
     settings: dict[str, Any] = {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(lora.targets) or "all-linear",
+        "target_modules": targets.modules if lora.targets else "all-linear",
+        "target_parameters": targets.parameters or None,
         "modules_to_save": heads or None,
         "exclude_modules": heads or None,
         "task_type": kinds.get(folder.task),
@@ -563,11 +570,11 @@ def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> 
     try:
         model = get_peft_model(base, LoraConfig(**settings))
     except ValueError as error:
-        linear = {name.split(".")[-1] for name, module in base.named_modules() if isinstance(module, nn.Linear)}
         raise ConfigError(
             f"{folder.path} takes no adapter of rank {lora.rank} on {', '.join(lora.targets) or 'its linear layers'}: "
-            f"{error}. Its linear layers are {', '.join(sorted(linear))}"
+            f"{error}. It has {', '.join(targets.choices)}"
         ) from error
+    targets.check(model)
     if folder.task == CAUSAL and isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(
             f"--lora-targets {' '.join(lora.targets)} has the output's layer among them. The loss takes that layer's "

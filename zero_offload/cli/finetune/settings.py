@@ -79,7 +79,8 @@ class FinetuneConfig:
     lora_alpha: float = 0.0
     """Adapters are scaled by alpha / rank; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of linear layers and experts; () is all but the output's."""
+    """What gets adapters, as `Targets` takes it; () is all linear layers but the output's, and of mixtures that peft
+    knows experts and routers."""
     quantize: str = ""
     """What the frozen linear layers become, one of `QUANTIZATIONS`; "" leaves them as they are."""
     group_size: int = 0
@@ -333,7 +334,12 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
         type=_above_zero(float),
         metavar="ALPHA",
     )
-    add("--lora-targets", "ends of layers' names (default: all linear layers, and experts)", nargs="+", metavar="NAME")
+    add(
+        "--lora-targets",
+        "ends of names: layers, experts, gate, experts.down_proj (default: all linear layers, and most experts)",
+        nargs="+",
+        metavar="NAME",
+    )
     add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
     add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
