@@ -552,8 +552,11 @@ class _Planner:
 
     @functools.cached_property
     def _activations(self) -> dict[Tier, int]:
-        config, batch, peak = self._job.offload, self._job.micro_batch(), self._rehearsal.peak_bytes
+        config, batch = self._job.offload, self._job.micro_batch()
         largest = replace(batch, tokens=math.prod(self._job.shape))
+        # A rehearsal has no groups: without recompute it keeps more of experts.
+        kept = sum(work.saved_values(True) for work in self._work if work.in_groups) * batch.recompute
+        peak = self._rehearsal.peak_bytes + largest.tokens * kept * value_bytes(config)
         away = {tier: kept_bytes(self._work, config, largest, tier) for tier in (Tier.CPU, Tier.NVME)}
         if not self._device_bytes:
             away[Tier.CPU] = 0  # the same memory
@@ -760,8 +763,8 @@ def _with_saved(
     for index, unit in enumerate(work):
         saved = rehearsal.saved_bytes.get(unit.numel.name, 0) + rehearsal.saved_bytes[""] * (index == len(work) - 1)
         values = -(-saved // tokens)
-        is_kept = unit.keeps_inputs(recompute)
-        found.append(replace(unit, boundary_values=values) if is_kept else replace(unit, inside_values=values))
+        name = "boundary_values" if unit.keeps_inputs(recompute) else "inside_values"
+        found.append(unit if unit.in_groups else replace(unit, **{name: values}))
     return tuple(found)
 
 

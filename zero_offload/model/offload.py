@@ -641,9 +641,7 @@ def plan(
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
     hardware = _hardware(config, device)
     budget = tier_budget(config, hardware)
-    # `zo.checkpoint` keeps what experts gave, where recompute would go through them.
-    work = [replace(unit, is_passed=False) for unit in work_of(model, spec)]
-    outlook = _outlook(unit_bytes, work, config, partition, hardware)
+    outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
     batch = Batch(
         tokens=tokens, sequence=min(tokens, TOKENS_UNKNOWN), recompute=any(map(is_recomputed, model.modules()))

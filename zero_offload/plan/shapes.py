@@ -55,8 +55,9 @@ class UnitWork:
     """True of experts that are fetched in groups: backward fetches and computes each of them again."""
     share_met: float = 1.0
     """Of such experts, the share that a token is multiplied with."""
-    is_passed: bool = False
-    """True of such experts if recompute of the block goes through them, since it saves something behind them."""
+    keeps_output: bool = False
+    """True of such experts if recompute of the block goes on behind them, as to shared experts: what they gave is kept,
+    and no expert is read again for it."""
 
     def share_touched(self, tokens: int) -> float:
         """The share of experts that some of so many tokens meet, if each token chooses any with equal chances."""
@@ -68,10 +69,12 @@ class UnitWork:
 
     def backward_uses(self, recompute: bool) -> int:
         """How often backward reads the weights, or makes them of quantized ones."""
-        return 1 + (recompute and self.is_passed if self.in_groups else self.keeps_inputs(recompute))
+        return 1 + self.keeps_inputs(recompute)
 
     def saved_values(self, recompute: bool) -> int:
         """Values of a token that wait for backward."""
+        if self.in_groups and recompute:
+            return self.inside_values if self.keeps_output else 0
         return self.boundary_values if self.keeps_inputs(recompute) else self.inside_values
 
     def forward_flops(self, sequence: int) -> float:
@@ -86,7 +89,7 @@ class UnitWork:
     def rerun_share(self, sequence: int, recompute: bool) -> float:
         """Share of a forward that backward runs again."""
         if self.in_groups:
-            return float(self.backward_uses(recompute))
+            return 1.0
         if not self.keeps_inputs(recompute):
             return 0.0
         return 1.0 - 2.0 * self.last_numel / self.forward_flops(sequence)
@@ -392,7 +395,7 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[s
             quantized_numel=quantized,
             in_groups=True,
             share_met=min(active / count, 1.0) if active else 1.0,
-            is_passed=unit.name.rpartition(".")[0] in shared,
+            keeps_output=unit.name.rpartition(".")[0] in shared,
         )
     return replace(
         whole,

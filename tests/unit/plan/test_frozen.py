@@ -78,8 +78,7 @@ def test_experts_in_groups_are_fetched_for_each_forward_and_backward() -> None:
     experts = replace(frozen(**sizes), in_groups=True, attention_width=0, share_met=1 / 16)
     whole_s, many = 2 * NUMEL / GPU.read_bytes, Batch(2048, 1, 2048)
     assert read_s(experts, many) == pytest.approx(2 * whole_s)
-    assert read_s(replace(experts, is_passed=True), many) == pytest.approx(3 * whole_s)
-    assert read_s(replace(experts, is_passed=True), replace(many, recompute=False)) == pytest.approx(2 * whole_s)
+    assert read_s(experts, replace(many, recompute=False)) == pytest.approx(2 * whole_s)
     assert read_s(experts, replace(many, micro_batches=3)) == pytest.approx(6 * whole_s)
     # zo.accumulate takes turns at units, and each micro-batch fetches its own groups.
     assert read_s(experts, replace(many, micro_batches=3, by_unit=True)) == pytest.approx(6 * whole_s)
@@ -189,7 +188,8 @@ def test_work_of_experts_in_groups(shared: bool) -> None:
     experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
     spec = ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts)
     found = {work.numel.name: work for work in work_of(model, spec)}["blocks.0.experts"]
-    assert found.in_groups and found.is_passed is shared and found.share_met == 2 / 8
+    assert found.in_groups and found.keeps_output is shared and found.share_met == 2 / 8
     assert found.matmul_numel == found.frozen_matmul_numel == 8 * 4 * 16 * 2 / 8
     assert found.attention_width == 0 and not found.keeps_inputs(True)
-    assert [found.rerun_share(128, recompute) for recompute in (False, True)] == [1.0, 2.0 if shared else 1.0]
+    assert [found.rerun_share(128, recompute) for recompute in (False, True)] == [1.0, 1.0]
+    assert [found.saved_values(recompute) for recompute in (False, True)] == [32, 32 if shared else 0]

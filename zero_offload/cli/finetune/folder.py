@@ -34,6 +34,7 @@ from zero_offload.integrations.file_names import AdapterFile, FileNames, transfo
 from zero_offload.integrations.peft import adapter_file_names
 from zero_offload.integrations.pretrained import plan_weights, state_names
 from zero_offload.integrations.quantize import need_library, quantize_layers, stored_layers, stored_quantization
+from zero_offload.model.api import checkpoint
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload as offload_model
 
@@ -464,6 +465,21 @@ def group_frozen_experts(model: nn.Module, folder: ModelFolder) -> None:
             f"--group-size {folder.group_size} is of frozen experts, and {folder.path} has none"
             " that stay frozen; leave it out, or train adapters: --lora 16"
         )
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Let backward run again what transformers would, by `zo.checkpoint`: experts in groups are read once less.
+
+    Raises ConfigError for a model that transformers does not divide into such blocks.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    if not found:
+        raise ConfigError(
+            f"transformers knows no blocks of {type(model).__name__} that backward could run again; give --recompute none"
+        )
+    checkpoint([module for name, module in found.items() if not any(name.startswith(f"{each}.") for each in found)])
 
 
 def build_model(

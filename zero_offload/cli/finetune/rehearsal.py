@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.host import host_empty
-from zero_offload.cli.finetune.folder import CAUSAL, Lora, ModelFolder, meta_model
+from zero_offload.cli.finetune.folder import CAUSAL, Lora, ModelFolder, meta_model, recompute_blocks
 from zero_offload.plan.model_spec import ModelSpec
 
 
@@ -52,7 +52,7 @@ def rehearse(
     model: Any = meta_model(replace(folder, quantize=None, quantization=None), lora)
     units = {unit.name for unit in ModelSpec.from_module(model).units}
     if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_blocks(model)
     for param in model.parameters():
         if param.is_floating_point():
             param.data = param.data.to(dtype)

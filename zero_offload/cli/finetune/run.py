@@ -27,7 +27,7 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError,
 from zero_offload.base.types import KIB, Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder
+from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder, recompute_blocks
 from zero_offload.cli.finetune.outputs import BEST, CARD, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
@@ -226,6 +226,8 @@ def _train(
     beside = reading(job.folder, offload, is_first=job.ranks.is_first) if has_reference else nullcontext()
     baseline_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
     with beside as reference, _closing(build_model(job.folder, offload, config.adapters(), config.seed)) as model:
+        if config.recompute == "block":
+            recompute_blocks(model)
         if need_runtime(model, "finetune").resume_pending:
             _say_where(job, model, progress)
         if outputs and outputs["step"] > need_runtime(model, "finetune").step_count:

@@ -366,7 +366,7 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "bf16": False,  # no autocast: the model computes in its own precision
         "fp16": config.offload.numerics.compute == "fp16",
         "use_cpu": is_host,
-        "gradient_checkpointing": config.recompute == "block",
+        "gradient_checkpointing": False,  # the model runs its blocks again by itself
         "include_num_input_tokens_seen": "all" if "seq_lengths" in data.train.column_names else "non_padding",
         "dataloader_pin_memory": False,  # tokens are few bytes
     }
