@@ -14,8 +14,9 @@ import transformers
 
 import zero_offload as zo
 from tests.helpers import folders
-from zero_offload.cli.finetune.folder import Lora, build_model, meta_model, open_folder
+from zero_offload.cli.finetune.folder import Lora, build_model, meta_model, open_folder, recompute_blocks
 from zero_offload.cli.main import main
+from zero_offload.runtime.experts import GroupedExperts
 
 pytestmark = pytest.mark.tools
 
@@ -127,3 +128,21 @@ def test_names_of_transformers_4_are_those_of_peft(place: Path) -> None:
     )
     names = [[name for name, param in each.named_parameters() if param.requires_grad] for each in (by_name, by_old)]
     assert names[0] == names[1]
+
+
+def test_a_step_reads_experts_twice(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of DeepSeek too, whose blocks go on behind them with shared experts."""
+    fetch, spans = GroupedExperts.fetch, []
+
+    def noted(self: GroupedExperts, call: Any, span: range, *rest: Any, **names: Any) -> Any:
+        spans.append(span)
+        return fetch(self, call, span, *rest, **names)
+
+    monkeypatch.setattr(GroupedExperts, "fetch", noted)
+    assert finetune(place, "deepseek_v3", tmp_path / "out", "--lora-targets", "o_proj", "--group-size", 6, steps=1) == 0
+    assert spans == [range(6), range(6)]  # one layer has them
+
+
+def test_a_model_without_blocks_cannot_run_them_again() -> None:
+    with pytest.raises(zo.ConfigError, match="give --recompute none"):
+        recompute_blocks(torch.nn.Linear(2, 2))
