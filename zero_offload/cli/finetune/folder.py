@@ -477,7 +477,7 @@ def recompute_blocks(model: nn.Module) -> None:
     found = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
     if not found:
         raise ConfigError(
-            f"transformers knows no blocks of {type(model).__name__} that backward could run again; give --recompute none"
+            f"transformers has no blocks in {type(model).__name__} that backward could run again; give --recompute none"
         )
     checkpoint([module for name, module in found.items() if not any(name.startswith(f"{each}.") for each in found)])
 
