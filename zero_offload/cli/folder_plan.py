@@ -763,8 +763,10 @@ def _with_saved(
     for index, unit in enumerate(work):
         saved = rehearsal.saved_bytes.get(unit.numel.name, 0) + rehearsal.saved_bytes[""] * (index == len(work) - 1)
         values = -(-saved // tokens)
-        name = "boundary_values" if unit.keeps_inputs(recompute) else "inside_values"
-        found.append(unit if unit.in_groups else replace(unit, **{name: values}))
+        if unit.keeps_inputs(recompute):
+            found.append(replace(unit, boundary_values=values))
+        else:
+            found.append(unit if unit.in_groups else replace(unit, inside_values=values))
     return tuple(found)
 
 
