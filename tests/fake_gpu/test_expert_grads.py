@@ -244,6 +244,7 @@ def peak_bytes(body: Callable[[], object]) -> int:
     return int(module.max_memory_allocated() - before)
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(
     ("size", "grads", "num_micro_batches", "together"),
     [(1, "cpu", 1, False), (1, "cpu", 3, True), (2, "nvme", 3, False), (1, "device", 1, False)],

@@ -32,6 +32,7 @@ LOADED_QUANTIZED = "tests/integrations/test_quantize_while_loading.py::"
 BASE_FILES = "tests/unit/storage/files/test_base_files.py::"
 SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
+EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
 KEPT = "tests/formats/test_kept_files.py::"
 DCP = "tests/integrations/test_dcp.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
@@ -316,6 +317,41 @@ FAULTS = [
         "                not (each.finite and math.isfinite(factors.get(index, 1.0)))\n",
         "                not math.isfinite(factors.get(index, 1.0))\n",
         "tests/models/test_exceptions.py::test_a_gradient_that_is_not_finite_skips_the_step",
+    ),
+    fault(
+        "an expert without tokens has a gradient of an earlier layer",
+        "storage/shards/grad_downloads.py",
+        "        grad.values[index].zero_()\n",
+        "        pass\n",
+        EXPERT_GRADS + "test_experts_without_tokens_have_zeros",
+    ),
+    fault(
+        "of two micro-batches' gradients of experts the first is lost",
+        "runtime/grads/section.py",
+        "        if index in self._sliced or (staged is not None and index in self._fresh):\n",
+        "        if staged is not None and index in self._fresh:\n",
+        EXPERT_GRADS + "test_whatever_looks_at_gradients[zo.accumulate-cpu-fp32]",
+    ),
+    fault(
+        "gradients of experts pile up on the GPU while they leave",
+        "storage/shards/grad_downloads.py",
+        "        flat = values.reshape(-1)\n        self.make_room(flat.nbytes)\n",
+        "        flat = values.reshape(-1)\n",
+        EXPERT_GRADS + "test_backward_takes_a_few_experts_of_the_device_and_no_layer",
+    ),
+    fault(
+        "gradients of a backward that broke off keep their staging",
+        "storage/shards/grad_downloads.py",
+        "        self.close_open()\n        while self._leaving:\n",
+        "        while self._leaving:\n",
+        EXPERT_GRADS + "test_gradients_of_a_backward_that_breaks_off_are_dropped_and_their_staging_is_free",
+    ),
+    fault(
+        "a hook of the program finds a gradient without memory",
+        "runtime/grads/gradients.py",
+        "        if downloads is None or has_hooks(param):\n",
+        "        if downloads is None:\n",
+        EXPERT_GRADS + "test_whatever_looks_at_gradients",
     ),
     fault(
         "a factor that is a tensor on a GPU is not read by the step",
