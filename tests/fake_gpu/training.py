@@ -14,7 +14,7 @@ import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
+from tests.helpers.reference import Recipe, Trajectory, read_masters, train_offloaded, train_plain
 
 Schedule = tuple[Policy, int]
 """A policy and its seed."""
@@ -80,8 +80,7 @@ def run(
             found.append(body(model, tokens_of(step).to(TYPE), step).detach())
             optimizer.step()
             optimizer.zero_grad()
-        with zo.gathered(model, kind="master") as masters:
-            found += [value.to("cpu", copy=True) for value in masters.values()]
+        found += read_masters(model).values()
         zo.close(model)
     return [each.cpu() for each in found]
 

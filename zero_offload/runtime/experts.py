@@ -1,10 +1,11 @@
 """A forward and backward through a module's experts, a group of them at a time.
 
-Owns the autograd nodes of such a forward. The plain model has a chain of additions to the output, expert after expert.
-So has this one, with one node per expert, `_Expert`. Gradients of the hidden states and of the routing weights come out
-expert by expert, in the order in which autograd would add them: the same bits. A node keeps which rows are its own, and
-no values. Backward computes the expert once more. Gradients of trained values go to `Gradients` expert by expert: a
-GPU's leave for host memory, where the parameter's rest. Autograd gets them at the end of the chain.
+Owns the autograd nodes of such a forward. The output is a chain of additions, one node (`_Expert`) for each expert, as
+in the plain model. Autograd adds up gradients of hidden states and routing weights in the reverse order of the nodes:
+the same bits. A node keeps which rows are its own, and no values: backward computes the expert once more.
+
+Gradients of trained values are made expert by expert too. `Gradients.begin` says where they go: a GPU's may leave for
+host memory at once. Autograd gets one gradient of each parameter at the end of the chain, and passes it on.
 
 The chain begins with `_Begin`, which saves hidden states and routing weights, once for all. A checkpointed block that
 saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a `_Group`:
@@ -84,8 +85,10 @@ class _Call:
         """One expert's part, (1, ...), of a parameter's gradient, which is zeros elsewhere."""
         if name not in self.grads:
             nodes = dict(zip(self.trained, self.begin.next_functions[-len(self.trained) :], strict=True))
-            accumulates = _accumulates(nodes[name][0]) or bool(self.experts.grads.coming)
-            self.grads[name] = self.experts.grads.begin(self.trained[name], grad, accumulates=accumulates)
+            gradients = self.experts.grads
+            # zo.accumulate asks autograd for gradients, and passes them on to the parameters itself.
+            accumulates = bool(gradients.coming) or _accumulates(nodes[name][0])
+            self.grads[name] = gradients.begin(self.trained[name], grad, accumulates=accumulates)
         self.grads[name].put(expert, grad)
 
     def compute(
@@ -261,7 +264,7 @@ def _accumulates(node: Any) -> bool:
     """True if the running backward adds what comes to a parameter's node to the parameter's gradient."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad gives it to its caller
+    except RuntimeError:  # torch.autograd.grad returns it
         return False
 
 
