@@ -2,7 +2,7 @@
 each section lies.
 
 Owns the words of these records. The global manifest names files and places; a rank's has the checksums that this rank
-knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections`, and `places_of` once files are open.
+knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections` and `open_base` of a generation.
 """
 
 from __future__ import annotations
@@ -48,17 +48,20 @@ def base_sections(generation: Generation) -> dict[int, list[Any]]:
         return {} if found is None else {int(index): list(spans) for index, spans in found["sections"].items()}
 
 
-def open_base(base: BaseFiles, generation: Generation, payloads: Iterable[Mapping[str, Any]]) -> list[BaseFile]:
-    """The files of a generation's base, with the checksums in its ranks' manifests; see `BaseFiles.restore`."""
+def open_base(
+    base: BaseFiles, generation: Generation, payloads: Iterable[Mapping[str, Any]]
+) -> dict[int, list[BaseSpan]]:
+    """Where each section lies that rests in a generation's base, by index. Its files are opened, if they are there,
+    with the checksums in its ranks' manifests; see `BaseFiles.restore`."""
     found = generation.payload.get(BASE)
     with reading(str(generation)):
-        return [] if found is None else base.restore(found["files"], [payload[BASE] for payload in payloads])
-
-
-def places_of(generation: Generation, files: Sequence[BaseFile]) -> dict[int, list[BaseSpan]]:
-    """Where each section lies that rests in the base, whose files these are, in the order of the record."""
-    with reading(str(generation)):
+        files = [] if found is None else base.restore(found["files"], [payload[BASE] for payload in payloads])
         return {index: [_span(files, *each) for each in spans] for index, spans in base_sections(generation).items()}
+
+
+def files_of(places: Mapping[int, Iterable[BaseSpan]]) -> list[BaseFile]:
+    """The files that sections rest in."""
+    return list(dict.fromkeys(span.file for spans in places.values() for span in spans))
 
 
 def _span(files: Sequence[BaseFile], begin: int, nbytes: int, number: int, offset: int) -> BaseSpan:

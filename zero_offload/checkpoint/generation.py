@@ -26,7 +26,6 @@ from zero_offload.checkpoint.base_record import (
     base_record,
     base_sections,
     open_base,
-    places_of,
 )
 from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
@@ -47,7 +46,7 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
-from zero_offload.storage.files.base_file import BaseFile, check_in_place
+from zero_offload.storage.files.base_file import check_in_place
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
@@ -299,7 +298,9 @@ class GenerationKeeper:
                     layout = replace(section, shard_numel=entry["shard_numel"], num_shards=self.found.num_shards)
                     self._store.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
         if len(own) < len(shards):
-            places = places_of(self.found, self._open_base())
+            ranks = range(self.found.world_size)
+            payloads = [read_rank_manifest(self._home, self.found, rank) for rank in ranks]
+            places = open_base(self._store.base, self.found, payloads)
             for shard in shards:
                 if (spans := places.get(shard.layout.index)) is not None:
                     self._store.rest_in_base(shard, spans, shard_index)
@@ -309,12 +310,6 @@ class GenerationKeeper:
         for shard in own:
             shard.committed = shard.current
         self.rng = payload.get("rng")
-
-    def _open_base(self) -> list[BaseFile]:
-        """The files of the base of the generation found, with the checksums of all ranks."""
-        assert self._store is not None and self.found is not None
-        ranks = range(self.found.world_size)
-        return open_base(self._store.base, self.found, [read_rank_manifest(self._home, self.found, r) for r in ranks])
 
     def _flush_found(self, swap: SwapFile) -> None:
         """Make what was found survive power loss before the slots of the generation before it are written to.

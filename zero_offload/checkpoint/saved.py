@@ -13,6 +13,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from zero_offload.base.errors import CheckpointError, IntegrityError
 from zero_offload.base.host import host_empty
 from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
-from zero_offload.checkpoint.base_record import base_sections, open_base, places_of
+from zero_offload.checkpoint.base_record import base_sections, files_of, open_base
 from zero_offload.checkpoint.format import (
     CHECKPOINT_KIND,
     RUN_NAME,
@@ -38,7 +39,7 @@ from zero_offload.checkpoint.generation import read_rank_manifest
 from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
-from zero_offload.storage.files.base_file import BaseFile, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BaseSpan, missing_text
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
@@ -166,7 +167,6 @@ class SavedGeneration:
         self._staging: Region | None = None
         self._in_base = base_sections(generation)
         self._base = BaseFiles()
-        self._places: dict[int, list[BaseSpan]] | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -253,7 +253,7 @@ class SavedGeneration:
         """
         if index in self._in_base and component is Component.VALUE:
             first = begin * out.itemsize
-            self._base.read(self.base_places()[index], first, first + out.nbytes, out.data_ptr())
+            self._base.read(self._places[index], first, first + out.nbytes, out.data_ptr())
             return
         position, end = begin, begin + out.numel()
         shard_numel = self.rank(self._first_rank).sections[index].shard_numel
@@ -319,22 +319,18 @@ class SavedGeneration:
         rng: dict[str, Any] | None = self.payload(rank).get("rng")
         return rng
 
-    def base_files(self, base: BaseFiles | None = None) -> list[BaseFile]:
-        """The files of the base, opened by `base`; see `BaseFiles.restore`."""
+    def base_places(self, base: BaseFiles) -> dict[int, list[BaseSpan]]:
+        """Where each section lies that rests in the base, which `base` opens; see `open_base`."""
         payloads = [self.payload(rank) for rank in range(self.generation.world_size)]
-        return open_base(base or self._base, self.generation, payloads)
+        return open_base(base, self.generation, payloads)
 
-    def base_places(self, base: BaseFiles | None = None) -> dict[int, list[BaseSpan]]:
-        """Where each section lies that rests in the base. Raises IntegrityError where it is gone, unless `base`, which
-        is to read it later, is given."""
-        if base is not None:
-            return places_of(self.generation, self.base_files(base))
-        if self._places is None:
-            files = self.base_files()
-            if missing := [file for file in files if not file.is_open]:
-                raise IntegrityError(missing_text(missing))
-            self._places = places_of(self.generation, files)
-        return self._places
+    @cached_property
+    def _places(self) -> dict[int, list[BaseSpan]]:
+        """The same, to be read here. Raises IntegrityError where a file is gone."""
+        places = self.base_places(self._base)
+        if missing := [file for file in files_of(places) if not file.is_open]:
+            raise IntegrityError(missing_text(missing))
+        return places
 
     def close(self) -> None:
         self._base.close()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
-from zero_offload.checkpoint.base_record import places_of
+from zero_offload.checkpoint.base_record import files_of
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
-from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseSpan, missing_text
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Arena
@@ -126,10 +126,11 @@ def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
     """Read every block of the base that has a checksum."""
     with contextlib.closing(BaseFiles()) as base:
         try:
-            files = saved.base_files(base)
+            places = saved.base_places(base)
         except ZeroOffloadError as error:
             verdict.problems.append(error)
             return
+        files = files_of(places)
         if lost := [file for file in files if not file.is_open]:
             verdict.problems.append(IntegrityError(missing_text(lost)))
         blocks = [(file, int(block)) for file in files if file.is_open for block in file.known.nonzero()[0]]
@@ -143,7 +144,7 @@ def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
                 transfer.wait()
             except ZeroOffloadError as error:
                 verdict.errors.append(error)
-                verdict.bad_blocks.append(_bad_base_block(saved, files, span, error))
+                verdict.bad_blocks.append(_bad_base_block(saved, places, span, error))
             else:
                 verdict.verified_bytes += span.nbytes
 
@@ -157,9 +158,11 @@ def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
             finish()
 
 
-def _bad_base_block(saved: SavedGeneration, files: list[BaseFile], bad: BaseSpan, error: Exception) -> BadBlock:
+def _bad_base_block(
+    saved: SavedGeneration, places: Mapping[int, Iterable[BaseSpan]], bad: BaseSpan, error: Exception
+) -> BadBlock:
     names, index = [], -1
-    for place, spans in places_of(saved.generation, files).items():
+    for place, spans in places.items():
         section = saved.sections[place]
         for span in spans:
             low = max(span.offset, bad.offset) - span.offset + span.begin

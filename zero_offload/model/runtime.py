@@ -28,6 +28,7 @@ from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats, StatsKeeper
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Tier, format_bytes
+from zero_offload.checkpoint.base_record import files_of
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
@@ -604,14 +605,14 @@ class ModelRuntime:
 def _check_base(found: Generation, store: ShardStore, places: Mapping[int, Sequence[BaseSpan]]) -> None:
     """Raise CheckpointError unless the base that a checkpoint rests in is the model's; or can be read, where the model
     has none."""
-    files, own = {span.file for spans in places.values() for span in spans}, store.base_files
+    files, own = files_of(places), store.base_files
     if lost := [file for file in files if not file.is_open]:
         raise CheckpointError(
             f"{found} holds the trained part only: {missing_text(lost)}, and load the checkpoint then"
         )
-    if own and (foreign := files.difference(own)):
+    if own and (foreign := [file for file in files if file not in own]):
         raise CheckpointError(
-            f"{found} holds the trained part of a model whose base lies in {next(iter(foreign)).path.parent}; the base "
+            f"{found} holds the trained part of a model whose base lies in {foreign[0].path.parent}; the base "
             f"of this model, in {own[0].path.parent}, is another: their fingerprints differ. Call zo.load_pretrained "
             "with the folder that the checkpoint was trained on, and load the checkpoint then"
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import FRAME, StateKind, Tier, whole_sectors
 from zero_offload.plan.groups import GROUPS_IN_FLIGHT, group_bytes
-from zero_offload.plan.layout import SectionLayout, ShardLayout, UnitLayout
+from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     Placement,
@@ -136,15 +136,8 @@ class BufferPlan:
 
     def group_bytes(self) -> int:
         """Memory for one group of experts, the largest of units that have no memory of their own."""
-        return max(map(group_bytes, self._in_groups()), default=0)
-
-    def _in_groups(self) -> list[UnitLayout]:
-        """Units that are away, and fetched in groups."""
-        return [
-            unit
-            for unit in self.layout.units
-            if unit.experts is not None and any(self.home(section) is Home.AWAY for section in unit.sections)
-        ]
+        away = (unit for unit in self.layout.units if any(self.home(s) is Home.AWAY for s in unit.sections))
+        return max(map(group_bytes, away), default=0)
 
     def landing_bytes(self) -> int:
         """Host memory for units on their way to a device."""
