@@ -7,7 +7,8 @@ libraries and page cache count too. It is killed in a backward, and a second one
 for the cgroup, and disk: 1.2 GB for each layer of `moe`, 22 GB for `dense`.
 
 The bars: the kernel ends nothing and the peak is within the limit; bytes read in a step are at most 1.05 times what is
-counted (layers twice, for forward and backward; the embedding once; the head once); no file of the base changes; bytes
+counted (layers twice, for forward and backward, with the experts that tokens choose and those between them in a group;
+the embedding once; the head once); no file of the base changes; bytes
 written in a step are at most those of the adapters and their states; losses go on bit for bit.
 """
 
@@ -29,6 +30,7 @@ from harness.memory.lives import EndedEarlyError, Life, live
 from harness.processes import NoGroupError, disk_bytes, memory_group, peak_rss_bytes
 from harness.rows import Row, missing, row, show, ungraded, write
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 import zero_offload as zo
@@ -39,6 +41,8 @@ QUANTIZE = {"moe": None, "dense": "nf4"}
 LAYERS, QUICK_LAYERS = {"moe": 48, "dense": 32}, {"moe": 2, "dense": 4}
 LIMIT, QUICK_LIMIT, STEPS = "4GiB", "2GiB", 4
 STEPS_MIN, REACH_BYTES, REACH_DISK = 3, 1.05, 1.10
+GROUP_SIZE = 28
+"""Experts that are fetched together: 252 MiB."""
 RANK, STATES_BYTES = 8, 14
 """Of adapters; bytes of one of their elements: 12 with master and moments, and 2 of the value's copy on NVMe."""
 CPU_MEMORY_SHARE = 0.6
@@ -102,7 +106,8 @@ def train(job: Job) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     zo.load_pretrained(model, job.folder, quantize=QUANTIZE[job.model])
     if job.model == "moe":
-        zo.group_experts(model)
+        zo.group_experts(model, GROUP_SIZE)
+    fetched = count_experts(model)
     zo.checkpoint(model.model.layers)
     model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
     zo.offload(
@@ -135,15 +140,39 @@ def train(job: Job) -> None:
         made = {"step": step, "step_s": time.perf_counter() - start}
         made |= {"read_bytes": stats.read_bytes["nvme"], "written_bytes": stats.written_bytes["nvme"]}
         made |= {"disk_read_bytes": after[0] - moved[0], "disk_written_bytes": after[1] - moved[1]}
-        made["resident"] = dict(stats.resident_bytes)
+        made |= {"resident": dict(stats.resident_bytes), "experts": sum(fetched.values())}
         print(json.dumps(made | {"peak_rss_bytes": peak_rss_bytes()}), flush=True)
     zo.close(model)
 
 
-def counted_bytes(config: PretrainedConfig, quantize: str | None) -> int:
-    """What a step reads: layers in forward and in backward, the embedding and the head once.
+def count_experts(model: nn.Module) -> dict[str, int]:
+    """By layer, how many experts its last forward fetched, which a backward fetches again."""
+    fetched = dict[str, int]()
 
-    nf4 has half a byte for each weight of a linear layer and an fp32 scale for 64 of them.
+    def count(name: str, args: tuple[torch.Tensor, ...]) -> None:
+        chosen = args[1].unique().tolist()
+        groups = [
+            [each for each in chosen if each // GROUP_SIZE == group] for group in {x // GROUP_SIZE for x in chosen}
+        ]
+        fetched[name] = sum(_num_fetched(group) for group in groups)
+
+    for name, module in model.named_modules():
+        if hasattr(module, "num_experts") and name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args, name=name: count(name, args))
+    return fetched
+
+
+def _num_fetched(chosen: list[int]) -> int:
+    """Of a group, all from the first to the last one chosen; those chosen alone, where they are fewer than half."""
+    span = chosen[-1] - chosen[0] + 1
+    return span if 2 * len(chosen) >= span else len(chosen)
+
+
+def counted_bytes(config: PretrainedConfig, quantize: str | None, num_experts: int) -> int:
+    """What a step reads: layers in forward and in backward, with this many experts; the embedding and the head once.
+
+    What stays in host memory is counted too, and blocks that hold more than was asked for are not. nf4 has half a byte
+    for each weight of a linear layer and an fp32 scale for 64 of them.
     """
     *layers, embedding, head = decoder_files(config)
 
@@ -151,8 +180,11 @@ def counted_bytes(config: PretrainedConfig, quantize: str | None) -> int:
         return sum(torch.Size(at).numel() * (per_weight if len(at) > 1 else 2) for at in shapes.values())
 
     per_weight = 0.5 + 4 / 64 if quantize == "nf4" else 2
-    in_layers = sum(nbytes(dict(each), per_weight) for each in layers)
-    return int(2 * in_layers + nbytes(dict(embedding), 2) + nbytes(dict(head), 2))
+    in_layers = sum(
+        nbytes({name: at for name, at in each.items() if ".experts." not in name}, per_weight) for each in layers
+    )
+    expert = nbytes({name: at for name, at in layers[0].items() if ".experts.0." in name}, per_weight)
+    return int(2 * (in_layers + num_experts * expert) + nbytes(dict(embedding), 2) + nbytes(dict(head), 2))
 
 
 def _marks(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -191,13 +223,13 @@ def rows_of(
     num_changed: int,
 ) -> list[Row]:
     settled = after.steps[1:] or after.steps
-    step_s, read, written, disk_read, disk_written = (
+    step_s, read, written, disk_read, disk_written, experts = (
         statistics.median(step[key] for step in settled)
-        for key in ("step_s", "read_bytes", "written_bytes", "disk_read_bytes", "disk_written_bytes")
+        for key in ("step_s", "read_bytes", "written_bytes", "disk_read_bytes", "disk_written_bytes", "experts")
     )
     changed = sum(after.losses[step] != loss for step, loss in before.losses.items() if step >= after.begins)
     repeated = sum(step >= after.begins for step in before.losses)
-    counted = counted_bytes(config, QUANTIZE[job.model])
+    counted = counted_bytes(config, QUANTIZE[job.model], int(experts))
     rss = max(step["peak_rss_bytes"] for step in before.steps + after.steps)
     print(
         f"  {step_s:.1f} s a step of {job.seq} tokens; {format_bytes(int(read))} read, {format_bytes(counted)} counted"
