@@ -134,17 +134,16 @@ class UnitNumel:
             if section.trainable:
                 dtype = str(section.dtype).removeprefix("torch.")
                 state_bytes += math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
-        sizes = (nbytes[True], nbytes[False], state_bytes)
         return cls(
             unit.name,
             numel[True],
             numel[False],
-            sizes,
-            frame_bytes,
-            in_use_with,
-            unit.is_trained_part,
-            group_bytes(unit),
-            base_bytes,
+            sizes=(nbytes[True], nbytes[False], state_bytes),
+            frame_bytes=frame_bytes,
+            in_use_with=in_use_with,
+            is_trained_part=unit.is_trained_part,
+            group_bytes=group_bytes(unit),
+            base_bytes=base_bytes,
         )
 
 

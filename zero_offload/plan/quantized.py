@@ -438,7 +438,8 @@ class _Wrapper(_Kind):
             if is_wrapper(tensor):
                 yield from self.inner(module, prefix, f"{name}.{key}", tensor)
             else:
-                yield Slot(f"{name}.{key}", tensor, Holder(param, key), True, library_class(param).__name__)
+                held_by = library_class(param).__name__
+                yield Slot(f"{name}.{key}", tensor, Holder(param, key), keeps_dtype=True, held_by=held_by)
 
 
 _BITSANDBYTES: Mapping[str, _Kind] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}

@@ -379,34 +379,33 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[s
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
     products = [param for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
     met = [param.numel * _share_met(param, unit, words.active_experts) for param in products]
-    quantized = float(sum(param.numel for param in products if param.keeps_dtype))
-    is_block = sum(param.numel for param in products) > unit.numel // 2 and len(unit.params) > 1
+    work = replace(
+        whole,
+        matmul_numel=float(sum(met)),
+        # Of a mixture, backward ends within the last expert: nearly all runs again.
+        last_numel=met[-1] if products and met[-1] == products[-1].numel else 0.0,
+        frozen_matmul_numel=float(sum(n for param, n in zip(products, met, strict=True) if not param.trainable)),
+        quantized_numel=float(sum(param.numel for param in products if param.keeps_dtype)),
+    )
     if unit.is_trained_part:  # attention and what is kept for backward are the frozen part's
-        return replace(whole, matmul_numel=float(sum(met)), attention_width=0, boundary_values=0, inside_values=0)
+        return replace(work, attention_width=0, boundary_values=0, inside_values=0)
     if unit.experts is not None:
         active, count = words.active_experts, unit.experts.num_experts
         return replace(
-            whole,
-            matmul_numel=float(sum(met)),
+            work,
             attention_width=0,
             boundary_values=0,
             inside_values=words.width,
-            frozen_matmul_numel=float(sum(met)),
-            quantized_numel=quantized,
             in_groups=True,
             share_met=min(active / count, 1.0) if active else 1.0,
             keeps_output=unit.name.rpartition(".")[0] in shared,
         )
+    is_block = sum(param.numel for param in products) > unit.numel // 2 and len(unit.params) > 1
     return replace(
-        whole,
-        matmul_numel=float(sum(met)),
+        work,
         attention_width=(words.attention_width or whole.attention_width) if is_block else 0,
         boundary_values=words.width or whole.boundary_values,
         inside_values=_INSIDE_WIDTHS * words.width or whole.inside_values,
-        # Of a mixture, backward ends within the last expert: nearly all runs again.
-        last_numel=met[-1] if products and met[-1] == products[-1].numel else 0.0,
-        frozen_matmul_numel=float(sum(n for param, n in zip(products, met, strict=True) if not param.trainable)),
-        quantized_numel=quantized,
     )
 
 

@@ -193,3 +193,11 @@ def test_work_of_experts_in_groups(shared: bool) -> None:
     assert found.attention_width == 0 and not found.keeps_inputs(True)
     assert [found.rerun_share(128, recompute) for recompute in (False, True)] == [1.0, 1.0]
     assert [found.saved_values(recompute) for recompute in (False, True)] == [32, 32 if shared else 0]
+
+
+def test_backward_of_trained_experts_makes_gradients_of_them_too() -> None:
+    model = Named(Mixture(False), Mixture(False))
+    model.blocks[1].requires_grad_(True)
+    experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
+    found = work_of(model, ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts))
+    assert [work.backward_share(128) for work in found] == [1.0, 2.0]
