@@ -297,6 +297,25 @@ def test_experts_of_which_the_device_cannot_hold_one_layers_gradients_are_traine
     assert [name for name in masters[0] if not torch.equal(masters[0][name], masters[1][name])] == []
 
 
+@pytest.mark.usefixtures("late")
+def test_gradients_that_nothing_takes_are_not_made(seen: Counter[str]) -> None:
+    model = build(functools.partial(large, 1))
+    zo.offload(model, zo.OffloadConfig(params="cpu", precision="fp32", durability="scratch"))
+    experts, first = experts_in(model), next(model.parameters())
+    loss_of(model).backward(inputs=[first])  # takes memory for groups
+    assert not seen
+    loss = loss_of(model)
+    peak = peak_bytes(lambda: torch.autograd.grad(loss, [first]))
+    assert peak < OF_ONE_BYTES and not seen
+    with zo.gathered(model, kind="grads") as grads:
+        assert set(grads) == {"embedding.weight"}
+    loss_of(model).backward(inputs=[experts.down])
+    assert 0 < seen["put"] <= NUM_EXPERTS
+    with zo.gathered(model, kind="grads") as grads:
+        assert set(grads) == {"embedding.weight", "blocks.0.experts.down"}
+    zo.close(model)
+
+
 # What ends early
 
 

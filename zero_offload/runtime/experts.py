@@ -16,6 +16,7 @@ without rows of their own.
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +66,10 @@ class _Call:
     """Of the span in use."""
     first: int = 0
     """The first expert of the span in use."""
+    wanted: dict[str, bool] = field(default_factory=dict)
+    """By name, trained values whose gradients something takes in the running backward; True if it is `.grad` alone."""
     grads: dict[str, WholeGrad | GradSlices] = field(default_factory=dict)
-    """Gradients of trained values, by name, while a backward makes them."""
+    """Those gradients, while the backward makes them."""
     inputs: tuple[Tensor, ...] | None = None
     """Hidden states, routing weights and stacks, while a backward runs."""
 
@@ -81,14 +84,21 @@ class _Call:
         at = expert - self.first
         return {name: values[at : at + 1] for name, values in self.values.items()}
 
+    def begin_backward(self) -> None:
+        self.inputs = self.begin.saved_tensors
+        self.grads = {}  # of a backward that broke off
+        edges = self.begin.next_functions
+        nodes = [node for node, _ in edges[len(edges) - len(self.trained) :]]
+        takers = dict(zip(self.trained, map(_taker, nodes), strict=True))
+        # zo.accumulate asks autograd for gradients, and passes them on to the parameters itself.
+        accumulates = (_Taker.PARAMETER, _Taker.CALLER) if self.experts.grads.coming else (_Taker.PARAMETER,)
+        self.wanted = {name: taker in accumulates for name, taker in takers.items() if taker is not _Taker.NOTHING}
+
     def add_grad(self, name: str, expert: int, grad: Tensor) -> None:
         """One expert's part, (1, ...), of a parameter's gradient, which is zeros elsewhere."""
         if name not in self.grads:
-            nodes = dict(zip(self.trained, self.begin.next_functions[-len(self.trained) :], strict=True))
-            gradients = self.experts.grads
-            # zo.accumulate asks autograd for gradients, and passes them on to the parameters itself.
-            accumulates = bool(gradients.coming) or _accumulates(nodes[name][0])
-            self.grads[name] = gradients.begin(self.trained[name], grad, accumulates=accumulates)
+            accumulates = self.wanted[name]
+            self.grads[name] = self.experts.grads.begin(self.trained[name], grad, accumulates=accumulates)
         self.grads[name].put(expert, grad)
 
     def compute(
@@ -150,7 +160,7 @@ class _Expert(Function):
             )
         ]
         values = {
-            name: value.detach().requires_grad_(name in call.trained) for name, value in call.values_of(expert).items()
+            name: value.detach().requires_grad_(name in call.wanted) for name, value in call.values_of(expert).items()
         }
         with saved_tensors_hooks(*KEPT_AS_IT_IS), torch.enable_grad(), contextlib.ExitStack() as contexts:
             for autocast in call.autocasts:
@@ -161,7 +171,7 @@ class _Expert(Function):
         call.experts.advance()
         of_inputs = [next(found) if each.requires_grad else None for each in inputs]
         for name in values:
-            if name in call.trained:
+            if name in call.wanted:
                 call.add_grad(name, expert, next(found))
         return None, None, grad, *of_inputs
 
@@ -178,8 +188,7 @@ class _Group(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         call = ctx.call
         if ctx.index == len(call.spans) - 1:
-            call.inputs = call.begin.saved_tensors
-            call.grads = {}  # of a backward that broke off
+            call.begin_backward()
         call.fetch(ctx.index, in_backward=True)
         return None, None, grad
 
@@ -260,12 +269,21 @@ class GroupedExperts:
         return self._reader.values(Group(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
 
 
-def _accumulates(node: Any) -> bool:
-    """True if the running backward adds what comes to a parameter's node to the parameter's gradient."""
+class _Taker(enum.Enum):
+    """What takes the gradient of a parameter in the running backward."""
+
+    PARAMETER = enum.auto()
+    CALLER = enum.auto()
+    """torch.autograd.grad returns it."""
+    NOTHING = enum.auto()
+
+
+def _taker(node: Any) -> _Taker:
+    """`node`: where autograd adds to the parameter's gradient."""
     try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad returns it
-        return False
+        return _Taker.PARAMETER if torch._C._will_engine_execute_node(node) else _Taker.NOTHING
+    except RuntimeError:  # so it says that torch.autograd.grad was given the parameter
+        return _Taker.CALLER
 
 
 def _rows_of(index: Tensor, num_experts: int) -> dict[int, tuple[Tensor, Tensor]]:
