@@ -79,6 +79,13 @@ TORCHAO = ("torchao int8", "torchao fp8")
 KINDS = (*BITSANDBYTES, *TORCHAO, "plain")
 
 
+def quantize_by_torchao(model: nn.Module, kind: str) -> None:
+    """The linear layers inside of it, in place."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(version=2) if kind == "torchao int8" else Float8WeightOnlyConfig())
+
+
 def base_model(shape: str, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """Frozen, and quantized as `kind` says; always the same values."""
     if shape == "llama":
@@ -90,10 +97,7 @@ def base_model(shape: str, kind: str, dtype: torch.dtype = torch.float32, **chan
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     model = model.to(dtype).requires_grad_(False)
     if kind in TORCHAO:
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-
-        config = Int8WeightOnlyConfig(version=2) if kind == "torchao int8" else Float8WeightOnlyConfig()
-        quantize_(model.model.layers, config)
+        quantize_by_torchao(model.model.layers, kind)
     elif kind in BITSANDBYTES:
         for parent, name, linear in list(_linears(model.model)):
             setattr(parent, name, BITSANDBYTES[kind](linear))
