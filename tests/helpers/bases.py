@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Adapted(TinyLM):
         return x
 
 
+@functools.cache
 def base_weights(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     model = build(Adapted, seed)
     return {name: param.detach().to(dtype).clone() for name, param in model.named_parameters()}
