@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zero_offload as zo
 from tests.helpers.bases import opened, settings, steps, write_base
+from tests.helpers.trainer import DEADLINE_S, fork_server
 from tests.unit.storage.files.test_base_files import flip
+from zero_offload.checkpoint import generation
+from zero_offload.storage.files.base_files import BaseFiles
 
 NUM_STEPS = 5
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-import zero_offload as zo
-from tests.helpers.bases import opened, settings, steps
-from zero_offload.checkpoint import generation
-from zero_offload.storage.files import base_files
-
-folder, nvme, place, nth, durability = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
-
-def dying(owner, name, after):
-    call, left = getattr(owner, name), [nth]
-    def wrapped(*args, **kwargs):
-        left[0] -= 1
-        if left[0] == 0 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args, **kwargs)
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(owner, name, wrapped)
-
-owner = {"_launch": base_files.BaseFiles, "_note": base_files.BaseFiles, "base_hashes": generation}.get(
-    place.removeprefix("after "), generation)
-dying(owner, place.removeprefix("after "), place.startswith("after "))
-model, optimizer = opened(None, settings(nvme, existing="resume", durability=durability))
-resumed = zo.resume(model, optimizer)
-if resumed is None:
-    zo.load_pretrained(model, folder)
-steps(model, optimizer, resumed.step if resumed else 0, NUM_STEPS)
-zo.close(model)
-""".replace("NUM_STEPS", str(NUM_STEPS))
 PLACES = {
     "before the first read": ("_launch", 1),
     "in the midst of the first reads": ("_launch", 4),
@@ -59,6 +29,42 @@ PLACES = {
     "after the first commit point": ("after write_manifest", 2),
     "before the second commit point": ("write_manifest", 4),
 }
+
+
+def dies_at(place: str, nth: int) -> None:
+    """Let this process be killed before, or after, it calls this for the nth time."""
+    name, left = place.removeprefix("after "), [nth]
+    owner: Any = BaseFiles if hasattr(BaseFiles, name) else generation
+    call = getattr(owner, name)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and name == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call(*args, **kwargs)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+
+
+def train(folder: Path, nvme: Path, place: str, durability: str) -> None:
+    """A run that is killed."""
+    dies_at(*PLACES[place])
+    model, optimizer = opened(None, settings(nvme, existing="resume", durability=durability))
+    resumed = zo.resume(model, optimizer)
+    if resumed is None:
+        zo.load_pretrained(model, folder)
+    steps(model, optimizer, resumed.step if resumed else 0, NUM_STEPS)
+    zo.close(model)
+
+
+def killed(folder: Path, nvme: Path, place: str, durability: str) -> None:
+    process = fork_server().Process(target=train, args=(folder, nvme, place, durability))
+    process.start()
+    process.join(DEADLINE_S)
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +85,7 @@ def whole(folder: Path) -> list[float]:
 def test_it_goes_on_at_one_step_with_what_it_knew(
     place: str, durability: str, folder: Path, whole: list[float], tmp_path: Path
 ) -> None:
-    name, nth = PLACES[place]
-    arguments = [str(folder), str(tmp_path / "run"), name, str(nth), durability]
-    ended = subprocess.run([sys.executable, "-c", CHILD, *arguments], env=os.environ, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    killed(folder, tmp_path / "run", place, durability)
     model, optimizer = opened(None, settings(tmp_path / "run", existing="resume", durability=durability))
     resumed = zo.resume(model, optimizer)
     if resumed is None:
@@ -94,9 +97,7 @@ def test_it_goes_on_at_one_step_with_what_it_knew(
 
 def test_what_a_committed_step_has_read_is_verified_after_a_kill(folder: Path, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", num_files=1)
-    arguments = [str(base), str(tmp_path / "run"), "after write_manifest", "2", "process"]
-    ended = subprocess.run([sys.executable, "-c", CHILD, *arguments], env=os.environ, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    killed(base, tmp_path / "run", "after the first commit point", "process")
     file = sorted(base.glob("*.safetensors"))[0]
     flip(file, 50_000)
     model, optimizer = opened(None, settings(tmp_path / "run", existing="resume"))

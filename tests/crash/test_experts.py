@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,10 @@ import zero_offload as zo
 from tests.helpers.experts import experts_lm
 from tests.helpers.models import build, tokens_of
 from tests.helpers.reference import param_groups
+from tests.helpers.trainer import DEADLINE_S, fork_server
 from zero_offload.runtime.units.groups import GroupReader
 
 NUM_STEPS = 4
-CHILD = """
-import sys
-from tests.crash.test_experts import die_at, opened, steps
-
-die_at(int(sys.argv[2]))
-model, optimizer, first = opened(sys.argv[1])
-steps(model, optimizer, first)
-"""
 PER_PASS = 9
 """Groups of a forward, and of a backward: three in each of three blocks."""
 
@@ -67,6 +58,12 @@ def die_at(nth: int) -> None:
     GroupReader.values = dying  # type: ignore[method-assign]
 
 
+def killed(nvme: str, nth: int) -> None:
+    die_at(nth)
+    model, optimizer, first = opened(nvme)
+    steps(model, optimizer, first)
+
+
 @cache
 def whole() -> list[float]:
     model, optimizer, _ = opened(None)
@@ -77,9 +74,10 @@ def whole() -> list[float]:
     ("step", "group"), [(0, 5), (0, PER_PASS + 2), (1, 1), (1, PER_PASS + 1), (1, PER_PASS + 5), (2, 2 * PER_PASS)]
 )
 def test_a_run_that_was_killed_between_two_groups_goes_on(step: int, group: int, tmp_path: Path) -> None:
-    arguments = [str(tmp_path / "run"), str(step * 2 * PER_PASS + group)]
-    ended = subprocess.run([sys.executable, "-c", CHILD, *arguments], env=os.environ, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    model, optimizer, first = opened(arguments[0])
+    process = fork_server().Process(target=killed, args=(str(tmp_path), step * 2 * PER_PASS + group))
+    process.start()
+    process.join(DEADLINE_S)
+    assert process.exitcode == -signal.SIGKILL
+    model, optimizer, first = opened(str(tmp_path))
     assert first in (step, max(step - 1, 0))  # the last step's commit runs beside the next forward
     assert steps(model, optimizer, first) == whole()[first:]
