@@ -468,7 +468,7 @@ FAULTS = [
     fault(
         "a view of a view of a quantized weight begins at another element",
         "runtime/units/guard.py",
-        "        begin = of_dtype.storage_offset() + leaf.meta.storage_offset()\n",
+        "        begin = of_dtype.storage_offset() + view.storage_offset()\n",
         "        begin = of_dtype.storage_offset()\n",
         QUANTIZED_VIEWS + "test_a_view_of_a_view_is_the_right_part",
     ),
@@ -489,15 +489,15 @@ FAULTS = [
     fault(
         "backward draws the random numbers of quantized weights again",
         "runtime/units/derived.py",
-        "not torch.is_grad_enabled() or torch.Tag.nondeterministic_seeded in func.tags",
+        "traits.draws or not torch.is_grad_enabled()",
         "not torch.is_grad_enabled()",
         QUANTIZED_VIEWS + "test_what_draws_random_numbers_or_is_changed_is_saved_itself",
     ),
     fault(
         "views of quantized weights hold their units from forward to backward",
         "runtime/units/guard.py",
-        "        return wrap_views(result, shown, _away_at) if same is None else same\n",
-        "        return result if same is None else same\n",
+        "        return wrap_views(result, shown, _away_at)\n",
+        "        return result\n",
         "tests/models/test_quantized_views.py::test_views_in_forward_have_no_memory",
     ),
     fault(

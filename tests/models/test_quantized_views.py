@@ -360,3 +360,32 @@ def test_autocast(nvme: Path) -> None:
 def test_a_change_in_forward_is_refused(nvme: Path) -> None:
     with pytest.raises(zo.ZeroOffloadError, match="in place"):
         probe(nvme, lambda layer: layer.weight.zero_())
+
+
+def test_a_view_that_may_be_of_two_parameters_is_of_the_right_one(nvme: Path) -> None:
+    """They lie in one buffer."""
+
+    class Two(Dequantized):
+        def __init__(self, outputs: int, inputs: int) -> None:
+            super().__init__(outputs, inputs)
+            self.other = nn.Parameter(_quantized(outputs, inputs)[0], requires_grad=False)
+
+    def both(layer: Dequantized) -> list[bool]:
+        weight, other = layer.weight, layer.other
+        assert isinstance(other, nn.Parameter)
+        views = (*torch.broadcast_tensors(weight, other), weight.view_as(other), other.expand_as(weight))
+        with torch.no_grad():
+            values = [param.clone() for param in (weight, other, weight, other)]
+            return [
+                isinstance(view, Away) and torch.equal(view + 0, own) for view, own in zip(views, values, strict=True)
+            ]
+
+    class Asks(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            Probed.results.append(both(self))
+            return super().forward(x)
+
+    Probed.results = []
+    model = offloaded(Model(Asks), nvme)
+    model(torch.randn(2, 8, HIDDEN))
+    assert Probed.results and all(all(each) for each in Probed.results)

@@ -5,30 +5,39 @@ torch's own walk over trees takes longer than most operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-_SEQUENCES = (tuple, list)
+_CONTAINERS = (tuple, list, dict)
 
 
-def leaves_in(values: Iterable[Any]) -> Iterator[Any]:
+def leaves_in(values: Iterable[Any]) -> list[Any]:
     """What these containers hold, in order."""
+    found = []
     for value in values:
-        if isinstance(value, _SEQUENCES):
-            yield from leaves_in(value)
-        elif isinstance(value, dict):
-            yield from leaves_in(value.values())
+        if isinstance(value, _CONTAINERS):
+            found += leaves_in(value.values() if isinstance(value, dict) else value)
         else:
-            yield value
+            found.append(value)
+    return found
 
 
 def mapped(kind: type | tuple[type, ...], replace: Callable[[Any], Any], value: Any) -> Any:
     """`value` with `replace` of each leaf of class `kind` in its place."""
     if isinstance(value, kind):
         return replace(value)
-    if isinstance(value, _SEQUENCES):
-        make = getattr(type(value), "_make", type(value))
-        return make([mapped(kind, replace, each) for each in value])
+    if not isinstance(value, _CONTAINERS):
+        return value
+    # Leaves are replaced here: a call for each takes longer than all else.
+    values = [
+        replace(each)
+        if isinstance(each, kind)
+        else mapped(kind, replace, each)
+        if isinstance(each, _CONTAINERS)
+        else each
+        for each in (value.values() if isinstance(value, dict) else value)
+    ]
     if isinstance(value, dict):
-        return {key: mapped(kind, replace, each) for key, each in value.items()}
-    return value
+        return dict(zip(value, values, strict=True))
+    make = getattr(type(value), "_make", type(value))
+    return make(values)

@@ -445,7 +445,7 @@ class ParamAccess:
     def touch(self, params: Sequence[nn.Parameter]) -> Touched:
         """Inside a forward or backward parameters are fetched; outside they are read if they are here."""
         self._life.check_usable()
-        units = list({self._places[param].unit.index: self._places[param].unit for param in params}.values())
+        units = list(dict.fromkeys([self._places[param].unit for param in params]))
         if self._tracker.active:
             self._tracker.touch(units)
             return Touched.OPEN

@@ -109,7 +109,8 @@ class ModelLife:
 
     def check_usable(self) -> None:
         """Raise where there is nothing to compute with or to read."""
-        self.check_alive()
+        if self.is_closed or os.getpid() != self._pid:
+            self.check_alive()
         if self._errors.error is not None:
             self._errors.check_whole()
         if self.half_updated and not in_backward():
@@ -312,7 +313,8 @@ class PassTracker:
     @property
     def active(self) -> bool:
         """True if parameters may be touched: a forward or backward of this model is running on this thread."""
-        return (bool(self.forwards) and threading.get_ident() == self._thread) or in_backward()
+        runs_here = bool(self.forwards) and threading.get_ident() == self._thread
+        return runs_here or torch._C._current_graph_task_id() != -1
 
     # Forward
 
@@ -456,8 +458,8 @@ class PassTracker:
             elif unit.forward_uses == 0:
                 (self._inner_forwards if is_backward else self.forwards)[-1].touched.append(unit)
                 self._use(unit, in_backward=is_backward)
-            else:
-                self._use_again(unit)
+            elif self._streams is not None:
+                self._streams.use(unit)
         for unit in by_operations:
             # What is recomputed saves without asking us.
             unit.used_by_operations = not recomputed

@@ -12,8 +12,9 @@ never repeated. A change in place ends the knowledge, and so does an operation t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ class Step:
             def replace(each: Any) -> Any:
                 return each.replaced(leaf, known) if isinstance(each, Step) else leaf(each)
 
-            found = Step(self.func, *mapped((Step, Tensor), replace, (self.args, self.kwargs)))
+            kwargs = self.kwargs and mapped((Step, Tensor), replace, self.kwargs)
+            found = Step(self.func, mapped((Step, Tensor), replace, self.args), kwargs)
             known[id(self)] = found
         return found
 
@@ -58,9 +60,28 @@ class Step:
             def value(each: Any) -> Any:
                 return each.repeat(kind, leaf, known) if isinstance(each, Step) else leaf(each)
 
-            args, kwargs = mapped((Step, kind), value, (self.args, self.kwargs))
-            known[id(self)] = self.func(*args, **kwargs)
+            args, kwargs = mapped((Step, kind), value, self.args), self.kwargs
+            known[id(self)] = self.func(*args, **(kwargs and mapped((Step, kind), value, kwargs)))
         return known[id(self)]
+
+
+class _Traits(NamedTuple):
+    """What counts of an operation."""
+
+    changes: bool
+    """True if it works in place."""
+    draws: bool
+    """True if it draws random numbers."""
+    is_product: bool
+    is_view: bool
+
+
+@functools.cache
+def _traits(func: Any) -> _Traits:
+    schema = func._schema
+    is_view = bool(schema.returns) and schema.returns[0].alias_info is not None
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return _Traits(schema.is_mutable, draws, func.overloadpacket.__name__ in _PRODUCTS, is_view)
 
 
 class Derived(Tensor):
@@ -94,41 +115,33 @@ class Derived(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(kind is not Derived for kind in types):
-            return NotImplemented  # a wrapper takes its tensors out first
-        has_inner = bool(kwargs) or any(type(each) in (list, tuple) for each in args)
-        if has_inner:
-            plain_args, plain_kwargs = mapped(Derived, _plain, (args, kwargs))
-        else:
-            plain_args, plain_kwargs = tuple(each.plain if type(each) is Derived else each for each in args), kwargs
-        result = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable:
+        for kind in types:
+            if kind is not Derived:
+                return NotImplemented  # a wrapper takes its tensors out first
+        plain_args, kwargs = mapped(Derived, _plain, args), kwargs or {}
+        result = func(*plain_args, **(kwargs and mapped(Derived, _plain, kwargs)))
+        traits = _traits(func)
+        if traits.changes:
             return args[0] if args and result is plain_args[0] else result
-        if not torch.is_grad_enabled() or torch.Tag.nondeterministic_seeded in func.tags:
-            return result  # nothing saves it, as in backward; or it cannot be made again
-        steps: list[bool] = []
-        is_product = func.overloadpacket.__name__ in _PRODUCTS
+        if traits.draws or not torch.is_grad_enabled():
+            return result  # it cannot be made again; or nothing saves it, as in backward
+        is_known = True
 
         def leaf(each: Tensor) -> Any:
+            nonlocal is_known
             if type(each) is not Derived:
                 is_param = isinstance(each, nn.Parameter) or isinstance(each._base, nn.Parameter)
                 most = FEW_BYTES if each.is_floating_point() else TABLE_BYTES
-                takes_part = (is_param or each.nbytes <= most) and not (is_product or each.requires_grad)
-                steps.append(takes_part)
+                takes_part = (is_param or each.nbytes <= most) and not (traits.is_product or each.requires_grad)
+                is_known = is_known and takes_part
                 return each.detach() if is_param or not takes_part else each.clone()  # it may be changed
-            steps.append(each.is_known)
+            is_known = is_known and each.is_known
             return each.plain if each.step is None else each.step
 
-        if has_inner:
-            inner_args, inner_kwargs = mapped(Tensor, leaf, (args, kwargs))
-        else:
-            inner_args, inner_kwargs = tuple(leaf(each) if isinstance(each, Tensor) else each for each in args), kwargs
-        if not all(steps):
+        step = Step(func, mapped(Tensor, leaf, args), kwargs and mapped(Tensor, leaf, kwargs))
+        if not is_known:
             return result
-        step, returns = Step(func, inner_args, inner_kwargs), func._schema.returns
-        is_view = bool(returns) and returns[0].alias_info is not None
-        version = args[0]._version if is_view else None
+        version = args[0]._version if traits.is_view else None
         if isinstance(result, Tensor):
             return Derived.made(result, step, version)
         if isinstance(result, list | tuple):

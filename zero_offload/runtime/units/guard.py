@@ -85,6 +85,8 @@ ADDRESSES = (
     *("numpy", "tolist", "__array__", "__dlpack__", "as_subclass", "resize", "resize_as"),
 )
 """What reads memory past torch's operations."""
+_VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze")
+"""What makes views, of one tensor and of numbers."""
 
 
 @functools.cache
@@ -111,9 +113,8 @@ def named(*names: str) -> frozenset[Any]:
 
 
 @functools.cache
-def _asked_first() -> frozenset[Any]:
-    """Functions that are asked without data before a unit is fetched for them."""
-    return named(*_FACTORIES, *_QUESTIONS)
+def _addresses() -> frozenset[Any]:
+    return named(*ADDRESSES)
 
 
 @functools.cache
@@ -140,10 +141,72 @@ def _special() -> dict[Any, Callable[..., Any]]:
     }
 
 
+_Route = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a function that has met a parameter at rest; see `AtRest`."""
+
+
 @functools.cache
-def _takes_leaves() -> frozenset[Any]:
-    """Functions that need to know where in the graph a parameter is, not what it holds."""
-    return frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+def _routes() -> dict[Any, _Route]:
+    """The routes of functions for which `_call` is not all."""
+    takes_leaves = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+    return {
+        **dict.fromkeys(named(*_FACTORIES, *_QUESTIONS), _ask_first),
+        **dict.fromkeys(takes_leaves, _with_edges),
+        **dict.fromkeys(_special(), _by_owner),
+        **_routes_of_views(),
+    }
+
+
+@functools.cache
+def _routes_of_views() -> dict[Any, _Route]:
+    """The routes of functions that have met an `Away`."""
+    return {**dict.fromkeys(named(*_VIEWS), _view), **dict.fromkeys(_harmless(), _as_it_is)}
+
+
+def _as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a weight that is in use needs no values."""
+    first = args[0] if args else None
+    param: Any = first.param if isinstance(first, Away) else first
+    if not _is_in_use(param) or is_wrapper(param):
+        return _call(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.requires_grad:
+            return _call(func, args, kwargs)
+        of = first if isinstance(first, Away) else Away.of_param(param)
+        meta = func(of.meta, *args[1:], **kwargs)
+        return Away.made(param, meta, meta.storage_offset())
+
+
+def _by_owner(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The owner answers for its parameter."""
+    if args and isinstance(args[0], AtRest):
+        return _special()[func](*args, **kwargs)
+    return _call(func, args, kwargs)
+
+
+def _with_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function needs to know where in the graph a parameter is, not what it holds."""
+    fills = kwargs.pop("materialize_grads", False)
+    found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
+    return _filled(args, kwargs, found) if fills else found
+
+
+def _ask_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function is asked without data before a unit is fetched for it."""
+    if not any(map(_is_in_use, args[:1])):
+        try:
+            answer = _answer(func, args, kwargs)
+        except _NeedsDataError:
+            pass
+        else:
+            if not any(isinstance(leaf, Away) for leaf in leaves_in([answer])):
+                return answer
+    return _call(func, args, kwargs)
 
 
 def _as_edges(values: Any) -> Any:
@@ -410,25 +473,8 @@ class AtRest:
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__", "").startswith(_ASKS_FOR_ITSELF):
             _check_not_wrapped(caller, args)
-        if func in _harmless():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        special = _special().get(func)
-        if special is not None and args and isinstance(args[0], AtRest):
-            return special(*args, **kwargs)
-        if func in _takes_leaves():
-            fills = kwargs.pop("materialize_grads", False)
-            found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
-            return _filled(args, kwargs, found) if fills else found
-        if func in _asked_first() and not any(map(_is_in_use, args[:1])):
-            try:
-                answer = _answer(func, args, kwargs)
-            except _NeedsDataError:
-                pass
-            else:
-                if not any(isinstance(leaf, Away) for leaf in leaves_in([answer])):
-                    return answer
-        return _call(func, args, kwargs)
+        route: _Route = _routes().get(func, _call)
+        return route(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _copy_of(cast(nn.Parameter, self), memo)
@@ -505,37 +551,42 @@ def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, .
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
-    leaves = list(leaves_in((args, kwargs)))
-    # Those that are in use as well: their units must not go while another one comes.
-    params = [cast(nn.Parameter, leaf) for leaf in leaves if isinstance(leaf, AtRest | nn.Parameter)]
-    views = [leaf for leaf in leaves if isinstance(leaf, Away)]
+    leaves: list[Any] = [leaf for leaf in leaves_in((*args, kwargs) if kwargs else args) if isinstance(leaf, Tensor)]
     targets = changed_by(func, args, kwargs)
-    refuse_changes(targets, func)
-    changed_ids = set(map(id, targets))
-    by_owner: dict[int, tuple[Owner | None, list[nn.Parameter]]] = {}
-    for param in (*params, *(view.param for view in views if view.may_be_made)):
-        owner = _owner(param)
-        by_owner.setdefault(id(owner), (owner, []))[1].append(param)
-    lent: list[tuple[Tensor, str]] = [(leaf, leaf.of) for leaf in leaves if isinstance(leaf, ReadOnly)]
-    is_away = not all(view.may_be_made for view in views)
-    is_guarded = False
-    for owner, owned in by_owner.values():
-        if owner is None:
-            if any(isinstance(param, AtRest) for param in owned):
-                raise dropped_error(owned[0])
+    if targets:
+        refuse_changes(targets, func)
+    by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    lent: list[tuple[Tensor, str]] = []
+    is_away = is_guarded = False
+    for leaf in leaves:
+        param = leaf
+        if isinstance(leaf, ReadOnly):
+            lent.append((leaf, leaf.of))
             continue
+        if isinstance(leaf, Away):
+            param = leaf.param
+            if not leaf.may_be_made:
+                is_away = True
+                continue
+        # Parameters that are in use as well: their units must not go while another one comes.
+        if (owner := owner_of(param)) is not None:
+            by_owner.setdefault(id(owner), (owner, []))[1].append(param)
+        elif isinstance(param, AtRest):
+            raise dropped_error(cast(nn.Parameter, param))
+    for owner, owned in by_owner.values():
         tensors = tensors_of(owned)
         touched = owner.access.touch(tensors)
         if touched is Touched.OPEN:
             is_guarded = is_guarded or any(isinstance(param, AtRest) for param in owned)
             continue
-        for param in owned:
-            if id(param) in changed_ids:
-                raise _changes(func, param)
-        is_away |= touched is Touched.AWAY or any(view.param is param for view in views for param in owned)
+        for target in targets:
+            if owner_of(target) is owner:
+                raise _changes(func, target)
+        is_away |= touched is Touched.AWAY or any(isinstance(leaf, Away) and leaf.param in owned for leaf in leaves)
         lent += [(_part_of(tensor), owner.places.name_of(tensor)) for tensor in tensors]
     if is_guarded and not is_away:
-        return lend(_compute(func, args, kwargs), lent)
+        result = _compute(func, args, kwargs)
+        return lend(result, lent) if lent else result
     if is_away:
         try:
             return _answer(func, args, kwargs)
@@ -546,55 +597,62 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return lend(result, lent) if lent else result
 
 
+_PLAIN = frozenset((Tensor, Derived))
+
+
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function on what parameters that stay guarded in use hold now; see [Note: quantized weights in use]."""
     made: dict[int, tuple[Tensor, Any]] = {}
     shown: list[tuple[Tensor, nn.Parameter]] = []
     # What reads memory past operations takes no subclass.
-    derives = torch.is_grad_enabled() and func not in named(*ADDRESSES)
+    derives = torch.is_grad_enabled() and func not in _addresses()
 
     def real(leaf: Any) -> Tensor:
-        if id(leaf) not in made:
-            made[id(leaf)] = _as_it_is_now(leaf, shown, derives=derives), leaf
-        return made[id(leaf)][0]
+        if (found := made.get(id(leaf))) is None:
+            found = made[id(leaf)] = _as_it_is_now(leaf, shown, derives=derives), leaf
+        return found[0]
 
     def run() -> Any:
         result = func(*args, **kwargs)
         # A conversion to what a parameter is already gives the parameter, which libraries may assign to the module.
-        same = next((leaf for tensor, leaf in made.values() if tensor is result), None)
-        return wrap_views(result, shown, _away_at) if same is None else same
+        for tensor, leaf in made.values():
+            if tensor is result:
+                return leaf
+        return wrap_views(result, shown, _away_at)
 
     with torch._C.DisableTorchFunctionSubclass():
-        args, kwargs = mapped((AtRest, Away), real, (args, kwargs))
-        if not any(is_wrapper(tensor) for tensor, _ in made.values()):
+        args, kwargs = mapped((AtRest, Away), real, args), kwargs and mapped((AtRest, Away), real, kwargs)
+        if {type(tensor) for tensor, _ in made.values()} <= _PLAIN:
             return run()
-    return run()
+    return run()  # what consists of others has functions of its own
 
 
 def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
     """A plain tensor, or a `Derived`, in the place of a parameter or of a view; `shown` gets what it shows."""
-    if is_wrapper(leaf):
+    view = leaf if isinstance(leaf, Away) else None
+    if view is None and is_wrapper(leaf):
         names, context = leaf.__tensor_flatten__()
         inner = {name: _as_it_is_now(getattr(leaf, name), shown, derives=derives) for name in names}
-        return cast(Tensor, library_class(leaf).__tensor_unflatten__(inner, context, leaf.size(), leaf.stride()))
-    if not isinstance(leaf, AtRest | Away):
-        return cast(Tensor, leaf)
-    param = leaf.param if isinstance(leaf, Away) else cast(nn.Parameter, leaf)
+        made: Tensor = library_class(leaf).__tensor_unflatten__(inner, context, leaf.size(), leaf.stride())
+        return made
+    if view is None and not isinstance(leaf, AtRest):
+        plain: Tensor = leaf
+        return plain
+    param: nn.Parameter = leaf if view is None else view.param
     plain = param.detach()
     shown.append((plain, param))
-    if isinstance(leaf, Away) and not leaf.as_param:
+    if view is not None and not view.as_param:
         in_order = plain.as_strided((plain.numel(),), (1,))
-        of_dtype = plain if leaf.meta.dtype == plain.dtype else in_order.view(leaf.meta.dtype)
-        begin = of_dtype.storage_offset() + leaf.meta.storage_offset()
-        plain = of_dtype.as_strided(leaf.meta.size(), leaf.meta.stride(), begin)
+        of_dtype = plain if view.dtype == plain.dtype else in_order.view(view.dtype)
+        begin = of_dtype.storage_offset() + view.storage_offset()
+        plain = of_dtype.as_strided(view.size(), view.stride(), begin)
     return Derived.made(plain) if derives else plain
 
 
 def _away_at(view: Tensor, param: nn.Parameter) -> Away:
     """The view of a parameter without its memory."""
     begin = int(view.storage_offset()) - int(param.storage_offset()) * param.itemsize // view.itemsize
-    all_of_it = torch.empty(param.nbytes // view.itemsize, dtype=view.dtype, device="meta")
-    return Away.made(param, all_of_it.as_strided(view.size(), view.stride(), begin))
+    return Away.made(param, view, begin)
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -610,7 +668,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if func in named(*_FACTORIES) and is_dtensor(args[0] if args else None):
             return func(*args, **kwargs)
         args, kwargs = mapped(AtRest, stand_in, (args, kwargs))
-        if func in named(*ADDRESSES):
+        if func in _addresses():
             raise _NeedsDataError(next(x.param for x in leaves_in((args, kwargs)) if isinstance(x, Away)))
         if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
             # They take dtype and device past the view's own answers.
@@ -718,10 +776,9 @@ def _owner(param: nn.Parameter) -> Owner | None:
 
 def _is_in_use(param: object) -> bool:
     """True if a forward or backward uses its unit now."""
-    if not isinstance(param, AtRest):
-        return False
-    owner = _owner(cast(nn.Parameter, param))
-    return owner is not None and all(map(owner.access.is_in_use, tensors_of([cast(nn.Parameter, param)])))
+    at_rest: Any = param
+    owner = owner_of(at_rest) if isinstance(param, AtRest) else None
+    return owner is not None and owner.access.is_in_use(at_rest)
 
 
 # Views for reading, see the note above
@@ -813,14 +870,17 @@ def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
 
 def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[[Tensor, T], Tensor]) -> Any:
     """`result` with `view` in the place of each tensor that shares memory with one of `sources`."""
-    storages = {
-        storage._cdata: (storage, tag) for source, tag in sources if (storage := storage_of(source)) is not None
-    }
+    storages: dict[int, list[tuple[Tensor, T]]] = {}
+    for source in sources:
+        if (storage := storage_of(source[0])) is not None:
+            storages.setdefault(storage._cdata, []).append(source)
 
     def wrap(tensor: Tensor) -> Tensor:
-        storage = storage_of(tensor) if type(tensor) in (Tensor, Derived) else None
+        storage = storage_of(tensor) if type(tensor) in _PLAIN else None
         found = None if storage is None else storages.get(storage._cdata)
-        return tensor if found is None else view(tensor, found[1])
+        if found is None:
+            return tensor
+        return view(tensor, (found[0] if len(found) == 1 else _under(tensor, found))[1])
 
     if not storages:
         return result
@@ -832,9 +892,20 @@ def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[
         return map(wrap, result)
     if (interface := getattr(result, "__array_interface__", None)) is not None:
         address = interface["data"][0]
-        if any(0 <= address - each.data_ptr() < each.nbytes() for each, _ in storages.values()):
+        memory = [storage_of(found[0][0]) for found in storages.values()]
+        if any(each is not None and 0 <= address - each.data_ptr() < each.nbytes() for each in memory):
             result.setflags(write=False)
     return result
+
+
+def _under(view: Tensor, sources: Sequence[tuple[Tensor, T]]) -> tuple[Tensor, T]:
+    """Of sources that share one buffer, the one that the view shows: the last that begins before it."""
+
+    def begin(source: tuple[Tensor, T]) -> int:
+        return int(source[0].storage_offset()) * source[0].itemsize
+
+    at = int(view.storage_offset()) * view.itemsize
+    return max([source for source in sources if begin(source) <= at] or sources, key=begin)
 
 
 def _read_only(tensor: Tensor, name: str) -> Tensor:
@@ -851,58 +922,76 @@ def _plain(view: ReadOnly) -> Tensor:
 # Views of what is away
 
 
+_META = torch.device("meta")
+
+
 class Away(View):
     """A view of a parameter whose data is away: shape, strides, dtype and device, and no memory.
 
     To C++ it is on meta, so that no tensor can take its place (`x.data = view` raises), and asks for its device.
     """
 
-    __slots__ = ("of", "param", "meta", "as_param")
+    __slots__ = ("param", "_meta")
 
     param: nn.Parameter
-    meta: Tensor
-    """A plain tensor on meta that lies as this one does."""
-    as_param: bool
-    """True if it lies as the parameter does."""
+    _meta: Tensor | None
+
+    @property
+    def of(self) -> str:  # type: ignore[override]
+        return _name_of(self.param)
+
+    @property
+    def meta(self) -> Tensor:
+        """A plain tensor on meta that lies as this one does, always the same."""
+        if self._meta is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                whole = torch.empty(self.param.nbytes // self.itemsize, dtype=self.dtype, device="meta")
+                self._meta = whole.as_strided(self.size(), self.stride(), self.storage_offset())
+        return self._meta
+
+    @property
+    def as_param(self) -> bool:
+        """True if it lies as the parameter does."""
+        param = self.param
+        with torch._C.DisableTorchFunctionSubclass():
+            same_place = self.dtype == param.dtype and self.storage_offset() == 0
+            return same_place and (self.size(), self.stride()) == (param.size(), param.stride())
 
     @property
     def may_be_made(self) -> bool:
         """True if an operation may take the parameter's memory in its place: no gradient is lost."""
-        return not self.param.requires_grad and not is_wrapper(self.param)
+        with torch._C.DisableTorchFunctionSubclass():
+            return not self.param.requires_grad and not is_wrapper(self.param)
 
     @staticmethod
     def of_param(param: nn.Parameter) -> Away:
         """Stands for the parameter itself."""
         meta = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="meta")
-        return Away.made(param, meta, requires_grad=param.requires_grad)
+        return Away.made(param, meta, 0, requires_grad=param.requires_grad)
 
     @staticmethod
-    def made(param: nn.Parameter, meta: Tensor, *, requires_grad: bool = False) -> Away:
+    def made(param: nn.Parameter, like: Tensor, begin: int, *, requires_grad: bool = False) -> Away:
+        """A view that lies as a plain tensor does, from the parameter's element `begin`, in elements of its own."""
         make: Any = Tensor._make_wrapper_subclass
         view: Away = make(
             Away,
-            meta.size(),
-            meta.stride(),
-            meta.storage_offset(),
-            dtype=meta.dtype,
-            device=meta.device,
+            like.size(),
+            like.stride(),
+            begin,
+            dtype=like.dtype,
+            device=_META,
             requires_grad=requires_grad,
             dispatch_device=True,
         )
-        view.of = _name_of(param)
-        view.param, view.meta = param, meta
-        same_dtype = meta.dtype == param.dtype and meta.storage_offset() == 0
-        view.as_param = same_dtype and (meta.size(), meta.stride()) == (param.size(), param.stride())
+        view.param, view._meta = param, like if like.is_meta else None
         return view
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _harmless():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return _call(func, args, kwargs or {})
+        route: _Route = _routes_of_views().get(func, _call)
+        return route(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -928,10 +1017,10 @@ class Away(View):
             if packet.__name__ == "_to_copy" and to.type == "meta":
                 return func(*on_meta, **names)
             if packet.__name__ == "_to_copy" and _is_as_it_is(view, kwargs.get("dtype"), to):
-                return Away.made(view.param, view.meta)
+                return Away.made(view.param, view.meta, view.meta.storage_offset())
             if not schema.is_mutable and schema.returns and schema.returns[0].alias_info is not None:
                 found = func(*on_meta, **names)
-                return mapped(Tensor, lambda meta: Away.made(view.param, meta), found)
+                return mapped(Tensor, lambda meta: Away.made(view.param, meta, meta.storage_offset()), found)
         raise _NeedsDataError(view.param)
 
     __deepcopy__ = __reduce_ex__ = refuse_copy

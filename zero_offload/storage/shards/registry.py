@@ -10,9 +10,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
-
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.quantized import is_wrapper
@@ -267,13 +266,27 @@ class Recipe(Protocol):
         """The values, a new tensor of the parameter's shape, host."""
 
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> weak reference to its owner, which the model's hooks keep alive; before that, its recipe."""
+_entries: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+"""By id, a parameter and a weak reference to its owner, which the model's hooks keep alive; before that, its recipe.
+
+Each operation on a parameter at rest asks. torch's WeakIdKeyDictionary takes five calls of Python to answer."""
+
+
+def _found(param: torch.Tensor) -> Any:
+    entry = _entries.get(id(param))
+    return None if entry is None or entry[0]() is not param else entry[1]
+
+
+def _keep(param: torch.Tensor, found: Any) -> None:
+    # With the parameter its entry goes. The callback is a method of C: Python drops what a signal's handler raises in
+    # one of its own.
+    _entries[id(param)] = weakref.ref(param, partial(_entries.pop, id(param))), found
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:
     """The runtime that offloads `param`, or None."""
-    return _owner(_owners.get(param))
+    entry = _entries.get(id(param))
+    return None if entry is None or entry[0]() is not param else _owner(entry[1])
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
@@ -283,8 +296,7 @@ def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Param
     """
     grouped: dict[Owner | None, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
-        found = _owners.get(param)
-        owner = found() if isinstance(found, weakref.ref) else None
+        owner = owner_of(param)
         if owner is not None and hasattr(type(param), "__tensor_flatten__") and is_wrapper(param):
             continue
         grouped.setdefault(owner, []).append(param)
@@ -301,7 +313,7 @@ def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
     ordinary = {id(param) for param in by_owner(params).get(None, ()) if param.requires_grad}
     if not ordinary:
         return
-    owners = {id(each): each for each in (_owner(found) for found in _owners.values()) if each is not None}
+    owners = {id(each): each for each in (_owner(found) for _, found in list(_entries.values())) if each is not None}
     for owner in owners.values():
         added = owner.added_since()
         if names := [name for param, name in added.items() if id(param) in ordinary]:
@@ -319,7 +331,7 @@ def not_adopted(call: str, names: Sequence[str]) -> ConfigError:
 
 def is_dropped(param: nn.Parameter) -> bool:
     """True if the model that offloaded `param` is gone, and with it the values."""
-    found = _owners.get(param)
+    found = _found(param)
     return isinstance(found, weakref.ref) and found() is None
 
 
@@ -331,19 +343,19 @@ def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
 
 
 def register(param: nn.Parameter, owner: Owner) -> None:
-    _owners[param] = weakref.ref(owner)
+    _keep(param, weakref.ref(owner))
 
 
 def unregister(param: torch.Tensor) -> None:
-    _owners.pop(param, None)
+    _entries.pop(id(param), None)
 
 
 def recipe_of(param: torch.Tensor) -> Recipe | None:
     """How the values of `param` are made, where `deferred_init` has left that to `offload`."""
-    found = _owners.get(param)
+    found = _found(param)
     recipe: Recipe | None = None if isinstance(found, weakref.ref) else found
     return recipe
 
 
 def keep_recipe(param: torch.Tensor, recipe: Recipe) -> None:
-    _owners[param] = recipe
+    _keep(param, recipe)
