@@ -364,6 +364,17 @@ def test_a_load_that_was_planned_before(tiers: str, own: Path, plain: list[float
     zo.close(model)
 
 
+def test_a_file_that_is_replaced_between_its_plan_and_the_offload(own: Path, tmp_path: Path) -> None:
+    with zo.deferred_init(values="skip"):
+        model = Adapted()
+    zo.load_pretrained(model, own)
+    file = sorted(own.glob("*.safetensors"))[0]
+    save_file(dict(reversed(load_file(file).items())), tmp_path / "other")
+    (tmp_path / "other").rename(file)
+    with pytest.raises(zo.IntegrityError, match=f"{file.name} was replaced by another file.*zo.load_pretrained again"):
+        zo.offload(model, settings(tmp_path / "run"))
+
+
 # Files that change
 
 

@@ -186,17 +186,14 @@ def rests_in_files(section: SectionLayout, sources: Mapping[ParamSlice, FileTens
     )
 
 
-def paths_of(sources: Iterable[FileTensor | None]) -> list[Path]:
-    """The files that tensors lie in."""
-    return list(dict.fromkeys(part.path for source in sources if source is not None for part in source.parts))
-
-
 def base_spans(
     section: SectionLayout, sources: Mapping[ParamSlice, FileTensor | None], base: BaseFiles
 ) -> list[BaseSpan]:
-    """Where files have the parameters of a section that `rests_in_files`."""
-    spans = []
-    files = {path: base.open(path) for path in paths_of(sources.values())}
+    """Where files have the parameters of a section that `rests_in_files`. Raises StorageError and IntegrityError."""
+    spans, files = [], {}
+    for path, fd in {part.path: part.fd for source in sources.values() if source for part in source.parts}.items():
+        files[path] = base.open(path)
+        files[path].check_is(fd)
     for piece, source in sources.items():
         assert source is not None
         begin = piece.begin * section.dtype.itemsize

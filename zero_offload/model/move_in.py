@@ -23,7 +23,7 @@ from torch.utils import swap_tensors
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.problems import warn_user
-from zero_offload.checkpoint.hf_files import FileTensor, base_spans, paths_of, rests_in_files
+from zero_offload.checkpoint.hf_files import FileTensor, base_spans, rests_in_files
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
@@ -161,7 +161,8 @@ def check_same_base(store: ShardStore, ranks: CommitGroup) -> None:
 
 def base_paths(params: Iterable[torch.Tensor]) -> dict[str, Path]:
     """The files that deferred parameters are read from, by their names."""
-    return {path.name: path for path in paths_of(_source_of(recipe_of(param)) for param in params)}
+    sources = (_source_of(recipe_of(param)) for param in params)
+    return {part.path.name: part.path for source in sources if source is not None for part in source.parts}
 
 
 def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:

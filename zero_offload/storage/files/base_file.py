@@ -135,6 +135,15 @@ class BaseFile:
     def descriptors(self) -> list[DataFile]:
         return [each for each in (self._direct, self._buffered) if each is not None]
 
+    def check_is(self, fd: int) -> None:
+        """Raise IntegrityError unless a descriptor by which the header was read is this file's."""
+        info = REAL.fstat(fd)
+        if (info.st_dev, info.st_ino) != self._identity:
+            raise IntegrityError(
+                f"{self.path} was replaced by another file after its header was read; call zo.load_pretrained again, "
+                "on a model that is built anew"
+            )
+
     def what_changed(self) -> str:
         """What has become of the file of this name; empty where it is the one that is open."""
         try:
@@ -241,13 +250,14 @@ def _open_direct(file: DataFile) -> DataFile | None:
     except OSError:
         return None
     direct = DataFile(fd, file.path, file.nbytes, REAL)
-    try:
-        os.preadv(fd, [mmap.mmap(-1, SECTOR)], 0)
-    except OSError as error:
-        direct.close()
-        if error.errno != errno.EINVAL:
-            raise
-        return None
+    with naming_errors("read", file.path):
+        try:
+            os.preadv(fd, [mmap.mmap(-1, SECTOR)], 0)
+        except OSError as error:
+            direct.close()
+            if error.errno != errno.EINVAL:
+                raise
+            return None
     return direct
 
 

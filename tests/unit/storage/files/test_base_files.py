@@ -133,6 +133,16 @@ def test_a_file_system_without_o_direct(refuses: str, tmp_path: Path, monkeypatc
     base.close()
 
 
+def test_a_drive_that_fails_when_a_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(base_file.os, "preadv", fail)
+    write(tmp_path / "f", 2 * BLOCK_BYTES)
+    with pytest.raises(StorageError, match="/f: Input/output error"):
+        BaseFile.open(tmp_path / "f")
+
+
 def flip(path: Path, offset: int) -> None:
     """Change one byte, and nothing that a directory shows of the file."""
     info = path.stat()
