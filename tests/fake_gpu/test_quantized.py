@@ -46,6 +46,8 @@ def test_as_on_a_cpu(kind: str) -> None:
     in_memory, model = quantized_lm(kind), quantized_lm(kind)
     plain = dict(offloaded_tensors(in_memory))
     zo.offload(model, zo.OffloadConfig(precision="fp32", device_memory="32MiB"))
+    model.to(device.TYPE)
+    assert {param.device.type for param in model.parameters()} == {device.TYPE}
     assert model(tokens_of(0).to(device.TYPE)).item() == in_memory(tokens_of(0)).item()
     with zo.gathered(model) as values:
         for name, tensor in plain.items():

@@ -266,6 +266,7 @@ def test_losses_are_those_of_the_library(
     """Of its whole model, in memory."""
     ours, theirs = (adapted(make(models("llama"), quantize)) for make in (quantized, from_library))
     zo.offload(ours, on_drives(tmp_path) if where == "nvme" else zo.OffloadConfig(precision="bf16"))
+    assert ours.to("cpu") is ours  # as trainers call it
     assert losses(ours) == losses(theirs)
     zo.close(ours)
 

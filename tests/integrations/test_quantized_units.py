@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_training_is_exact(kind: str, reentrant: bool | None, nvme: Path) -> Non
     expected = train(model_of(kind, reentrant))
     found = train(offloaded(model_of(kind, reentrant), nvme, "12MiB"))
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_in_gathered_is_an_ordinary_layer(kind: str, nvme: Path) -> None:
+    model, plain = offloaded(model_of(kind), nvme, "12MiB"), model_of(kind)
+    with zo.gathered(model.blocks[0]):
+        copied = copy.deepcopy(model.blocks[0])
+    zo.close(model)
+    x = torch.randn(2, 8, HIDDEN)
+    assert torch.equal(copied(x), plain.blocks[0](x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

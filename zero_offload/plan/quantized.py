@@ -113,11 +113,12 @@ def tensors_of(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """True if the tensor's class has `__tensor_flatten__`, which names the tensors that it consists of."""
-    return _is_wrapper_class(type(tensor)) and not is_dtensor(tensor)
+    return is_wrapper_class(type(tensor)) and not is_dtensor(tensor)
 
 
 @functools.cache
-def _is_wrapper_class(kind: type) -> bool:
+def is_wrapper_class(kind: type) -> bool:
+    """True for classes of such tensors, and for DTensor."""
     return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 

@@ -39,7 +39,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
-from zero_offload.plan.quantized import is_wrapper, library_class, tensors_of
+from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.units.derived import Derived
 from zero_offload.storage.shards.registry import Owner, Touched, dropped_error, owner_of
@@ -380,8 +380,10 @@ def _format(param: nn.Parameter, spec: str) -> str:
 
 def _check_conversion(param: Tensor, converted: Tensor) -> bool:
     """What `module.to`, `.half()`, `.to_empty` and their kin ask before they put something else in its place."""
-    if isinstance(param, AtRest) and converted is not param:
-        raise _no_conversion(cast(nn.Parameter, param))
+    if isinstance(param, AtRest):
+        if not _is_whole(converted, cast(nn.Parameter, param)):
+            raise _no_conversion(cast(nn.Parameter, param))
+        return True
     with torch._C.DisableTorchFunctionSubclass():
         return torch._has_compatible_shallow_copy_type(param, converted)
 
@@ -534,19 +536,30 @@ def class_at_rest(kind: type) -> type:
 
     # Libraries convert what they know of the values too: here nothing is converted.
     conversions = {name: conversion(name) for name in ("to", "cpu", "cuda", "xpu")}
+    places = {"device": property(_device_of)} if is_wrapper_class(kind) else {}
     # peft dequantizes what has the library's module and name, and takes the packed values of others as they are.
-    made = type(kind.__name__, (AtRest, kind), {"__slots__": ()} | readers | conversions)
+    made = type(kind.__name__, (AtRest, kind), {"__slots__": ()} | readers | conversions | places)
     made.__module__ = kind.__module__
     return made
 
 
+def _device_of(param: Any) -> torch.device:
+    """Where the tensors of a wrapper are: the wrapper itself does not move."""
+    if is_wrapper(param):
+        return _device_of(getattr(param, param.__tensor_flatten__()[0][0]))
+    with torch._C.DisableTorchFunctionSubclass():
+        device: Any = Tensor.device
+        return cast(torch.device, device.__get__(param))
+
+
 def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_wrapper(param) and converts_module():
-        raise ZeroOffloadError(
-            f"model.{name_of(method)}(...): zo.offload has put the model where it computes, and torch cannot leave a "
-            f"{library_class(param).__name__} where it is ({_describe(param)}). Leave the call out"
-        )
-    return method(param, *args, **kwargs)
+    if not is_wrapper(param) or not converts_module():
+        return method(param, *args, **kwargs)
+    # torch would put a copy into the place of a tensor subclass. A view without memory it takes for a plain tensor.
+    view = method(Away.of_param(param), *args, **kwargs)
+    if not _is_whole(view, param):
+        raise _no_conversion(param)
+    return view
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
