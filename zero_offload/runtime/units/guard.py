@@ -548,8 +548,8 @@ def _device_of(param: Any) -> torch.device:
     if is_wrapper(param):
         return _device_of(getattr(param, param.__tensor_flatten__()[0][0]))
     with torch._C.DisableTorchFunctionSubclass():
-        device: Any = Tensor.device
-        return cast(torch.device, device.__get__(param))
+        own_device: Any = Tensor.device
+        return cast(torch.device, own_device.__get__(param))
 
 
 def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
