@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zero_offload as zo
 from tests.helpers.pairwise import in_turn
 from tests.helpers.quantized_models import BITSANDBYTES, quantize_by_torchao
 from tests.models.test_quantized_views import HIDDEN, Model, offloaded, saved_of, train

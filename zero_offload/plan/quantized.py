@@ -103,7 +103,7 @@ def tensors_of(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """What these parameters of an offloaded model consist of: most of themselves."""
     found: list[Any] = []
     for param in params:
-        if _is_wrapper_class(type(param)) and is_wrapper(param):
+        if is_wrapper_class(type(param)) and is_wrapper(param):
             tensors: Any = param
             found += tensors_of(getattr(param, name) for name in tensors.__tensor_flatten__()[0])
         else:
