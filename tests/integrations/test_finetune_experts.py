@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,42 @@ def test_a_step_reads_experts_twice(place: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(GroupedExperts, "fetch", noted)
     assert finetune(place, "deepseek_v3", tmp_path / "out", "--lora-targets", "o_proj", "--group-size", 6, steps=1) == 0
     assert spans == [range(6), range(6)]  # one layer has them
+
+
+def test_doctor_and_report_tell_of_the_base(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its place and size, and what became of it since. What a plan gives to drives leaves it out."""
+    out, folder = tmp_path / "out", place / "qwen3_moe"
+    assert (
+        finetune(place, "qwen3_moe", out, "--params-tier", "nvme", "--lora-targets", "o_proj", "--quantize", "nf4") == 0
+    )
+    printed = capsys.readouterr().out
+    assert "parameters of linear layers are quantized; the other" in printed and f"chat {out} --quantize nf4" in printed
+
+    def base(code: int) -> str:
+        capsys.readouterr()
+        assert main(["doctor", str(out)]) == code
+        return capsys.readouterr().out.partition(" base: ")[2]
+
+    assert base(0).startswith(f"{folder}, 1 file of ") and "fix" not in base(0)
+    assert main(["report", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["base"].startswith(f"{folder}, 1 file of ")
+    nvme = found["memory"]["nvme"]
+    assert 0 < nvme["planned_bytes"] < 1.5 * nvme["measured_bytes"]
+    file = folder / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    assert f"{file} was written since" in base(0)
+    assert main(["verify", str(out)]) == 0
+    folder.rename(place / "moved")
+    try:
+        assert "cannot be read there" in base(3) and f"ln -s COPY {folder}" in base(3)
+        folder.symlink_to(place / "moved")
+        assert main(["verify", str(out)]) == 0 and "fix: zero-offload verify" in base(0)
+        folder.unlink()
+    finally:
+        (place / "moved").rename(folder)
+    assert main(["evaluate", str(out), "--data", str(place / "chat.jsonl"), "--quantize", "nf4"]) == 0
+    assert "experts stay bf16" in capsys.readouterr().err
 
 
 def test_a_model_without_blocks_cannot_run_them_again() -> None:

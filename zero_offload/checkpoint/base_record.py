@@ -2,16 +2,21 @@
 each section lies.
 
 Owns the words of these records. The global manifest names files and places; a rank's has the checksums that this rank
-knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections` and `open_base` of a generation.
+knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections` and `open_base` of a generation;
+`look_at_base` for a command that reads little of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.checkpoint.format import BASE, Generation, reading
-from zero_offload.storage.files.base_file import BaseFile, BaseSpan, fingerprint_of
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan, fingerprint_of, missing_text
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.shards.store import ShardStore
 
@@ -39,6 +44,37 @@ def base_record(store: ShardStore) -> dict[str, Any] | None:
 def base_hashes(store: ShardStore) -> list[dict[str, str]]:
     """The checksums that this rank knows, in the order of `base_record`'s files."""
     return [file.hashes for file in store.base_files]
+
+
+@dataclass(frozen=True)
+class BaseState:
+    """The files of a base as they lie now."""
+
+    folder: Path
+    num_files: int
+    nbytes: int
+    problem: str
+    """Why it cannot be read as it was, and what to do; empty where names, sizes, headers and samples are the same."""
+    written: str
+    """The first file that was written since, empty where none was; its bytes may be the same."""
+
+
+def look_at_base(generation: Generation) -> BaseState | None:
+    """Compare the base of a generation with what it has recorded; None without one. Two blocks of a file are read."""
+    if (found := generation.payload.get(BASE)) is None:
+        return None
+    with reading(str(generation)):
+        folder, files = Path(found["folder"]), [BaseFile.of_record(record) for record in found["files"]]
+    lost, written = [], []
+    for file in files:
+        try:
+            with contextlib.closing(file.open_at(file.path)) as there:
+                written += [str(file.path)] * (there.mtime_ns != file.mtime_ns)
+        except ZeroOffloadError as error:
+            file.problem = str(error)
+            lost.append(file)
+    problem = missing_text(lost) if lost else ""
+    return BaseState(folder, len(files), sum(file.nbytes for file in files), problem, "".join(written[:1]))
 
 
 def base_sections(generation: Generation) -> dict[int, list[Any]]:

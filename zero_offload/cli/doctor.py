@@ -1,4 +1,4 @@
-"""`zero-offload doctor`: what this machine has, and a fix for every problem.
+"""`zero-offload doctor`: what this machine has, and a fix for every problem; of a run, whether its base is there.
 
 Owns what counts as a problem. Never changes the machine. `examine` gives the checks as values.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from zero_offload.base.errors import CapacityError, ZeroOffloadError
 from zero_offload.base.types import GIB, format_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.cli.saved import RUN_HELP, base_of, base_text
 from zero_offload.hardware import device, native, probe, rates
 from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.hardware.device import read_memory
@@ -56,15 +57,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="what this machine has, and a fix per problem",
-        description="Check this machine. Exit code 3 when something does not work.",
+        description="Check this machine, and the model files that a run reads in place. Exit code 3 when something "
+        "does not work.",
     )
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help=f"{RUN_HELP}, whose base to check")
     parser.add_argument("--nvme", nargs="+", type=Path, default=[], metavar="DIR", help="directories to check")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    checks = examine(args.nvme)
+    checks = examine(args.nvme, args.run_dir)
     works = all(check.status is not Status.FAIL for check in checks)
     if args.json:
         print(json.dumps({"ok": works, "checks": [asdict(check) for check in checks]}, indent=2))
@@ -76,11 +79,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if works else CapacityError.exit_code
 
 
-def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
-    """Every check of this machine and of the given directories."""
+def examine(nvme_dirs: Sequence[Path], run_dir: Path | None = None) -> tuple[Check, ...]:
+    """Every check of this machine, of the given directories, and of the base of a run."""
     checks = [*_check_software(), *_check_host(), *_check_device()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
+    if run_dir is not None:
+        checks.append(_check_base(run_dir.expanduser()))
     return tuple(checks)
 
 
@@ -174,6 +179,20 @@ def _check_device() -> Iterator[Check]:
         yield Check("device rates", Status.WARNING, f"{detail}, through pageable memory: the driver pinned none", fix)
         return
     yield Check("device rates", Status.OKAY, detail)
+
+
+def _check_base(run_dir: Path) -> Check:
+    """The files that frozen weights of a run are read from."""
+    base = base_of(run_dir)
+    if base is None:
+        return Check("base", Status.OKAY, "none: all weights are in the run's own files")
+    if base.problem:
+        fix = f"put {base.folder} back as it was; a link to a copy serves too: ln -s COPY {base.folder}"
+        return Check("base", Status.FAIL, base.problem, fix)
+    if base.written:
+        fix = f"zero-offload verify {run_dir} reads all that the run has read"
+        return Check("base", Status.WARNING, f"{base_text(base)}; {base.written} was written since", fix)
+    return Check("base", Status.OKAY, base_text(base))
 
 
 def _check_directory(path: Path) -> Iterator[Check]:

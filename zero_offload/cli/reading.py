@@ -7,6 +7,8 @@ names, which end with the process.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Any
 
 from torch import nn
@@ -30,6 +32,8 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
 
 def open_for_reading(folder: ModelFolder, args: argparse.Namespace) -> nn.Module:
     """In eval mode, its weights in memory as far as they fit, and in `--nvme`. Raises what `build_model` raises."""
+    if folder.is_quantized and folder.has_experts and os.environ.get("RANK", "0") == "0":
+        print(f"note: linear layers are quantized, and experts stay {args.precision}", file=sys.stderr)
     settings: dict[str, Any] = {
         "params": "auto",
         "nvme": args.nvme,

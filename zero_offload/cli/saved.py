@@ -1,7 +1,7 @@
 """What a command is given as RUN: a run directory of `train`, an NVMe directory, or a checkpoint.
 
 Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, and `described` for what
-`train` wrote about its run; `read_object` for its other files.
+`train` wrote about its run; `base_of` for files of others that it reads; `read_object` for its other files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import format_bytes
+from zero_offload.checkpoint.base_record import BaseState, look_at_base
 from zero_offload.checkpoint.format import GENERATION_NAMES, History
 from zero_offload.checkpoint.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
@@ -43,6 +45,20 @@ def find_home(path: Path) -> Path:
     if not home.is_dir() or not has_generation(home):
         raise ConfigError(f"the run in {path} has no generation in {home}: it has not committed, or was cleaned")
     return home
+
+
+def base_of(path: Path) -> BaseState | None:
+    """The base that the newest generation of a run rests in; None without one. Raises ConfigError where there is no
+    run, and IntegrityError for a manifest that is damaged."""
+    with RunDirectory.look(find_home(path)) as directory:
+        newest = History.read(directory).newest
+    return None if newest is None else look_at_base(newest)
+
+
+def base_text(base: BaseState) -> str:
+    """Where a base lies, and how large it is."""
+    count = f"{base.num_files} file{'s' * (base.num_files > 1)}"
+    return f"{base.folder}, {count} of {format_bytes(base.nbytes)}, read in place"
 
 
 def described(path: Path) -> dict[str, Any]:

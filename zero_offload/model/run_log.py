@@ -310,7 +310,10 @@ def _plain(value: Any) -> Any:
 def planned_bytes(owner: ModelRuntime, micro_batches: int) -> dict[str, int]:
     """Bytes of one rank that the plan gives each tier, with the placement that was made."""
     partition, config = owner.collectives.partition, owner.config
-    numels = [UnitNumel.of(unit.layout) for unit in owner.units]
+    in_base = {
+        section.layout.index for unit in owner.units for section in unit.sections if section.shard.base is not None
+    }
+    numels = [UnitNumel.of(unit.layout, in_base=in_base) for unit in owner.units]
     unit_bytes = measure_units(numels, config, partition, micro_batches)
     chosen = [unit.sections[0].shard.placement for unit in owner.units]
     tiers = tuple(

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(vars(result) | {"out": str(result.out)} | reports))
         elif result.ending is Ending.FINISHED:
-            print("\n".join(_where(result.out)))
+            print("\n".join(_where(result.out, config.quantize)))
         if page := not args.json and reports.get("page"):
             print(f"report: {page}")
     if result.plan is not None and not result.plan["fits"]:
@@ -73,5 +73,9 @@ def run(args: argparse.Namespace) -> int:
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
 
 
-def _where(out: Path) -> list[str]:
-    return [f"talk to it: zero-offload chat {out}", f"measure it: zero-offload evaluate {out} --data FILES"]
+def _where(out: Path, quantize: str) -> list[str]:
+    as_trained = f" --quantize {quantize}" if quantize else ""
+    return [
+        f"talk to it: zero-offload chat {out}{as_trained}",
+        f"measure it: zero-offload evaluate {out} --data FILES{as_trained}",
+    ]

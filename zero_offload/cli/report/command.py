@@ -19,6 +19,7 @@ from zero_offload.cli.report.page import write_page
 from zero_offload.cli.report.picture import write_picture
 from zero_offload.cli.report.summary import IN_TABLES, require_rows, summarize, tables
 from zero_offload.cli.report.watch import PORT, watch
+from zero_offload.cli.saved import base_of, base_text
 from zero_offload.plan.wear import TBW_USUAL
 
 _DESCRIPTION = """\
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     found = read_run(path)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    summary = summarize(found)
+    summary = summarize(found) | ({"base": base} if (base := _base(path)) is not None else {})
     pages, failure = _write(found, args.tbw, lambda text: print(f"note: {text}", file=sys.stderr))
     if args.json:
         print(json.dumps(summary | pages))
@@ -63,6 +64,17 @@ def run(args: argparse.Namespace) -> int:
     if failure is not None:
         raise failure
     return 0
+
+
+def _base(path: Path) -> str | None:
+    """The files of others that the run reads, and what is wrong with them."""
+    try:
+        base = base_of(path)
+    except ZeroOffloadError:
+        return None  # no generation, or one that `verify` tells of
+    if base is None or base.problem:
+        return None if base is None else base.problem
+    return base_text(base) + f"; {base.written} was written since, see zero-offload doctor" * bool(base.written)
 
 
 def write_reports(path: Path, note: Callable[[str], None]) -> dict[str, str | None]:
