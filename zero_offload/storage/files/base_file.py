@@ -15,6 +15,7 @@ The time of a file's last change is recorded and not compared: a copy or a `touc
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import hashlib
 import mmap
@@ -70,18 +71,18 @@ class BaseFile:
     def open(cls, path: Path) -> BaseFile:
         """Raises StorageError and IntegrityError."""
         path = path.absolute()
-        found = _open_to_read(path)
-        try:
+        with contextlib.ExitStack() as undo:
+            found = _open_to_read(path)
+            undo.callback(found.close)
             info = REAL.fstat(found.fd)
             file = cls(path, info.st_size, info.st_mtime_ns, _head_of(found))
             file._buffered, file._identity = found, (info.st_dev, info.st_ino)
             file._direct = _open_direct(found) or found
             file._opened = file.descriptors
+            undo.callback(file.close)
             for block in file.samples:
                 file.crcs[block], file.known[block] = file._read_crc(block), True
-        except BaseException:
-            found.close()
-            raise
+            undo.pop_all()
         return file
 
     @property

@@ -19,7 +19,7 @@ import torch
 
 from zero_offload.base.errors import IntegrityError, StorageError
 from zero_offload.base.events import Counters
-from zero_offload.base.types import Tier
+from zero_offload.base.types import SECTOR, Tier
 from zero_offload.hardware.abi import Fault
 from zero_offload.storage.files import base_file, base_files
 from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, check_in_place, fingerprint_of
@@ -133,14 +133,22 @@ def test_a_file_system_without_o_direct(refuses: str, tmp_path: Path, monkeypatc
     base.close()
 
 
-def test_a_drive_that_fails_when_a_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
+@pytest.mark.parametrize("nbytes", [SECTOR, BLOCK_BYTES])
+def test_a_drive_that_fails_when_a_file_is_opened(nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first sector past the page cache, and with a block whose checksum is made."""
 
-    monkeypatch.setattr(base_file.os, "preadv", fail)
+    def fail(fd: int, wanted: Any, *more: Any) -> Any:
+        if (wanted if isinstance(wanted, int) else len(wanted[0])) == nbytes:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(fd, wanted, *more)
+
+    read = os.pread
     write(tmp_path / "f", 2 * BLOCK_BYTES)
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(base_file.os, "pread" if nbytes == BLOCK_BYTES else "preadv", fail)
     with pytest.raises(StorageError, match="/f: Input/output error"):
         BaseFile.open(tmp_path / "f")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def flip(path: Path, offset: int) -> None:
