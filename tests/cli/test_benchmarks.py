@@ -489,7 +489,8 @@ def test_where_no_group_can_be_made_rows_are_empty(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, memory_group = benchmark("harness.memory.small_memory"), benchmark("harness.processes").memory_group
-    monkeypatch.setattr(script, "memory_group", lambda nbytes: memory_group(nbytes, tmp_path / "none"))
+    lives = benchmark("harness.memory.lives")
+    monkeypatch.setattr(lives, "memory_group", lambda nbytes: memory_group(nbytes, tmp_path / "none"))
     monkeypatch.setattr(script, "disk_rates", lambda directory: benchmark("harness.disks").Rates(1.0, 1.0))
     result = tmp_path / "rows.json"
     assert script.main(["--quick", "--nvme", str(tmp_path), "--json", str(result)]) == 3

@@ -22,12 +22,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from harness import command
 from harness.memory.folders import decoder_files, write_weights
-from harness.processes import MemoryGroup, NoGroupError, memory_group
-from harness.rows import Row, missing, row, show, ungraded, write
+from harness.memory.lives import ended_early, exit_code, rows_or_failure
+from harness.processes import MemoryGroup, memory_group
+from harness.rows import Row, row, show, ungraded, write
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -99,18 +101,13 @@ def write_data(path: Path) -> None:
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 
 
-class FailedError(Exception):
-    """A command in the group did not do its job."""
-
-
 def run(group: MemoryGroup, *arguments: object) -> tuple[str, float]:
     """What a command in the group printed, and its seconds."""
     words = [sys.executable, "-m", "zero_offload", *map(str, arguments)]
     started = time.perf_counter()
     done = subprocess.run(group.command(words), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        killed = "; the kernel ended it for want of memory" if group.num_killed else ""
-        raise FailedError(f"{arguments[0]}: exit code {done.returncode}{killed}")
+        raise ended_early(group, str(arguments[0]), f"exit code {done.returncode}")
     return done.stdout, time.perf_counter() - started
 
 
@@ -176,7 +173,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     rows: list[Row] = []
-    status = 0
     with command.scratch_directory(args.nvme) as root:
         config = Size(args.model).config
         numel = write_weights(root / "model", decoder_files(config), config)
@@ -185,17 +181,9 @@ def main(arguments: Sequence[str]) -> int:
         (root / "one.jsonl").write_text("".join((root / "chat.jsonl").read_text().splitlines(keepends=True)[:2]))
         print(f"{numel / 1e6:.0f}M parameters", flush=True)
         for how in args.how:
-            try:
-                rows += measure(how, Size(args.model), root, args)
-            except NoGroupError as error:
-                print(error)
-                limit = format_bytes(args.limit_bytes)
-                rows.append(missing(f"{args.model} {how}: peak in the group", 0.0, "MiB", limit, 1.0))
-                status = command.PEER_MISSING_EXIT_CODE
-            except FailedError as error:
-                print(error)
-                rows.append(row(f"{args.model} {how}: failed", 1, "", "one; none is wanted", 1, 0.0))
+            found = partial(measure, how, Size(args.model), root, args)
+            rows += rows_or_failure(f"{args.model} {how}", args.limit_bytes, found)
             shutil.rmtree(root / how, ignore_errors=True)  # the next one needs the room
             write(rows, args.json)
     show(rows)
-    return status
+    return exit_code(rows)

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from harness import command
 from harness.disks import Rates, disk_rates
 from harness.memory.folders import decoder_files, write_weights
-from harness.memory.lives import EndedEarlyError, Life, live
-from harness.processes import NoGroupError, disk_bytes, memory_group, peak_rss_bytes
-from harness.rows import Row, missing, row, show, ungraded, write
+from harness.memory.lives import STEPS_MIN, exit_code, killed_and_resumed, rows_or_failure, train_steps
+from harness.rows import Row, row, show, write
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
@@ -40,7 +39,7 @@ MODELS = ("moe", "dense")
 QUANTIZE = {"moe": None, "dense": "nf4"}
 LAYERS, QUICK_LAYERS = {"moe": 48, "dense": 32}, {"moe": 2, "dense": 4}
 LIMIT, QUICK_LIMIT, STEPS = "4GiB", "2GiB", 4
-STEPS_MIN, REACH_BYTES, REACH_DISK = 3, 1.05, 1.10
+REACH_BYTES = 1.05
 GROUP_SIZE = 28
 """Experts that are fetched together: 252 MiB."""
 RANK, STATES_BYTES = 8, 14
@@ -98,7 +97,7 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """The process in the group: prints what `lives` reads."""
+    """The process in the group."""
     torch.set_num_threads(job.num_threads)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(job.folder)
@@ -121,28 +120,13 @@ def train(job: Job) -> None:
             existing="resume",
         ),
     )
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = zo.AdamW(trained, lr=1e-3)
-    resumed = zo.resume(model, optimizer)
-    first = 0 if resumed is None else resumed.step
-    print(json.dumps({"begins": first, "trained": sum(param.numel() for param in trained)}), flush=True)
-    for step in range(first, job.num_steps):
+
+    def loss_of(step: int) -> torch.Tensor:
         tokens = torch.randint(config.vocab_size, (1, job.seq), generator=torch.Generator().manual_seed(step))
-        start, moved = time.perf_counter(), disk_bytes()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
-        loss.backward()
-        zo.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        zo.commit(model, optimizer)
-        stats, after = zo.stats(model), disk_bytes()
-        made = {"step": step, "step_s": time.perf_counter() - start}
-        made |= {"read_bytes": stats.read_bytes["nvme"], "written_bytes": stats.written_bytes["nvme"]}
-        made |= {"disk_read_bytes": after[0] - moved[0], "disk_written_bytes": after[1] - moved[1]}
-        made |= {"resident": dict(stats.resident_bytes), "experts": sum(fetched.values())}
-        print(json.dumps(made | {"peak_rss_bytes": peak_rss_bytes()}), flush=True)
-    zo.close(model)
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+    train_steps(model, 1e-3, job.num_steps, loss_of, lambda: {"experts": sum(fetched.values())})
 
 
 def count_experts(model: nn.Module) -> dict[str, int]:
@@ -151,10 +135,8 @@ def count_experts(model: nn.Module) -> dict[str, int]:
 
     def count(name: str, args: tuple[torch.Tensor, ...]) -> None:
         chosen = args[1].unique().tolist()
-        groups = [
-            [each for each in chosen if each // GROUP_SIZE == group] for group in {x // GROUP_SIZE for x in chosen}
-        ]
-        fetched[name] = sum(_num_fetched(group) for group in groups)
+        groups = groupby(chosen, lambda expert: expert // GROUP_SIZE)
+        fetched[name] = sum(_num_fetched(list(group)) for _, group in groups)
 
     for name, module in model.named_modules():
         if hasattr(module, "num_experts") and name.endswith(".experts"):
@@ -195,70 +177,31 @@ def _marks(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 def measure(job: Job, config: PretrainedConfig, limit_bytes: int, rates: Rates) -> list[Row]:
     """Train, kill, resume; the rows of one model. NoGroupError where no group can be made."""
-    limit, folder = format_bytes(limit_bytes), Path(job.folder)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"{job.name}: {config.num_hidden_layers} layers, {format_bytes(size)} of files, in {limit}", flush=True)
+    folder, name = Path(job.folder), job.name
+    size = format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
+    print(f"{name}: {config.num_hidden_layers} layers, {size} of files, in {format_bytes(limit_bytes)}", flush=True)
     marks = _marks(folder)
-    with memory_group(limit_bytes) as group:
-        before = live(group, "frozen", job, kill_in=job.num_steps // 2)
-        print("  killed; resuming", flush=True)
-        after = live(group, "frozen", job, kill_in=None)
-        peak = group.peak_bytes
-    return rows_of(job, config, before, after, peak, limit_bytes, rates, num_changed=_differ(marks, _marks(folder)))
-
-
-def _differ(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, int, int]]) -> int:
-    return sum(before.get(name) != after.get(name) for name in before.keys() | after.keys())
-
-
-def rows_of(
-    job: Job,
-    config: PretrainedConfig,
-    before: Life,
-    after: Life,
-    peak: int,
-    limit_bytes: int,
-    rates: Rates,
-    *,
-    num_changed: int,
-) -> list[Row]:
-    settled = after.steps[1:] or after.steps
-    step_s, read, written, disk_read, disk_written, experts = (
-        statistics.median(step[key] for step in settled)
-        for key in ("step_s", "read_bytes", "written_bytes", "disk_read_bytes", "disk_written_bytes", "experts")
-    )
-    changed = sum(after.losses[step] != loss for step, loss in before.losses.items() if step >= after.begins)
-    repeated = sum(step >= after.begins for step in before.losses)
-    counted = counted_bytes(config, QUANTIZE[job.model], int(experts))
-    rss = max(step["peak_rss_bytes"] for step in before.steps + after.steps)
+    lives = killed_and_resumed("frozen", job, limit_bytes)
+    now = _marks(folder)
+    num_changed = sum(marks.get(file) != now.get(file) for file in marks.keys() | now.keys())
+    read, disk_read, disk_written = map(lives.median, ("read_bytes", "disk_read_bytes", "disk_written_bytes"))
+    counted = counted_bytes(config, QUANTIZE[job.model], int(lives.median("experts")))
+    step_s, resident, rss = lives.median("step_s"), lives.settled[-1]["resident_bytes"], lives.peak_rss_bytes
     print(
         f"  {step_s:.1f} s a step of {job.seq} tokens; {format_bytes(int(read))} read, {format_bytes(counted)} counted"
     )
     print(f"  {format_bytes(int(disk_read))} read and {format_bytes(int(disk_written))} written by the kernel's count")
-    print(f"  resident at the end of a step: {settled[-1]['resident']}; largest resident set {format_bytes(rss)}")
-    print(f"  {repeated} losses made twice")
-    return [
-        row(
-            f"{job.name}: peak in the group",
-            peak / MIB,
-            "MiB",
-            f"its {format_bytes(limit_bytes)}",
-            limit_bytes / MIB,
-            1.0,
-        ),
-        row(f"{job.name}: read in a step", read / MIB, "MiB", "counted", counted / MIB, REACH_BYTES),
-        row(
-            f"{job.name}: written in a step",
-            max(written, disk_written) / MIB,
-            "MiB",
-            "adapters and states, and 1 MiB",
-            after.told["trained"] * STATES_BYTES / MIB + 1,
-            1.0,
-        ),
-        row(f"{job.name}: files of the base that changed", num_changed, "", "one; none is wanted", 1, 0.0),
-        row(f"{job.name}: losses that changed", changed, "", "one; none is wanted", 1, 0.0),
-        ungraded(f"{job.name}: step", step_s, "s", "bytes / disk rates, no bar", rates.seconds(read, 0), REACH_DISK),
-    ]
+    print(f"  resident at the end of a step: {resident}; largest resident set {format_bytes(rss)}")
+    print(f"  {len(lives.losses_made_twice)} losses made twice")
+    written = max(lives.median("written_bytes"), disk_written)
+    states = lives.after.trained * STATES_BYTES / MIB + 1
+    return lives.rows(
+        name,
+        rates,
+        row(f"{name}: read in a step", read / MIB, "MiB", "counted", counted / MIB, REACH_BYTES),
+        row(f"{name}: written in a step", written / MIB, "MiB", "adapters and states, and 1 MiB", states, 1.0),
+        row(f"{name}: files of the base that changed", num_changed, "", "one; none is wanted", 1, 0.0),
+    )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -282,7 +225,6 @@ def main(arguments: Sequence[str]) -> int:
         train(Job(**json.loads(args.worker)))
         return 0
     rows: list[Row] = []
-    status = 0
     for model in args.model:
         layers = args.layers or (QUICK_LAYERS if args.quick else LAYERS)[model]
         config = config_of(model, layers, 8192 if args.quick else None)
@@ -290,15 +232,8 @@ def main(arguments: Sequence[str]) -> int:
             write_weights(root / "base", decoder_files(config), config)
             memory = int(args.limit_bytes * CPU_MEMORY_SHARE)
             job = Job(model, str(root / "base"), str(root / "run"), args.seq, args.steps, memory, args.threads)
-            try:
-                rows += measure(job, config, args.limit_bytes, disk_rates(root))
-            except NoGroupError as error:
-                print(error)
-                rows.append(missing(f"{job.name}: peak in the group", 0.0, "MiB", format_bytes(args.limit_bytes), 1.0))
-                status = command.PEER_MISSING_EXIT_CODE
-            except EndedEarlyError as error:
-                print(error)
-                rows.append(row(f"{job.name}: ended early", 1, "", "one; none is wanted", 1, 0.0))
+            found = partial(measure, job, config, args.limit_bytes, disk_rates(root))
+            rows += rows_or_failure(job.name, args.limit_bytes, found)
         write(rows, args.json)
     show(rows)
-    return status
+    return exit_code(rows)

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from harness import command
 from harness.disks import Rates, disk_rates
-from harness.memory.lives import EndedEarlyError, live
-from harness.processes import NoGroupError, memory_group, peak_rss_bytes
-from harness.rows import Row, missing, row, show, ungraded, write
+from harness.memory.lives import STEPS_MIN, exit_code, killed_and_resumed, rows_or_failure, train_steps
+from harness.rows import Row, row, show, write
 
 import zero_offload as zo
-from zero_offload.base.types import MIB, format_bytes, parse_bytes
+from zero_offload.base.types import format_bytes, parse_bytes
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, next_token_loss, num_parameters
 
 SIZES = {
@@ -41,7 +39,7 @@ SIZES = {
 STATES = ("fp32", "bf16", "compact")
 MODELS, LIMIT, STEPS = "1b5:fp32,3b:compact", "4GiB", 6
 QUICK_MODELS, QUICK_LIMIT, QUICK_STEPS = "91m:fp32,91m:compact", "576MiB", 4
-STEPS_MIN, STEPS_LOST_MAX, REACH_DISK = 3, 2, 1.10
+STEPS_LOST_MAX = 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """The process in the group: prints, in JSON, where it begins, each step's loss, and each step when it is over."""
+    """The process in the group."""
     torch.set_num_threads(job.num_threads)
     with zo.deferred_init():
         model = GPT(job.gpt)
@@ -85,29 +83,12 @@ def train(job: Job) -> None:
             precision=zo.Precision(compute=job.dtype, states=job.states),
         ),
     )
-    optimizer = zo.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-    resumed = zo.resume(model, optimizer)
-    first = 0 if resumed is None else resumed.step
-    print(json.dumps({"begins": first}), flush=True)
-    for step in range(first, job.num_steps):
+
+    def loss_of(step: int) -> torch.Tensor:
         tokens = torch.randint(job.gpt.vocab_size, (1, job.seq + 1), generator=torch.Generator().manual_seed(step))
-        start = time.perf_counter()
-        loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
-        loss.backward()
-        zo.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        zo.commit(model, optimizer)
-        stats = zo.stats(model)
-        made = {"step": step, "step_s": time.perf_counter() - start}
-        made |= {
-            "files_bytes": stats.resident_bytes["nvme"],
-            "read_bytes": stats.read_bytes["nvme"],
-            "written_bytes": stats.written_bytes["nvme"],
-        }
-        print(json.dumps(made | {"peak_rss_bytes": peak_rss_bytes()}), flush=True)
-    zo.close(model)
+        return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+    train_steps(model, 1e-4, job.num_steps, loss_of)
 
 
 def measure(job: Job, limit_bytes: int, rates: Rates) -> list[Row]:
@@ -115,30 +96,14 @@ def measure(job: Job, limit_bytes: int, rates: Rates) -> list[Row]:
     numel = num_parameters(job.gpt)
     limit = format_bytes(limit_bytes)
     print(f"{job.name} ({numel / 1e6:.0f}M parameters, {job.seq} tokens, {job.dtype}) in {limit}", flush=True)
-    with memory_group(limit_bytes) as group:
-        before = live(group, "small_memory", job, kill_in=max(job.num_steps // 2, 1))
-        print("  killed; resuming", flush=True)
-        after = live(group, "small_memory", job, kill_in=None)
-        peak = group.peak_bytes
-    lost = before.steps[-1]["step"] + 1 - after.begins
-    changed = sum(after.losses[step] != loss for step, loss in before.losses.items() if step >= after.begins)
-    settled = after.steps[1:] or after.steps
-    step_s, read, written = (
-        statistics.median(step[key] for step in settled) for key in ("step_s", "read_bytes", "written_bytes")
-    )
-    rss = max(step["peak_rss_bytes"] for step in before.steps + after.steps)
+    lives = killed_and_resumed("small_memory", job, limit_bytes)
+    lost = lives.before.steps[-1]["step"] + 1 - lives.after.begins
+    step_s, read, written = map(lives.median, ("step_s", "read_bytes", "written_bytes"))
     moved = f"{format_bytes(int(read))} read and {format_bytes(int(written))} written"
     print(f"  {step_s:.1f} s a step, {moved}, {(read + written) / numel:.1f} bytes per parameter", flush=True)
-    files = format_bytes(settled[-1]["files_bytes"])
-    print(f"  {files} on disk; largest resident set {format_bytes(rss)}, shared libraries included", flush=True)
-    return [
-        row(f"{job.name}: peak in the group", peak / MIB, "MiB", f"its {limit}", limit_bytes / MIB, 1.0),
-        row(f"{job.name}: steps lost by a kill", lost, "", "two", STEPS_LOST_MAX, 1.0),
-        row(f"{job.name}: losses that changed", changed, "", "one; none is wanted", 1, 0.0),
-        ungraded(
-            f"{job.name}: step", step_s, "s", "bytes / disk rates, no bar", rates.seconds(read, written), REACH_DISK
-        ),
-    ]
+    files, rss = lives.settled[-1]["resident_bytes"]["nvme"], lives.peak_rss_bytes
+    print(f"  {format_bytes(files)} on disk; largest resident set {format_bytes(rss)}, shared libraries included")
+    return lives.rows(job.name, rates, row(f"{job.name}: steps lost by a kill", lost, "", "two", STEPS_LOST_MAX, 1.0))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -169,20 +134,12 @@ def main(arguments: Sequence[str]) -> int:
         train(Job(**json.loads(args.worker)))
         return 0
     rows: list[Row] = []
-    status = 0
     for size, _, states in args.jobs:
         with command.scratch_directory(args.nvme) as directory:
             settings = (args.seq, args.steps, args.dtype, args.activations, args.threads)
             job = Job(size, states, *settings, str(directory))
-            try:
-                rows += measure(job, args.limit_bytes, disk_rates(directory))
-            except NoGroupError as error:
-                print(error)
-                rows.append(missing(f"{job.name}: peak in the group", 0.0, "MiB", format_bytes(args.limit_bytes), 1.0))
-                status = command.PEER_MISSING_EXIT_CODE
-            except EndedEarlyError as error:
-                print(error)
-                rows.append(row(f"{job.name}: ended early", 1, "", "one; none is wanted", 1, 0.0))
+            found = partial(measure, job, args.limit_bytes, disk_rates(directory))
+            rows += rows_or_failure(job.name, args.limit_bytes, found)
         write(rows, args.json)
     show(rows)
-    return status
+    return exit_code(rows)
