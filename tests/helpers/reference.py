@@ -24,6 +24,7 @@ from zero_offload.hardware.kernels.formats import join_master, split_master
 from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.plan.quantized import offloaded_tensors
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
 INIT_SCALE, GROWTH_INTERVAL = 2.0**18, 3
@@ -134,9 +135,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def read_masters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the fp32 masters, read from where they rest, by name."""
+    """Copies of the fp32 masters, and of frozen tensors as they are, read from where they rest, by name."""
     with zo.gathered(model, kind="master") as masters:
-        return {name: masters[name].to("cpu", copy=True) for name, _ in model.named_parameters()}
+        return {name: masters[name].to("cpu", copy=True) for name, _ in offloaded_tensors(model)}
 
 
 # Plain
