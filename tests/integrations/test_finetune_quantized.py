@@ -16,6 +16,7 @@ import pytest
 
 import tests.helpers.tools as tools  # before transformers  # isort: skip
 import torch
+from safetensors.torch import load_file
 
 import zero_offload as zo
 from tests.helpers import folders
@@ -70,6 +71,18 @@ def test_a_quantized_base_trains_alike_on_every_tier(place: Path, tmp_path: Path
         for name, tensor in values.items():
             assert torch.equal(tensor.float(), loaded[name].float().to(tensor.dtype).float()), name
     zo.close(model)
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("nf4", "fp32"), ("int8", "fp16")])
+def test_adapters_are_of_the_precision_that_was_asked_for(
+    place: Path, tmp_path: Path, kind: str, precision: str
+) -> None:
+    """TRL converts those of models in 4 and 8 bits to bf16."""
+    out = tmp_path / "out"
+    tools.reset_accelerate()
+    assert main(words(place, out, "--lora", 4, "--quantize", kind, "--steps", 2, "--precision", precision)) == 0
+    values = load_file(out / ADAPTER).values()
+    assert {value.dtype for value in values} == {{"fp32": torch.float32, "fp16": torch.float16}[precision]}
 
 
 def test_the_adapter_merges_into_weights_as_they_were(place: Path, tmp_path: Path) -> None:

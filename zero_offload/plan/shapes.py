@@ -319,6 +319,7 @@ class _Words:
     width: int = 0
     attention_width: int = 0
     active_experts: int = 0
+    num_experts: int = 0
 
     @classmethod
     def of(cls, config: object) -> _Words:
@@ -335,11 +336,15 @@ class _Words:
         # Scores are products of queries and keys; their sums are of values.
         keys = plain + rotary if plain else number("head_dim") or usual
         values = number("v_head_dim") if plain else keys
-        return cls(width, heads * (keys + values) // 2, number("num_experts_per_tok", "top_k_experts", "moe_topk"))
+        active = number("num_experts_per_tok", "top_k_experts", "moe_topk")
+        experts = number("num_experts", "num_local_experts", "n_routed_experts")
+        return cls(width, heads * (keys + values) // 2, active, experts)
 
 
 _SHARED = re.compile(r"\.shared_")
 _ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
+_ADAPTER = re.compile(r"\bexperts\.(base_layer\.)*lora_")
+"""Of all experts of a layer together, by peft."""
 
 
 def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
@@ -378,7 +383,7 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[s
     trained = sum(param.numel for param in unit.params if param.trainable)
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
     products = [param for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
-    met = [param.numel * _share_met(param, unit, words.active_experts) for param in products]
+    met = [param.numel * _share_met(param, unit, words) for param in products]
     work = replace(
         whole,
         matmul_numel=float(sum(met)),
@@ -409,15 +414,18 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[s
     )
 
 
-def _share_met(param: ParamSpec, unit: UnitSpec, active: int) -> float:
-    """How much of a parameter a token is multiplied with: of experts as many as are active."""
+def _share_met(param: ParamSpec, unit: UnitSpec, words: _Words) -> float:
+    """How much of a parameter a token is multiplied with: of experts, and of their adapters, as many as are active."""
     if match := _ONE_EXPERT.match(param.name):
         others = (each for each in unit.params if each.name.startswith(f"{match[1]}."))
         count = len({each.name[len(match[1]) + 1 :].partition(".")[0] for each in others})
     elif len(param.shape) == 3 and ".experts." in f".{param.name}":
         count = param.shape[0]
+    elif _ADAPTER.search(param.name) and words.num_experts:
+        count = words.num_experts
     else:
         return 1.0
+    active = words.active_experts
     return min(active / count, 1.0) if active else 1.0
 
 

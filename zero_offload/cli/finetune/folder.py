@@ -44,6 +44,9 @@ _GENERATION_NAME = "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
 _LOUD = ("torchao", "bitsandbytes", "torch.utils._pytree")
 """Loggers that warn when they are imported."""
+_FOR_PEFT = ("is_loaded_in_4bit", "is_loaded_in_8bit")
+"""What peft reads of a quantized model as it makes adapters. TRL would then convert these to bf16, whatever their
+dtype."""
 _PEFT_SAYS = ("The following (rank|alpha)_pattern keys did not match", "Setting `save_embedding_layers` to `True`")
 """Of ranks of experts, which it looks for among layers alone and uses; and of what an embedding's adapter needs."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -500,6 +503,9 @@ def build_model(
     if not trains:
         model.requires_grad_(False).eval()
         built.model.config.use_cache = getattr(folder.config, "use_cache", True)
+    for module in model.modules() if folder.is_quantized else ():
+        for name in _FOR_PEFT:
+            vars(module).pop(name, None)
     group_frozen_experts(model, folder)
     plan_weights(model, folder.path, built.names)
     return offload_model(model, offload)
