@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+from zero_offload.base.types import MIB
 from zero_offload.storage.memory.heap import trim_heap
+
+
+def measured_alone(module: str, *arguments: object) -> Any:
+    """What a module prints in JSON, run in a process of its own. Raises AssertionError where it fails."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # A fixed threshold: glibc raises its own as blocks are freed, and then keeps freed tensors, more in some runs.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def peak_bytes() -> int:

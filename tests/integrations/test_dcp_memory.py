@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, tokens_of
-from tests.helpers.resident import peak_bytes, reset_peak
+from tests.helpers.resident import measured_alone, peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 640, 10
@@ -63,13 +61,7 @@ def _taken(folder: Path, dim: int, num_blocks: int) -> dict[str, int]:
 
 
 def test_a_unit_is_enough(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    # A fixed threshold: glibc raises its own as blocks are freed, and then keeps freed tensors, more in some runs.
-    environment |= {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
-    command = [sys.executable, "-m", "tests.integrations.test_dcp_memory", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    taken = json.loads(result.stdout)
+    taken = measured_alone("tests.integrations.test_dcp_memory", tmp_path)
     assert max(taken.values()) < UNITS_MAX * UNIT_BYTES, {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
 
 

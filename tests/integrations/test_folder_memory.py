@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import tests.helpers.tools  # before transformers  # noqa: F401
 import zero_offload as zo
 from tests.helpers.folders import write_folder
-from tests.helpers.resident import peak_bytes, reset_peak
+from tests.helpers.resident import measured_alone, peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
 
@@ -68,21 +66,13 @@ def measure(folder: Path, how: str) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("large")
-    _run("make", path)
+    measured_alone("tests.integrations.test_folder_memory", "make", path)
     return path
-
-
-def _run(*arguments: object) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.integrations.test_folder_memory", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize("how", ["full", "lora"])
 def test_it_starts_within_a_tenth(how: str, folder: Path) -> None:
-    taken = json.loads(_run(how, folder))
+    taken = measured_alone("tests.integrations.test_folder_memory", how, folder)
     assert taken["model"] > 10 * BUDGETS[how]
     most = max(taken["start"], taken["use"])
     assert most < BUDGETS[how] + HEAP, {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
@@ -91,7 +81,4 @@ def test_it_starts_within_a_tenth(how: str, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(2)
     how, path = sys.argv[1], Path(sys.argv[2])
-    if how == "make":
-        make(path)
-    else:
-        print(json.dumps(measure(path, how)))
+    print(json.dumps(make(path) if how == "make" else measure(path, how)))

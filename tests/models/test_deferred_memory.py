@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM
-from tests.helpers.resident import peak_bytes, reset_peak
+from tests.helpers.resident import measured_alone, peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 768, 6
@@ -66,11 +64,7 @@ def measure(folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["lm", "drawn"])
 def test_a_unit_is_enough(kind: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.models.test_deferred_memory", str(tmp_path), kind]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    taken = json.loads(result.stdout)
+    taken = measured_alone("tests.models.test_deferred_memory", tmp_path, kind)
     # What holds the whole model is seen to.
     assert taken.pop("build plain") > 0.9 * UNIT_BYTES * NUM_BLOCKS
     taken.pop("offload plain")

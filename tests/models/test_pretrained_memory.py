@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM
 from tests.helpers.pairwise import full
 from tests.helpers.pretrained import write_weights
-from tests.helpers.resident import peak_bytes, reset_peak
+from tests.helpers.resident import measured_alone, peak_bytes, reset_peak
 from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 768, 6
@@ -57,11 +55,7 @@ def measure(folder: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", [full("fp32"), "bf16"])
 def test_a_unit_is_enough(precision: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.models.test_pretrained_memory", str(tmp_path), precision]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    taken = json.loads(result.stdout)
+    taken = measured_alone("tests.models.test_pretrained_memory", tmp_path, precision)
     # What holds the whole model is seen to; a state dict holds nothing until it is looked at.
     assert taken.pop("whole") > UNIT_BYTES * NUM_BLOCKS / (1 if precision == "fp32" else 2)
     assert max(taken.values()) < UNITS_MAX * UNIT_BYTES, {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
