@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,27 @@ def test_units_leave_and_no_values_stay(kind: str, nvme: Path) -> None:
         kept = [each.kept for each in saved_of(loss) if not isinstance(each, Step) and getattr(each, "unit", 0) is None]
         assert not any(tensor.numel() >= HIDDEN * HIDDEN for tensor in kept if isinstance(tensor, Tensor))
         loss.backward()
+
+
+@in_turn(kind=KINDS, what=["model", "blocks"], backend=["eager", "aot_eager"])
+def test_a_compiled_model_trains_exactly(
+    kind: str, what: str, backend: str, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler leaves operations on quantized weights alone, and does not try our code again and again."""
+    torch._dynamo.reset()
+    expected = train(model_of(kind))
+    model = offloaded(model_of(kind), nvme, "12MiB")
+    with caplog.at_level(logging.WARNING, logger="torch._dynamo"):
+        for module in [model] if what == "model" else model.blocks:
+            module.compile(backend=backend)
+        found = train(model)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert not [record for record in caplog.records if "recompile" in record.getMessage()]
+
+
+def test_gradients_of_weights_that_consist_of_others_can_be_dropped(nvme: Path) -> None:
+    model = offloaded(model_of("torchao int8"), nvme, "12MiB")
+    model(torch.randn(2, 8, HIDDEN)).square().mean().backward()
+    for param in model.parameters():
+        param.grad = None
+    assert all(param.grad is None for param in model.parameters())

@@ -614,6 +614,7 @@ class ParamAccess:
         return self._grads.held(param)
 
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        params = tensors_of(params)
         if not self._grads.updated.isdisjoint(params):
             self._life.check_usable()
             for param in params:

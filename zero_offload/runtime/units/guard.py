@@ -540,6 +540,8 @@ def class_at_rest(kind: type) -> type:
     # peft dequantizes what has the library's module and name, and takes the packed values of others as they are.
     made = type(kind.__name__, (AtRest, kind), {"__slots__": ()} | readers | conversions | places)
     made.__module__ = kind.__module__
+    _let_operations_be()
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(made)
     return made
 
 
@@ -550,6 +552,14 @@ def _device_of(param: Any) -> torch.device:
     with torch._C.DisableTorchFunctionSubclass():
         own_device: Any = Tensor.device
         return cast(torch.device, own_device.__get__(param))
+
+
+@functools.cache
+def _let_operations_be() -> None:
+    """Tell torch.compile not to trace this package. It runs an operation on a library's weight as it is, and compiles
+    what is between: a trace would make weights without an owner, and end in errors of the compiler."""
+    compiler: Any = torch._dynamo
+    compiler.trace_rules.add("zero_offload")
 
 
 def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
