@@ -405,6 +405,15 @@ def test_groups_of_experts_take_less_of_a_gpu(mixture: ModelFolder, tmp_path: Pa
     assert 8 * expert < all_of_them - one < 2 * 8 * expert  # what is read of one is whole chunks
 
 
+def test_a_token_meets_the_adapters_of_its_experts(mixture: ModelFolder, tmp_path: Path) -> None:
+    plan = plan_job(_job(mixture, tmp_path, Lora(4, 8.0, targets=("experts",))), tmp_path, tries=False)
+    works = plan.planned.job.work
+    trained = sum(work.numel.trained for work in works)
+    assert trained == 4 * 4 * 8 * ((256 + 2 * 1024) + (1024 + 256))
+    assert sum(work.matmul_numel - work.frozen_matmul_numel for work in works) == pytest.approx(trained * 2 / 8)
+    assert plan.adapted == ("experts.gate_up_proj", "experts.down_proj")
+
+
 def test_a_group_size_is_of_frozen_experts(folder: ModelFolder, mixture: ModelFolder, tmp_path: Path) -> None:
     for each, lora in ((folder, Lora(4, 8.0)), (mixture, None)):
         job = _job(replace(each, group_size=2), tmp_path, lora)

@@ -433,11 +433,17 @@ def _fitting(
     tried: Sequence[Mapping[str, str | None]],
 ) -> Iterator[str]:
     """In words, those of the changes tried under which the units fit; an empty text where nothing is changed."""
+    automatic = [kind.value for kind in PLACED_KINDS if isinstance(config.placement_of(kind), str)]
     for every in tried:
         changes = {name: value for name, value in every.items() if getattr(config, name) != value}
-        plan = _try(units, *_with_changes(config, changes, hardware), partition)
-        if plan.fits:
-            yield _describe(changes, plan)
+        found = [_try(units, *_with_changes(config, changes, hardware), partition)]
+        if automatic and config.nvme_dirs and None in changes.values():
+            # "auto" fills a budget that is lifted; the least is what to say.
+            on_drives: dict[str, str | None] = dict.fromkeys(automatic, Tier.NVME.value)
+            found.append(_try(units, *_with_changes(config, on_drives | changes, hardware), partition))
+        if fitting := [plan for plan in found if plan.fits]:
+            least_memory = min(fitting, key=lambda plan: plan.used_bytes(Tier.DEVICE) + plan.used_bytes(Tier.CPU))
+            yield _describe(changes, least_memory)
 
 
 def _try(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
-from zero_offload.base.types import GIB, MIB, HardwareProfile, StateKind, Tier
+from zero_offload.base.types import GIB, MIB, HardwareProfile, StateKind, Tier, parse_bytes
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import Placement, UnitBytes, assign_tiers, place, tier_budget
@@ -147,6 +147,18 @@ def test_the_settings_offered_do_fit(settings: dict[str, Any]) -> None:
     assert offers and literal
     for offer in literal:
         place(model(config), replace(config, **eval(f"dict({offer})")), CPU_MACHINE)
+
+
+def test_the_least_memory_for_auto_is_that_with_all_on_drives() -> None:
+    """Without its budget "auto" would take memory for all of it."""
+    config = auto(nvme="x", cpu_memory="100MiB")
+    with pytest.raises(CapacityError) as caught:
+        place(model(config), config, CPU_MACHINE)
+    needs, offered = (line.split() for line in str(caught.value).splitlines()[:2])
+    needed = parse_bytes(" ".join(needs[needs.index("needs") + 1 :][:2]).rstrip(","))
+    least = parse_bytes(" ".join(offered[-2:]))
+    assert needed <= least <= 1.02 * needed
+    place(model(config), replace(config, cpu_memory=least), CPU_MACHINE)
 
 
 def test_more_ranks_are_offered_where_they_help() -> None:
