@@ -93,7 +93,7 @@ def test_ranks_gather_groups_on_their_devices(row: Row, pool: RankPool, tmp_path
 
 
 def test_a_layer_of_experts_may_be_larger_than_the_device(nvme: Path) -> None:
-    make = functools.partial(experts_lm, dim=64, inner=40_000, size=1, num_blocks=1)
+    make = functools.partial(experts_lm, dim=64, inner=20_000, size=1, num_blocks=1)
     model = build(make)
     nbytes = sum(param.numel() * 2 for param in model.blocks[0].experts.parameters())  # type: ignore[union-attr]
     module: Any = torch.get_device_module(device.TYPE)
