@@ -154,7 +154,7 @@ def test_usage_errors_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(nvme_dirs: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "examine", interrupt)
