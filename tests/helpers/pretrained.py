@@ -88,6 +88,14 @@ def load(rank: int, world_size: int, case: Case, path: str) -> tuple[Outcome, di
         zo.close(model)
 
 
+def load_of_each(rank: int, world_size: int, case: Case, paths: Sequence[str]) -> None:
+    """Plan the load of a folder of the rank's own, and offload."""
+    with zo.deferred_init(values="skip"):
+        model = build(lambda: Everything(case.dim), OURS)
+    zo.load_pretrained(model, paths[rank])
+    zo.offload(model, zo.OffloadConfig(**case.settings))
+
+
 def export(rank: int, world_size: int, case: Case, path: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Train, export, train on; what the model held when it was exported."""
     model, optimizer = _start(case)

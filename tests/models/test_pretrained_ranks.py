@@ -64,6 +64,17 @@ def test_what_does_not_fit_reaches_every_rank(pool: RankPool, folder: Path, tmp_
     pool.succeed(pretrained.load, _case(tmp_path, IN_MEMORY, "fp32"), str(folder))
 
 
+@pytest.mark.parametrize("settings", [IN_MEMORY, ON_DISK], ids=["memory", "disk"])
+def test_other_files_on_another_rank(settings: dict[str, Any], pool: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Files of one layout with other values: what is made of them differs."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    other = write_weights(theirs / "in", build(lambda: Everything(UNEVEN), THEIRS + 1))
+    case = _case(tmp_path, settings, "bf16")
+    results = pool.call(pretrained.load_of_each, case, [str(folder), str(other)])
+    assert all(isinstance(r, Failure) and "load the same weights on all" in r.message for r in results), results
+
+
 @in_pairs(
     settings=[IN_MEMORY, ON_DISK],
     dtypes=[("fp32", None), ("bf16", None), ("fp32", "fp16"), ("bf16", "bf16")],

@@ -18,6 +18,9 @@ from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.storage.shards.registry import keep_recipe, recipe_of
 
+_DIGEST_NUMEL = 2048
+"""Values that tell tensors apart: fine-tunes of one model differ in these of some parameter."""
+
 
 class PlannedFiles:
     """Files that have the weights of a module, open as long as this object is."""
@@ -64,9 +67,10 @@ def make_what_came_later(root: nn.Module) -> None:
 
 
 def digest(source: FileTensor) -> bytes:
-    """What tells tensors of files apart: names of the files, places in them, shapes and dtypes."""
+    """What tells tensors of files apart: names of the files, places in them, shapes, dtypes, and the first values."""
     words = [(part.path.name, part.offset, part.shape, part.dtype_name) for part in source.parts]
-    return hashlib.sha256(repr(words).encode()).digest()
+    values = source.read(0, min(source.numel, _DIGEST_NUMEL))
+    return hashlib.sha256(repr(words).encode() + values.view(torch.uint8).numpy().tobytes()).digest()
 
 
 def deferred(like: Tensor, requires_grad: bool = False) -> nn.Parameter:
