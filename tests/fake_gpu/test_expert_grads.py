@@ -357,6 +357,35 @@ def test_gradients_of_a_backward_that_breaks_off_are_dropped_and_their_staging_i
 
 
 @pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_pass_of_the_model_inside_of_one_expert_is_an_error(*, in_backward: bool) -> None:
+    """It overwrites the values that the expert computes with."""
+    model = build(functools.partial(make, 2))
+    zo.offload(model, zo.OffloadConfig(params="cpu", precision="fp32", durability="scratch"))
+    experts, num_calls = experts_in(model), Counter[str]()
+
+    def another(*_: object) -> None:
+        num_calls["another"] += 1
+        if num_calls["another"] == 1:
+            with torch.enable_grad():
+                loss_of(model, 3).backward()
+
+    def one(*args: Any) -> Tensor:
+        output = ManyExperts.one(*args)
+        if not in_backward:
+            another()
+        elif output.requires_grad:
+            output.register_hook(another)
+        return output
+
+    experts.one = one  # type: ignore[method-assign]
+    loss = loss_of(model) if in_backward else None
+    with pytest.raises(zo.ZeroOffloadError, match=r"another forward or backward of this model ran while an expert of"):
+        loss_of(model) if loss is None else loss.backward()
+    zo.close(model)
+
+
+@pytest.mark.usefixtures("late")
 def test_autograd_grad_gives_ordinary_tensors() -> None:
     found = list[tuple[Tensor, ...]]()
     for size in (0, 2):

@@ -28,6 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.grads.sliced import GradSlices, WholeGrad
 from zero_offload.runtime.pass_tracker import PassTracker
@@ -72,13 +73,15 @@ class _Call:
     """Those gradients, while the backward makes them."""
     inputs: tuple[Tensor, ...] | None = None
     """Hidden states, routing weights and stacks, while a backward runs."""
+    num_fetches: int = 0
+    """`GroupedExperts.num_fetches` when the span in use was fetched."""
 
     def fetch(self, index: int, *, in_backward: bool) -> None:
         """Have the values of a span here."""
         step = -1 if in_backward else 1
         following = self.spans[index + step] if 0 <= index + step < len(self.spans) else None
         self.values = self.experts.fetch(self, self.spans[index], following, in_backward=in_backward)
-        self.first = self.spans[index].start
+        self.first, self.num_fetches = self.spans[index].start, self.experts.num_fetches
 
     def values_of(self, expert: int) -> dict[str, Tensor]:
         at = expert - self.first
@@ -168,7 +171,7 @@ class _Expert(Function):
             added = call.compute(expert, values, *inputs[:2], inputs[2:])
         wanted = [each for each in (*inputs, *values.values()) if each.requires_grad]
         found = iter(torch.autograd.grad(added, wanted, grad.index_select(0, call.rows[expert][0])))
-        call.experts.advance()
+        call.experts.advance(call)
         of_inputs = [next(found) if each.requires_grad else None for each in inputs]
         for name in values:
             if name in call.wanted:
@@ -203,7 +206,8 @@ class GroupedExperts:
         self._prefetcher = prefetcher
         self._tracker = tracker
         self.grads = grads
-        self.advance = reader.advance
+        self.num_fetches = 0
+        """Spans that were fetched, of all calls: a span's values are valid until the next one is."""
 
     def run(
         self,
@@ -248,7 +252,7 @@ class GroupedExperts:
                     output = _Expert.apply(call, expert, output, hidden, weights, *entries[expert])  # type: ignore[no-untyped-call]
                 else:
                     call.add(expert, output, hidden, weights, entries[expert])
-                self.advance()
+                self.advance(call)
             if has_graph:
                 output = _Group.apply(call, number, output)  # type: ignore[no-untyped-call]
         call.values = {}
@@ -265,8 +269,18 @@ class GroupedExperts:
             self._prefetcher.bring(unit)
         else:
             unit.wait_for_update()
+        self.num_fetches += 1
         then = None if following is None else Group(unit, following)
         return self._reader.values(Group(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
+
+    def advance(self, call: _Call) -> None:
+        """An expert of this call is computed. Raises ZeroOffloadError where its values were overwritten meanwhile."""
+        if call.num_fetches != self.num_fetches and not is_here(call.unit):
+            raise ZeroOffloadError(
+                f"another forward or backward of this model ran while an expert of {call.unit.name} was computed, and "
+                "took the memory of its values. Run it when this pass is over, not in a hook inside of an expert"
+            )
+        self._reader.advance()
 
 
 class _Taker(enum.Enum):
