@@ -24,6 +24,9 @@ from tests.helpers.reference import Recipe, Trajectory, param_groups, read_maste
 from zero_offload.base.types import MIB, Tier
 from zero_offload.model.api import need_runtime
 from zero_offload.runtime.grads.sliced import GradSlices
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.shards import grad_downloads
 from zero_offload.storage.shards.grad_downloads import GradDownloads
 
 MATRIX: dict[str, Any] = {
@@ -273,6 +276,24 @@ def test_backward_takes_a_few_experts_of_the_device_and_no_layer(
         assert peak > 2 * NUM_EXPERTS * OF_ONE_BYTES  # of two layers
     else:
         assert peak < min(4 * OF_ONE_BYTES, planned)
+
+
+@pytest.mark.usefixtures("late")
+def test_micro_batches_that_take_turns_share_the_staging_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of one leaves staging before that of the next one needs it."""
+    model = build(functools.partial(large, 1, num_blocks=3))
+    config = zo.OffloadConfig(params="cpu", precision="fp32", durability="scratch", device_memory="256MiB")
+    zo.offload(model, config)
+    made = list[int]()
+
+    def noted(arena: Arena, nbytes: int) -> SpanPool:
+        made.append(nbytes)
+        return SpanPool(arena, nbytes)
+
+    monkeypatch.setattr(grad_downloads, "SpanPool", noted)
+    zo.accumulate(model, range(4), loss_of)
+    zo.close(model)
+    assert made == []
 
 
 @pytest.mark.usefixtures("late")

@@ -204,10 +204,11 @@ class Gradients:
 
         It is for autograd. Slices leave a GPU one by one if autograd only `accumulates` it, and the program has no hook
         that sees it."""
-        section = self.place(param)[0]
+        section, index = self.place(param)
         downloads = self._downloads if accumulates and self._in_slices(section) else None
-        if downloads is None or has_hooks(param):
+        if section.fresh is None or downloads is None or has_hooks(param):
             return WholeGrad(param.shape[0], like)
+        section.fresh.free_slices(index)
         return GradSlices(param.shape[0], like, downloads)
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:

@@ -145,7 +145,8 @@ class FreshGrads:
     def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
         staged = grad.take_staged() if isinstance(grad, SlicedGrad) else None
-        if index in self._sliced or (staged is not None and index in self._fresh):
+        self.free_slices(index)
+        if staged is not None and index in self._fresh:
             self._add_to_store(more=True)
         if staged is not None:
             self._sliced[index] = staged
@@ -163,6 +164,11 @@ class FreshGrads:
         use(self._device, [before])
         wide = before.grad.to(torch.float32, copy=not before.is_sum).add_(grad)
         self._fresh[index] = Fresh(wide, stream, is_sum=True)
+
+    def free_slices(self, index: int) -> None:
+        """A further gradient of this parameter comes, and may need the staging of the one before."""
+        if index in self._sliced:
+            self._add_to_store(more=True)
 
     def flush(self) -> None:
         """The section is complete: what has arrived goes to rest."""
