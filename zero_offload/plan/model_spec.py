@@ -171,11 +171,11 @@ class ModelSpec:
         specs = _param_specs(root, only)
         if not specs:
             raise ConfigError("the model has no parameter to offload")
-        if problems := [*_scripted(root), *_overlaps(root)]:
+        grouped = experts or {}
+        if problems := [*_scripted(root), *_overlaps(root), *_half_tied(specs.values(), grouped)]:
             raise ConfigError("\n".join(problems))
         owner = {name: _anchor_of(name, anchors) for name in specs}
         leftover = _leftover_groups(root, [spec for name, spec in specs.items() if owner[name] is None])
-        grouped = experts or {}
         groups: dict[tuple[str, Experts | None], list[str]] = {}
         for name, spec in specs.items():
             module = name.rpartition(".")[0]
@@ -338,6 +338,23 @@ def _overlaps(root: nn.Module) -> Iterator[str]:
             yield (
                 f"{name} and {other_name} are two parameters in the same memory; tie them by assigning the parameter, "
                 f"not its data, or give one a copy of its own"
+            )
+
+
+def _half_tied(specs: Iterable[ParamSpec], grouped: Mapping[str, Experts]) -> Iterator[str]:
+    """Modules whose experts are in parameters of several modules: groups come from one unit."""
+    homes: dict[str, set[str]] = {}
+    for spec in specs:
+        home = spec.name.rpartition(".")[0]
+        for module in {name.rpartition(".")[0] for name in (spec.name, *spec.aliases)} & grouped.keys():
+            if spec.shape[:1] == (grouped[module].num_experts,):
+                homes.setdefault(module, set()).add(home)
+    for module, found in homes.items():
+        if len(found) > 1:
+            yield (
+                f"{module} shares some of its experts' parameters with {', '.join(sorted(found - {module}))}, and has "
+                "others of its own. Experts in groups are all tied or not at all: give the module parameters of its "
+                "own, or leave zo.group_experts out"
             )
 
 
