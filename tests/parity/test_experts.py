@@ -128,17 +128,18 @@ def test_a_run_goes_on_from_its_generation(precision: str, overlap: str, nvme: P
 
 def test_experts_tied_in_part_are_an_error() -> None:
     """One module's unit would have a part of another's experts. Tied in all of them, both compute."""
+    config = zo.OffloadConfig(params="cpu", precision="fp32", durability="scratch")
     model: Any = make(2, trains=True)
     model.blocks[1].experts.up = model.blocks[0].experts.up
     with pytest.raises(zo.ConfigError, match=r"blocks\.1\.experts shares some .* with blocks\.0\.experts, and has"):
-        zo.offload(model)
+        zo.offload(model, config)
     plain_model: Any = build(functools.partial(make, 0))
     found = list[float]()
     for model in (plain_model, build(functools.partial(make, 2))):
         for name, param in model.blocks[0].experts.named_parameters():
             setattr(model.blocks[1].experts, name, param)
         if model is not plain_model:
-            zo.offload(model, zo.OffloadConfig(params="cpu", precision="fp32", durability="scratch"))
+            zo.offload(model, config)
         found.append(model(tokens_of(0)).item())
     zo.close(model)
     assert found[0] == found[1]
