@@ -229,8 +229,8 @@ FAULTS = [
     fault(
         "a generation names a base of which another file has taken the place",
         "storage/files/base_file.py",
-        "        if (info.st_dev, info.st_ino) != self._identity:",
-        "        if False:",
+        '        if (info.st_dev, info.st_ino) != self._identity:\n            return "was replaced',
+        '        if False:\n            return "was replaced',
         BASE_FILES + "test_a_name_that_leads_elsewhere",
     ),
     fault(
@@ -349,8 +349,8 @@ FAULTS = [
     fault(
         "a hook of the program finds a gradient without memory",
         "runtime/grads/gradients.py",
-        "        if downloads is None or has_hooks(param):\n",
-        "        if downloads is None:\n",
+        "        if section.fresh is None or downloads is None or has_hooks(param):\n",
+        "        if section.fresh is None or downloads is None:\n",
         EXPERT_GRADS + "test_whatever_looks_at_gradients",
     ),
     fault(
