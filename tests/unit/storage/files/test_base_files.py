@@ -383,10 +383,10 @@ def test_a_read_under_way_while_a_file_moves(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "new" / "f").write_bytes(content)
     base = BaseFiles(io_engine="threads")
     file = base.open(tmp_path / "f")
-    call, launch, moved = base_files.BaseFiles._launch, threading.Event(), threading.Event()
+    open_engine, launch, moved = base_files.open_engine, threading.Event(), threading.Event()
 
-    def late(self: BaseFiles, group: Any, turn: int) -> None:
-        engine: Any = self._engine
+    def late(*args: Any) -> Any:
+        engine: Any = open_engine(*args)
         submit = engine.submit
 
         def submit_late(*args: Any) -> Any:
@@ -395,9 +395,9 @@ def test_a_read_under_way_while_a_file_moves(tmp_path: Path, monkeypatch: pytest
             return submit(*args)
 
         engine.submit = submit_late
-        call(self, group, turn)
+        return engine
 
-    monkeypatch.setattr(base_files.BaseFiles, "_launch", late)
+    monkeypatch.setattr(base_files, "open_engine", late)
     out = torch.zeros(len(content), dtype=torch.uint8)
     transfer = base.launch_read("s", [BaseSpan(0, len(content), file, 0)], 0, len(content), out.data_ptr())
     assert launch.wait(60)
