@@ -16,7 +16,7 @@ from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.base_record import files_of
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
-from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseSpan, Stretch, missing_text
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Arena
@@ -153,7 +153,7 @@ def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
                 finish()
             span = BaseSpan(0, file.fds(block)[1], file, block * BLOCK_BYTES)
             address = memory.address + number % READS_IN_FLIGHT * BLOCK_BYTES
-            pending.append((span, base.launch_read("base", [span], 0, span.nbytes, address)))
+            pending.append((span, base.launch_read("base", [span], [Stretch(0, span.nbytes, address)])))
         while pending:
             finish()
 

@@ -25,6 +25,7 @@ from zero_offload.plan.groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, S
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.base_file import Stretch
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.pool import LazyRegion
@@ -49,8 +50,10 @@ class GroupMemory:
     group: Group | None = None
     """What it holds, or what is on its way."""
     layout: GroupLayout | None = None
-    reads: list[tuple[GroupPart, ShardPart, list[Transfer]]] = field(default_factory=list)
-    """On their way from a drive; of a device to be uploaded then."""
+    arriving: list[tuple[GroupPart, ShardPart]] = field(default_factory=list)
+    """What comes to `landing`; of a device to be uploaded then."""
+    reads: list[Transfer] = field(default_factory=list)
+    """On their way from a drive."""
     uploads: list[Handoff] = field(default_factory=list)
     leaves_landing: list[Event] = field(default_factory=list)
     """The last uploads from `landing`, which may be filled after them."""
@@ -64,9 +67,9 @@ class GroupMemory:
     def cancel(self) -> None:
         """Nothing is on its way any more, and it holds nothing."""
         self.group, self.layout, self.is_whole = None, None, False
+        self.arriving.clear()
         while self.reads:
-            for transfer in self.reads[-1][2]:
-                transfer.wait()
+            self.reads[-1].wait()
             self.reads.pop()
         self.leaves_landing += [handoff.ready for handoff in self.uploads]
         self.uploads.clear()
@@ -151,7 +154,7 @@ class GroupReader:
     def advance(self) -> None:
         """Upload what was read meanwhile."""
         for memory in self._memory if not self._device.is_host else ():
-            if memory.reads and all(each.done() for _, _, transfers in memory.reads for each in transfers):
+            if memory.arriving and all(each.done() for each in memory.reads):
                 self._upload(memory)
 
     def outdate(self, units: Iterable[Unit]) -> None:
@@ -196,7 +199,7 @@ class GroupReader:
                         continue
                     value = None if self._device.is_host else self._store.value_in_memory(section.shard)
                     if value is None:
-                        memory.reads.append((part, piece, self._read(memory, section, piece, urgency)))
+                        memory.arriving.append((part, piece))
                         continue
                     self._counters.read(section.shard.memory_tier, (piece.end - piece.begin) * value.itemsize)
                     target, source = _stretch(memory.device, part, piece), value[piece.begin : piece.end]
@@ -205,25 +208,37 @@ class GroupReader:
                     else:
                         memory.uploads.append(self._device.upload(target, source, after=mark))
                         section.shard.last_copy = memory.uploads[-1].ready
+            if memory.arriving:
+                self._read(memory, sections.values(), urgency)
         except BaseException:
             memory.cancel()
             raise
 
-    def _read(self, memory: GroupMemory, section: Section, piece: ShardPart, urgency: Urgency) -> list[Transfer]:
+    def _read(self, memory: GroupMemory, sections: Iterable[Section], urgency: Urgency) -> None:
+        """All parts of a section together: a block of a file may have some of each."""
         memory.free_landing()
-        address = memory.landing.region.address + piece.place(section.layout.dtype.itemsize)
-        return self._store.launch_fetch_part(section.shard, piece.begin, piece.end, address, urgency)
+        at = memory.landing.region.address
+        for section in sections:
+            index, itemsize = section.layout.index, section.layout.dtype.itemsize
+            parts = [
+                Stretch(piece.begin, piece.end, at + piece.place(itemsize))
+                for part, piece in memory.arriving
+                if part.section.index == index
+            ]
+            for transfer in self._store.launch_fetch_parts(section.shard, parts, urgency) if parts else ():
+                memory.reads.append(transfer)
 
     def _upload(self, memory: GroupMemory) -> None:
         """Wait for the reads, and launch the uploads of what they bring."""
-        for part, piece, transfers in memory.reads:
-            for transfer in transfers:
-                transfer.wait()
+        for transfer in memory.reads:
+            transfer.wait()
+        memory.reads.clear()
+        for part, piece in memory.arriving:
             if not self._device.is_host:
                 numel, at = piece.end - piece.begin, piece.place(part.section.dtype.itemsize)
                 source = memory.landing.region.tensor(part.section.dtype, numel, at)
                 memory.uploads.append(self._device.upload(_stretch(memory.device, part, piece), source))
-        memory.reads.clear()
+        memory.arriving.clear()
 
     def _finish(self, memory: GroupMemory) -> None:
         assert memory.layout is not None and memory.group is not None

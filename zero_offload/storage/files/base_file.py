@@ -24,7 +24,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -260,6 +260,14 @@ def _open_direct(file: DataFile) -> DataFile | None:
                 raise
             return None
     return direct
+
+
+class Stretch(NamedTuple):
+    """[begin, end) of an array, and the host memory that it goes to."""
+
+    begin: int
+    end: int
+    address: int
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from zero_offload.base.types import SECTOR, Tier, format_bytes
 from zero_offload.hardware.abi import IoOp
 from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.plan.memory import BASE_BUFFER_BYTES
-from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, changed_error, missing_text
+from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, Stretch, changed_error, missing_text
 from zero_offload.storage.files.directory import DataFile
 from zero_offload.storage.files.engine import BLOCK_DTYPE, FileEngine, Moved, Ticket, Urgency
 from zero_offload.storage.files.engines import open_engine, pick
@@ -162,6 +162,22 @@ class _Read:
             self.ended.ring()
 
 
+def _cuts(spans: Sequence[BaseSpan], stretch: Stretch) -> Iterator[_Cut]:
+    """What files have of a stretch; the rest of its memory is zeroed."""
+    begin, end, address = stretch
+    at = begin
+    for span in spans:
+        low, high = max(span.begin, begin), min(span.end, end)
+        if low >= high:
+            continue
+        if not span.file.is_open:
+            raise IntegrityError(missing_text([span.file]))
+        ctypes.memset(address + at - begin, 0, low - at)
+        yield _Cut(span.file, span.offset + low - span.begin, address + low - begin, high - low)
+        at = high
+    ctypes.memset(address + at - begin, 0, end - at)
+
+
 def _covering_bytes(cuts: Iterable[_Cut]) -> int:
     """Bytes of the blocks that these lie in; in the order of files and offsets."""
     total, last_file, last = 0, None, -1
@@ -269,29 +285,18 @@ class BaseFiles:
         self,
         name: str,
         spans: Sequence[BaseSpan],
-        begin: int,
-        end: int,
-        address: int,
+        stretches: Iterable[Stretch],
         urgency: Urgency = Urgency.NORMAL,
         on_error: Callable[[Exception], None] | None = None,
     ) -> Transfer:
-        """Bring bytes [begin, end) of a section, which `spans` describe, to host memory; what is in no file is zero.
+        """Bring stretches of bytes of a section, which `spans` describe, to host memory; what is in no file is zero.
 
+        They are read in the order of the files, and a block that lies in two of them once.
         `name` is the section's, in a recording; `on_error` replaces the files' own. Raises IntegrityError where a file
         is gone.
         """
         on_error = on_error or self._on_error
-        cuts, at = [], begin
-        for span in spans:
-            low, high = max(span.begin, begin), min(span.end, end)
-            if low >= high:
-                continue
-            if not span.file.is_open:
-                raise IntegrityError(missing_text([span.file]))
-            ctypes.memset(address + at - begin, 0, low - at)
-            cuts.append(_Cut(span.file, span.offset + low - span.begin, address + low - begin, high - low))
-            at = high
-        ctypes.memset(address + at - begin, 0, end - at)
+        cuts = [cut for stretch in stretches for cut in _cuts(spans, stretch)]
         if not cuts:
             return Transfer(None, on_error, None)
         cuts.sort(key=lambda cut: (str(cut.file.path), cut.offset))
@@ -303,7 +308,7 @@ class BaseFiles:
 
     def read(self, spans: Sequence[BaseSpan], begin: int, end: int, address: int) -> None:
         """The same, and wait. An error is the caller's alone."""
-        self.launch_read("base", spans, begin, end, address, Urgency.URGENT, ignore).wait()
+        self.launch_read("base", spans, [Stretch(begin, end, address)], Urgency.URGENT, ignore).wait()
 
     def _submit(self, read: _Read) -> _Read:
         if self._is_closing or os.getpid() != self._owner_pid:

@@ -35,7 +35,7 @@ from zero_offload.hardware.device import Event
 from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.storage.files.base_file import BaseFile, BaseSpan
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan, Stretch
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
@@ -206,21 +206,16 @@ class InBase:
     shard_index: int
     files: BaseFiles
 
-    def launch_fetch(self, begin: int, end: int, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
-        """Bring elements [begin, end) of the shard to host memory."""
+    def launch_fetch(self, stretches: Iterable[Stretch], urgency: Urgency) -> Transfer:
+        """Bring stretches of elements of the shard to host memory."""
         first, itemsize = self.shard_index * self.layout.shard_nbytes, self.layout.dtype.itemsize
-        return self.files.launch_read(
-            self._name, self.spans, first + begin * itemsize, first + end * itemsize, address, urgency
-        )
+        in_bytes = [Stretch(first + begin * itemsize, first + end * itemsize, to) for begin, end, to in stretches]
+        return self.files.launch_read(f"section {self.layout.index} base", self.spans, in_bytes, urgency)
 
     def read(self, address: int) -> None:
         """Bring the shard's values to host memory, and wait. An error is the caller's alone."""
         first = self.shard_index * self.layout.shard_nbytes
         self.files.read(self.spans, first, first + self.layout.shard_nbytes, address)
-
-    @property
-    def _name(self) -> str:
-        return f"section {self.layout.index} base"
 
     def used(self) -> list[BaseFile]:
         return list(dict.fromkeys(span.file for span in self.spans))
@@ -251,7 +246,7 @@ class Replica:
     def launch_fetch(self, address: int, urgency: Urgency) -> Transfer:
         """Bring the values, `layout.nbytes`, from disk to host memory at `address`."""
         if self.base is not None:
-            return self.base.launch_fetch(0, self._layout.numel, address, urgency)
+            return self.base.launch_fetch([Stretch(0, self._layout.numel, address)], urgency)
         assert self._disk is not None and self._extent is not None and self.fresh
         return self._disk.launch_read(self._extent, ALL_ROWS, address, urgency)
 

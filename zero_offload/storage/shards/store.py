@@ -6,7 +6,7 @@ nothing. The calls, and what makes them:
     `rest_in_base`                             a frozen shard that files have as it is (load, resume);
     `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
-    `launch_fetch`, `launch_fetch_part`        parameters for forward and backward (runtime);
+    `launch_fetch`, `launch_fetch_parts`       parameters for forward and backward (runtime);
     `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
     `snapshots`, `mark_committed`              generations (checkpoint).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
 from zero_offload.plan.buffers import is_on_device
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
-from zero_offload.storage.files.base_file import BaseFile, BaseSpan, missing_text
+from zero_offload.storage.files.base_file import BaseFile, BaseSpan, Stretch, missing_text
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
@@ -412,30 +412,33 @@ class ShardStore:
 
     def launch_fetch(self, shard: Shard, address: int, urgency: Urgency) -> list[Transfer]:
         """Bring this rank's values, `shard_nbytes`, to host memory at `address`."""
-        return self.launch_fetch_part(shard, 0, shard.layout.shard_numel, address, urgency)
+        return list(self.launch_fetch_parts(shard, [Stretch(0, shard.layout.shard_numel, address)], urgency))
 
-    def launch_fetch_part(self, shard: Shard, begin: int, end: int, address: int, urgency: Urgency) -> list[Transfer]:
-        """Bring elements [begin, end) of this rank's values to host memory at `address`.
+    def launch_fetch_parts(self, shard: Shard, parts: Sequence[Stretch], urgency: Urgency) -> Iterator[Transfer]:
+        """Bring stretches of elements of this rank's values to host memory, as the transfers are asked for.
 
-        A swap file gives whole chunks: memory around has room for them, and the first one lands at a sector.
+        Files of a base are read once for all parts. A swap file gives whole chunks: memory around has room for them,
+        and the first one of a part lands at a sector.
         """
-        value = self.value_in_memory(shard)
+        value, itemsize = self.value_in_memory(shard), shard.layout.dtype.itemsize
         if value is not None:
-            part = value[begin:end]
-            if address != part.data_ptr():
-                self.counters.read(shard.memory_tier, part.nbytes)
-                ctypes.memmove(address, part.data_ptr(), part.nbytes)
-            return []
+            for begin, end, address in parts:
+                part = value[begin:end]
+                if address != part.data_ptr():
+                    self.counters.read(shard.memory_tier, part.nbytes)
+                    ctypes.memmove(address, part.data_ptr(), part.nbytes)
+            return
         if shard.base is not None:
-            return [shard.base.launch_fetch(begin, end, address, urgency)]
+            yield shard.base.launch_fetch(parts, urgency)
+            return
         shard.wait_for_writes()
-        if not shard.slots and shard.cache is None:
-            ctypes.memset(address, 0, (end - begin) * shard.layout.dtype.itemsize)  # it was never written
-            return []
-        extent = shard.cache or shard.slots[shard.current][Component.VALUE]
-        rows = slice(begin // CHUNK_NUMEL, -(-end // CHUNK_NUMEL))
-        address -= begin % CHUNK_NUMEL * shard.layout.dtype.itemsize
-        return [self.disk.launch_read(extent, rows, address, urgency)]
+        for begin, end, address in parts:
+            if not shard.slots and shard.cache is None:
+                ctypes.memset(address, 0, (end - begin) * itemsize)  # it was never written
+                continue
+            extent = shard.cache or shard.slots[shard.current][Component.VALUE]
+            rows = slice(begin // CHUNK_NUMEL, -(-end // CHUNK_NUMEL))
+            yield self.disk.launch_read(extent, rows, address - begin % CHUNK_NUMEL * itemsize, urgency)
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
@@ -523,7 +526,7 @@ class ShardStore:
             values = self.staging.region.tensor(shard.layout.dtype, end - begin)
             if shard.base is None:
                 return values.zero_()  # it was never written
-            shard.base.launch_fetch(begin, end, values.data_ptr(), Urgency.URGENT).wait()
+            shard.base.launch_fetch([Stretch(begin, end, values.data_ptr())], Urgency.URGENT).wait()
             return values
         shard.wait_for_writes()
         extent = shard.slots[shard.current][component]

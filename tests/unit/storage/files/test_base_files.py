@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import shutil
@@ -22,7 +23,14 @@ from zero_offload.base.events import Counters
 from zero_offload.base.types import SECTOR, Tier
 from zero_offload.hardware.abi import Fault
 from zero_offload.storage.files import base_file, base_files
-from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, check_in_place, fingerprint_of
+from zero_offload.storage.files.base_file import (
+    BLOCK_BYTES,
+    BaseFile,
+    BaseSpan,
+    Stretch,
+    check_in_place,
+    fingerprint_of,
+)
 from zero_offload.storage.files.base_files import GROUP_BLOCKS, NUM_GROUPS, BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.engines import open_engine
@@ -71,6 +79,12 @@ def test_what_comes_is_what_files_have_and_zeros_between(seed: int, base: BaseFi
         begin = draw.randrange(len(expected))
         end = draw.randint(begin, len(expected))
         assert read(base, spans, begin, end) == bytes(expected[begin:end])
+    places = sorted(draw.randrange(len(expected)) for _ in range(10))
+    wanted = list(itertools.pairwise(places))[::2]
+    outs = [torch.full((end - begin,), 0xAA, dtype=torch.uint8) for begin, end in wanted]
+    together = [Stretch(begin, end, out.data_ptr()) for (begin, end), out in zip(wanted, outs, strict=True)]
+    base.launch_read("s", spans, together).wait()
+    assert [out.numpy().tobytes() for out in outs] == [bytes(expected[begin:end]) for begin, end in wanted]
 
 
 def test_long_reads_pass_through_bounded_memory_and_urgent_ones_go_first(base: BaseFiles, tmp_path: Path) -> None:
@@ -78,9 +92,9 @@ def test_long_reads_pass_through_bounded_memory_and_urgent_ones_go_first(base: B
     file = base.open(tmp_path / "long")
     whole = [BaseSpan(0, LONG, file, 0)]
     outs = [torch.zeros(LONG, dtype=torch.uint8) for _ in range(3)]
-    launched = [base.launch_read("s", whole, 0, LONG, out.data_ptr()) for out in outs]
+    launched = [base.launch_read("s", whole, [Stretch(0, LONG, out.data_ptr())]) for out in outs]
     part = torch.zeros(10, dtype=torch.uint8)
-    base.launch_read("s", whole, 5, 15, part.data_ptr(), Urgency.URGENT).wait()
+    base.launch_read("s", whole, [Stretch(5, 15, part.data_ptr())], Urgency.URGENT).wait()
     assert not launched[-1].done() and part.numpy().tobytes() == content[5:15]
     for transfer, out in zip(launched, outs, strict=True):
         transfer.wait()
@@ -100,6 +114,10 @@ def test_the_bytes_that_are_counted_are_those_of_whole_blocks(base: BaseFiles, t
     assert counted["read.nvme"] == 2 * BLOCK_BYTES and f"written.{Tier.NVME.value}" not in counted
     read(base, [BaseSpan(0, 20, file, 3 * BLOCK_BYTES + 10)], 0, 20)
     assert base.counters.snapshot()["read.nvme"] == 2 * BLOCK_BYTES + 100
+    outs = [torch.zeros(10, dtype=torch.uint8) for _ in "ab"]
+    spans = [BaseSpan(0, 20, file, BLOCK_BYTES + 10)]
+    base.launch_read("s", spans, [Stretch(10 * n, 10 * n + 10, out.data_ptr()) for n, out in enumerate(outs)]).wait()
+    assert base.counters.snapshot()["read.nvme"] == 3 * BLOCK_BYTES + 100
 
 
 def test_files_are_opened_to_read_only(base: BaseFiles, tmp_path: Path) -> None:
@@ -220,8 +238,8 @@ def test_two_first_reads_of_a_block_at_once(tmp_path: Path, monkeypatch: pytest.
     base = BaseFiles(io_engine="threads")
     file = base.open(tmp_path / "f")
     span, outs = [BaseSpan(0, len(content), file, 0)], [torch.zeros(2 * BLOCK_BYTES, dtype=torch.uint8) for _ in "ab"]
-    first = base.launch_read("s", span, 0, 10, outs[0].data_ptr())
-    second = base.launch_read("s", span, 0, 2 * BLOCK_BYTES, outs[1].data_ptr())
+    first = base.launch_read("s", span, [Stretch(0, 10, outs[0].data_ptr())])
+    second = base.launch_read("s", span, [Stretch(0, 2 * BLOCK_BYTES, outs[1].data_ptr())])
     both.set()
     first.wait()
     with pytest.raises(IntegrityError, match="holds other bytes than when it was first read.*offset 0"):
@@ -274,7 +292,7 @@ def test_a_drive_that_fails(engine: str, tmp_path: Path, monkeypatch: pytest.Mon
     span, out = [BaseSpan(0, 4 * BLOCK_BYTES, file, 0)], torch.zeros(4 * BLOCK_BYTES, dtype=torch.uint8)
     read(base, span, 0, 10)
     engines[0].inject_fault(Fault.READ_EIO, 2)
-    transfer = base.launch_read("s", span, 0, 4 * BLOCK_BYTES, out.data_ptr())
+    transfer = base.launch_read("s", span, [Stretch(0, 4 * BLOCK_BYTES, out.data_ptr())])
     for _ in range(2):
         with pytest.raises(StorageError, match=r"/f .*Input/output error"):
             transfer.wait()
@@ -399,7 +417,7 @@ def test_a_read_under_way_while_a_file_moves(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(base_files, "open_engine", late)
     out = torch.zeros(len(content), dtype=torch.uint8)
-    transfer = base.launch_read("s", [BaseSpan(0, len(content), file, 0)], 0, len(content), out.data_ptr())
+    transfer = base.launch_read("s", [BaseSpan(0, len(content), file, 0)], [Stretch(0, len(content), out.data_ptr())])
     assert launch.wait(60)
     base.move([file], {"f": tmp_path / "new" / "f"})
     moved.set()
@@ -460,7 +478,7 @@ def test_a_close_while_reads_wait(tmp_path: Path) -> None:
     base = BaseFiles()
     file = base.open(tmp_path / "f")
     outs = [torch.zeros(LONG, dtype=torch.uint8) for _ in range(3)]
-    launched = [base.launch_read("s", [BaseSpan(0, LONG, file, 0)], 0, LONG, out.data_ptr()) for out in outs]
+    launched = [base.launch_read("s", [BaseSpan(0, LONG, file, 0)], [Stretch(0, LONG, out.data_ptr())]) for out in outs]
     began = time.monotonic()
     base.close()
     assert time.monotonic() - began < 60
