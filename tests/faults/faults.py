@@ -201,7 +201,7 @@ FAULTS = [
     fault(
         "padding between what is read of a base keeps the bytes of another unit",
         "storage/files/base_files.py",
-        "            ctypes.memset(address + at - begin, 0, low - at)\n",
+        "        ctypes.memset(address + at - begin, 0, low - at)\n",
         "",
         "tests/unit/storage/files/test_base_files.py::test_what_comes_is_what_files_have_and_zeros_between",
     ),

@@ -211,28 +211,33 @@ def test_known_and_new_blocks_in_one_read(base: BaseFiles, tmp_path: Path) -> No
         read(base, whole, 0, len(content))
 
 
+class RelayedEngine:
+    """An engine of which a test replaces a call."""
+
+    def __init__(self, *args: Any) -> None:
+        self.engine = open_engine(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
 def test_two_first_reads_of_a_block_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one was launched when no checksum was known yet."""
     content = write(tmp_path / "f", 6 * BLOCK_BYTES)
-    both, engines = threading.Event(), list[Any]()
+    both = threading.Event()
 
-    class Engine:
-        def __init__(self, *args: Any) -> None:
-            self._engine, self._count = open_engine(*args), 0
-            engines.append(self._engine)
+    class Engine(RelayedEngine):
+        count = 0
 
         def submit(self, *args: Any) -> Any:
-            ticket = self._engine.submit(*args)
-            while not self._engine.done(ticket):
+            ticket = self.engine.submit(*args)
+            while not self.engine.done(ticket):
                 time.sleep(0.001)
-            self._count += 1
-            if self._count == 1:
+            self.count += 1
+            if self.count == 1:
                 assert both.wait(60)
                 flip(tmp_path / "f", BLOCK_BYTES - 1)
             return ticket
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._engine, name)
 
     monkeypatch.setattr(base_files, "open_engine", Engine)
     base = BaseFiles(io_engine="threads")
@@ -401,21 +406,15 @@ def test_a_read_under_way_while_a_file_moves(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "new" / "f").write_bytes(content)
     base = BaseFiles(io_engine="threads")
     file = base.open(tmp_path / "f")
-    open_engine, launch, moved = base_files.open_engine, threading.Event(), threading.Event()
+    launch, moved = threading.Event(), threading.Event()
 
-    def late(*args: Any) -> Any:
-        engine: Any = open_engine(*args)
-        submit = engine.submit
-
-        def submit_late(*args: Any) -> Any:
+    class Engine(RelayedEngine):
+        def submit(self, *args: Any) -> Any:
             launch.set()
             assert moved.wait(60)
-            return submit(*args)
+            return self.engine.submit(*args)
 
-        engine.submit = submit_late
-        return engine
-
-    monkeypatch.setattr(base_files, "open_engine", late)
+    monkeypatch.setattr(base_files, "open_engine", Engine)
     out = torch.zeros(len(content), dtype=torch.uint8)
     transfer = base.launch_read("s", [BaseSpan(0, len(content), file, 0)], [Stretch(0, len(content), out.data_ptr())])
     assert launch.wait(60)
