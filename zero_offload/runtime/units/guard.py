@@ -62,22 +62,9 @@ _FACTORIES = (
     *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
 )
 _QUESTIONS = (
-    *(
-        "to",
-        "cpu",
-        "cuda",
-        "xpu",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "result_type",
-        "new",
-        "new_tensor",
-    ),
-    *("view_as", "expand_as", "reshape_as", "is_same_size", "is_set_to", "is_signed", "is_neg", "is_conj"),
+    *("to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16", "type", "type_as", "result_type"),
+    *("new", "new_tensor", "view_as", "expand_as", "reshape_as", "is_same_size", "is_set_to"),
+    *("is_signed", "is_neg", "is_conj"),
 )
 """Those that often need no data: they are asked without it before a unit is fetched for them."""
 ADDRESSES = (
