@@ -17,6 +17,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.training import EVERY, SOME, Schedule, check_run, four_blocks, plainly, run
 from tests.helpers.models import NARROW, WIDE, AttentionBlock, TinyLM, build, tokens_of
+from tests.helpers.reference import read_masters
 from tests.models.test_autocast import Frozen, casts
 
 __all__ = ["casts"]
@@ -135,7 +136,6 @@ def test_commits_and_resume(placement: dict[str, Any], schedule: Schedule, nvme:
             optimizer.step()
             optimizer.zero_grad()
             zo.commit(model, optimizer)
-        with zo.gathered(model, kind="master") as masters:
-            found = [value.to("cpu", copy=True) for value in masters.values()]
+        found = [value.cpu() for value in read_masters(model).values()]
         zo.close(model)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(losses + found, wanted, strict=True))
