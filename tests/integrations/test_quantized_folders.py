@@ -224,7 +224,8 @@ def test_a_plan_needs_the_config_alone(folder: Folder, tmp_path: Path, capsys: p
     for path in (folder("nf4"), tmp_path / "model"):
         assert run("plan", path, "--lora", 4, "--json") == 0
         plan = json.loads(capsys.readouterr().out)
-        found.append([plan[name] for name in ("parameters", "trained_parameters", "bytes", "used_bytes", "step_s")])
+        del plan["bytes"]["program"]  # of the process itself, measured
+        found.append([plan[name] for name in ("parameters", "trained_parameters", "bytes", "step_s")])
     assert found[0] == found[1]
 
 

@@ -694,7 +694,7 @@ class _Known:
         folder, config = job.folder, job.offload
         key = (job.lora, folder.quantize, folder.group_size, str(config.numerics), shards)
         if key not in self._work:
-            model = meta_model(folder, job.lora)
+            model = meta_model(folder, job.lora, getattr(torch, config.compute_dtype_name))
             group_frozen_experts(model, folder)
             self.adapted[job.lora, folder.quantize] = adapted(model), not_adapted(model)
             spec = ModelSpec.from_module(model, experts=experts_in(model))

@@ -445,10 +445,11 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
 # The model
 
 
-def meta_model(folder: ModelFolder, lora: Lora | None) -> nn.Module:
-    """The model on meta, with its adapters, and `requires_grad` as in training; it takes no memory."""
+def meta_model(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model on meta, with its adapters, and `requires_grad` as in training; it takes no memory. `dtype`: of
+    computation with quantized weights."""
     with torch.device("meta"):
-        model: nn.Module = _assemble(folder, lora).model
+        model: nn.Module = _assemble(folder, lora, dtype).model
     return model
 
 
