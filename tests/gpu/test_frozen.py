@@ -40,11 +40,20 @@ def one_order() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def move(model: nn.Module) -> None:
+    """To where plain models are."""
+    model.to(PLAIN)
+    for param in model.parameters():
+        if type(param).__name__ == "Int8Params":  # bitsandbytes leaves them where they were
+            int8: Any = param
+            int8.CB, int8.SCB = int8.data, int8.SCB.to(PLAIN)
+
+
 def train(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Any], config: Any) -> list[float]:
     """Losses of the model in memory if `config` is None, else of the offloaded one."""
     model = make().train()
     if config is None:
-        model.to(PLAIN)
+        move(model)
     else:
         zo.offload(model, config)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -113,18 +122,21 @@ def test_adapters_over_a_quantized_base(kind: str, shape: str, precision: str, t
 
     rows = Tokens()
 
-    def make(*, implementation: str | None = None) -> nn.Module:
+    is_sparse = shape in ("mixtral", "deepseek")
+
+    def make(*, grouped: bool) -> nn.Module:
         model: Any = adapted_model(shape, kind, torch.float32 if precision == "fp32" else torch.bfloat16)
-        if implementation is not None:
-            model.base_model.model.set_experts_implementation(implementation)
+        if grouped:
+            zo.group_experts(model, 2)
+        elif is_sparse:
+            model.base_model.model.set_experts_implementation("eager")
         return model  # type: ignore[no-any-return]
 
     def loss_of(model: nn.Module, step: int) -> Any:
         few = [rows[step * 4 + i] for i in range(4)]
         return model(**{name: torch.stack([row[name] for row in few]).to(TYPE) for name in few[0]}).loss
 
-    is_sparse = shape in ("mixtral", "deepseek")
-    check(make, loss_of, tmp_path, partial(make, implementation="eager") if is_sparse else None, precision=precision)
+    check(partial(make, grouped=is_sparse), loss_of, tmp_path, partial(make, grouped=False), precision=precision)
 
 
 @pytest.mark.skipif(IS_FAKE, reason="tests/fake_gpu has it, at the size that it needs")

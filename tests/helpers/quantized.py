@@ -85,6 +85,9 @@ class Scaled(Tensor):
         if func is aten.detach.default:
             each = args[0]
             return cls(each.values_.detach(), each.scales_.detach(), each.dtype)
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            each, device = args[0], kwargs.get("device")
+            return cls(each.values_.to(device, copy=True), each.scales_.to(device, copy=True), each.dtype)
         args, kwargs = tree_map_only(Scaled, lambda each: each.dequantized(), (args, kwargs))
         return func(*args, **kwargs)
 

@@ -195,6 +195,13 @@ def pin_and_copy(machine: Machine) -> dict[str, float]:
     return {"pin_bytes_per_s": 2 * pin, "upload_bytes_per_s": up, "download_bytes_per_s": down}
 
 
+def copy_host_memory(machine: Machine) -> dict[str, float]:
+    """Bytes read and written per second by a copy on all cores."""
+    source = torch.ones(machine.size(2 * GIB, MIB), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return {"bytes_per_s": 2 * source.nbytes / machine.seconds(lambda: target.copy_(source))}
+
+
 def update_s_per_parameter(machine: Machine, states: str) -> float:
     """AdamW's kernel alone on all cores: bf16 value and gradient, exact or compact, in memory."""
     numel, arena = machine.size(UPDATE_NUMEL, 1 << 16), Arena(0)

@@ -1,4 +1,4 @@
-"""The models of `gpu.py`: Llama's shapes in plain torch modules, the same with LoRA, and transformers' own Llama.
+"""The models of `gpu.py`: Llama's shapes in plain torch modules, the same with LoRA, and models of transformers.
 
 `Llama(shape, seq)` returns the loss of a batch. Weights are 64 random rows, repeated: as random as a matrix product
 cares, and made at the speed of a copy, inside `zo.deferred_init()` too.
@@ -31,6 +31,10 @@ class Shape:
     num_kv_heads: int
     inner: int
     vocab: int
+    num_experts: int = 0
+    """Of each layer; 0 is a dense one."""
+    top_k: int = 0
+    """Experts of a token."""
 
     @property
     def kv_width(self) -> int:
@@ -38,12 +42,21 @@ class Shape:
 
     @property
     def layer_numel(self) -> int:
-        attention = 2 * self.width**2 + 2 * self.width * self.kv_width
-        return attention + 3 * self.width * self.inner + 2 * self.width
+        return self._layer(max(self.num_experts, 1))
+
+    def _layer(self, num_experts: int) -> int:
+        """Elements of a layer with so many experts."""
+        attention, router = 2 * self.width**2 + 2 * self.width * self.kv_width, self.width * self.num_experts
+        return attention + router + num_experts * 3 * self.width * self.inner + 2 * self.width
 
     @property
     def numel(self) -> int:
         return self.num_layers * self.layer_numel + 2 * self.vocab * self.width + self.width
+
+    @property
+    def active_numel(self) -> int:
+        """What a token meets, without the embedding."""
+        return self.num_layers * self._layer(self.top_k or 1) + self.vocab * self.width + self.width
 
     def flops(self, num_tokens: int, seq: int, *, is_frozen: bool = False) -> float:
         """Of forward and backward; what is computed twice counts once, and causal attention half of its square.
@@ -51,7 +64,7 @@ class Shape:
         Frozen weights have no gradient: two products of each, not three.
         """
         per_weight = 4.0 if is_frozen else 6.0
-        matrices = per_weight * (self.numel - self.vocab * self.width) * num_tokens
+        matrices = per_weight * self.active_numel * num_tokens
         return matrices + 6.0 * self.num_layers * self.width * seq * num_tokens
 
 
@@ -61,15 +74,17 @@ SHAPES = {
     "8b": Shape(32, 4096, 32, 8, 14336, 128256),
     "13b": Shape(40, 5120, 40, 40, 13824, 32000),
     "32b": Shape(64, 5120, 40, 8, 27648, 152064),
+    "30b-moe": Shape(48, 2048, 16, 4, 768, 151936, num_experts=128, top_k=8),
     "small": Shape(4, 256, 4, 2, 512, 1024),
     "toy": Shape(2, 64, 4, 2, 128, 256),
+    "toy-moe": Shape(2, 64, 4, 2, 32, 256, num_experts=4, top_k=2),
 }
 
 
 def _fill(weight: Tensor) -> None:
-    """(rows, columns): random rows, repeated."""
-    num_rows = math.gcd(weight.shape[0], ROWS)
-    rows = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[0])) * STD
+    """(..., columns): random rows, repeated."""
+    num_rows = math.gcd(weight.numel() // weight.shape[-1], ROWS)
+    rows = torch.randn(num_rows, weight.shape[-1], generator=torch.Generator().manual_seed(weight.shape[0])) * STD
     with torch.no_grad():
         weight.view(-1, *rows.shape).copy_(rows)
 
@@ -186,39 +201,64 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
-class TransformersLlama(nn.Module):
-    """Llama of the transformers library, called as `Llama` is. Raises ImportError where the library is absent."""
+class _OfTransformers(nn.Module):
+    """A model of the transformers library, called as `Llama` is. Raises ImportError where the library is absent."""
 
-    def __init__(self, shape: Shape, seq: int) -> None:
+    inner: Any
+
+    def __init__(self, kind: str, shape: Shape, seq: int, **settings: Any) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
         from transformers.initialization import no_init_weights
 
-        config = LlamaConfig(
+        config = getattr(transformers, f"{kind}Config")(
             hidden_size=shape.width,
-            intermediate_size=shape.inner,
             num_hidden_layers=shape.num_layers,
             num_attention_heads=shape.num_heads,
             num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.width // shape.num_heads,
             vocab_size=shape.vocab,
             max_position_embeddings=seq,
             use_cache=False,
             attn_implementation="sdpa",
+            **settings,
         )
         with no_init_weights():
-            self.inner: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+            self.inner = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
         for param in self.inner.parameters():
-            if param.dim() == 2:
+            if param.dim() > 1:
                 _fill(param)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        found: nn.ModuleList = self.inner.model.layers
-        return found
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.inner(input_ids=tokens, labels=tokens).loss
         return loss
+
+
+class TransformersLlama(_OfTransformers):
+    def __init__(self, shape: Shape, seq: int) -> None:
+        super().__init__("Llama", shape, seq, intermediate_size=shape.inner)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.inner.model.layers  # type: ignore[no-any-return]
+
+
+class TransformersMoe(_OfTransformers):
+    """Frozen, with experts in groups and adapters of peft on attention."""
+
+    def __init__(self, shape: Shape, seq: int, *, lora_rank: int) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        settings: dict[str, Any] = {"moe_intermediate_size": shape.inner, "num_experts": shape.num_experts}
+        settings |= {"num_experts_per_tok": shape.top_k, "norm_topk_prob": True, "tie_word_embeddings": False}
+        super().__init__("Qwen3Moe", shape, seq, intermediate_size=3 * shape.inner, **settings)
+        self._layers = [self.inner.model.layers]
+        config = LoraConfig(r=lora_rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+        self.inner = get_peft_model(zo.group_experts(self.inner), config)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self._layers[0]
 
 
 def batch_of(shape: Shape, num_tokens: int, seq: int, device: torch.device, seed: int = 0) -> Batch:

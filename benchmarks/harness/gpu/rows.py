@@ -52,10 +52,12 @@ BOUNDED = (
     Bounded(("transformers", "ours: "), "fp32", ("transformers", "plain: ")),
     Bounded(("13b-24g", ""), "compact", ("plain", "8b: "), is_capped=True),
     Bounded(("32b-lora", ""), "fp32", ("plain", "8b: "), is_capped=True, is_frozen=True),
+    Bounded(("30b-moe-lora", ""), "fp32", ("plain", "8b: "), is_capped=True, is_frozen=True),
     Bounded(("8b-nvme", ""), "compact", ("plain", "8b: ")),
     Bounded(("2b-nvme", ""), "fp32", ("plain", "2b: ")),
 )
 PAIRS = (
+    Pair('8b: tiers "auto"', ("8b-auto", ""), "all in CPU memory", ("8b", ""), 1.0),
     Pair("2b: optimizer on the device", ("2b", "optimizer device: "), "no offload", ("plain", "2b: ")),
     Pair("2b: overlap backward", ("2b", "overlap backward: "), "overlap forward", ("2b", "cpu: ")),
     Pair("2b: in CPU memory", ("2b", "cpu: "), "FSDP2, CPU offload", ("fsdp2", ""), REACH_FSDP2),
@@ -193,7 +195,7 @@ def _accumulation(found: Found) -> Iterator[Row]:
 
 def _memory(found: Found) -> Iterator[Row]:
     device_gib, host_gib = (CAP_BYTES - CONTEXT_BYTES) / GIB, CAPPED_HOST_BYTES / GIB
-    for section in ("13b-24g", "32b-lora"):
+    for section in ("13b-24g", "32b-lora", "30b-moe-lora"):
         if steps := found.steps((section, "")).values():
             peak, host = (max(each[f"{where}_peak_gib"] for each in steps) for where in ("device", "host"))
             yield row(f"{section}: device memory", peak, "GiB", "24 less 1 GiB", device_gib, 1.0)

@@ -20,8 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from harness.disks import Rates, disk_rates
-from harness.gpu.machine import Machine, device_update, pin_and_copy, this_machine, update_s_per_parameter
-from harness.gpu.model import SHAPES, Batch, Llama, Shape, TransformersLlama, batch_of
+from harness.gpu.machine import (
+    Machine,
+    copy_host_memory,
+    device_update,
+    pin_and_copy,
+    this_machine,
+    update_s_per_parameter,
+)
+from harness.gpu.model import SHAPES, Batch, Llama, Shape, TransformersLlama, TransformersMoe, batch_of
 from harness.gpu.record import Figures, Skip
 from harness.gpu.training import Bench, Trainer, deepspeed, fsdp2, in_turn, measure, ours, plain, profile, time_steps
 
@@ -40,6 +47,7 @@ SEQ, TOY_SEQ = 4096, 32
 TOKENS = (4096, 32768, 16384, 8192)
 """Per step: the fewest and the most first, since they tell the most if time runs out."""
 LONG = 32768
+MOE_TOKENS = (8192, 4096)
 MICRO_BATCHES = 4
 LORA_RANK = 16
 CAP_BYTES, CONTEXT_BYTES, CAPPED_HOST_BYTES = 24 * GIB, GIB, 100 * GIB
@@ -54,7 +62,7 @@ STATE_BYTES = {"fp32": 12.0, "compact": 5.03}
 """Per parameter, its value included."""
 EXACT, COMPACT = (zo.Precision(compute="bf16", states=states) for states in ("fp32", "compact"))
 
-STREAMED_BYTES, TOY_STREAMED_BYTES = {"fp32": 10 * MIB, "bf16": 5 * MIB}, 2 * MIB
+STREAMED_BYTES, TOY_STREAMED_BYTES = {"fp32": 12 * MIB, "bf16": 6 * MIB}, 2 * MIB
 """Of device memory, for a model some units of which then come for each use."""
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu": {},
@@ -95,6 +103,7 @@ def _one_step(bench: Bench, name: str, placement: dict[str, Any]) -> Figures:
 def rates(bench: Bench) -> None:
     machine, record = bench.machine, bench.record
     record.attempt("device", lambda: device_rates(compute_device(), machine.size(GIB, MIB)))
+    record.attempt("host memory", partial(copy_host_memory, machine))
     for states in STATE_BYTES:
         name = f"update on the host, {states}"
         record.attempt(name, lambda states=states: {"s_per_parameter": update_s_per_parameter(machine, states)})
@@ -200,10 +209,24 @@ def full_8b(bench: Bench) -> None:
     trainer.close()
 
 
+def auto_8b(bench: Bench) -> None:
+    """The same with tiers by prediction: some states are in the device's memory, and updated there."""
+    shape, (tokens, seq) = _shape(bench.machine, "8b"), _sizes(bench.machine, 16384, 4096)
+    config = zo.OffloadConfig(precision=EXACT, params="auto", grads="auto", optimizer="auto")
+    trainer = ours(bench, partial(Llama, shape, seq), config)
+    measure(bench, trainer, shape, tokens, seq)
+    trainer.close()
+
+
 def _accumulate(bench: Bench, trainer: Trainer, shape: Shape, seq: int) -> None:
-    """Micro-batches of one sequence each: a loop, then `zo.accumulate`."""
+    """Micro-batches of one sequence each: a loop, then `zo.accumulate`. Sums of gradients are twice as wide."""
     model: Any = trainer.model
     optimizer: Any = trainer.optimizer
+    needed, free = 2 * shape.numel, bench.machine.free_host_bytes()
+    if needed > free:
+        skipped = f"sums of gradients need {needed / GIB:.1f} GiB more of host memory, {free / GIB:.1f} GiB are free"
+        bench.record.put("accumulate", {"skipped": skipped})
+        return
 
     def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(*batch) / MICRO_BATCHES
@@ -308,6 +331,22 @@ def lora_32b(bench: Bench) -> None:
     shape, (tokens, seq) = _shape(bench.machine, "32b"), _sizes(bench.machine, *sorted(TOKENS))
     trainer = ours(bench, partial(Llama, shape, seq, lora_rank=LORA_RANK), _capped(bench.machine, precision=EXACT))
     measure(bench, trainer, shape, tokens, seq, is_frozen=True)
+    trainer.close()
+
+
+def moe_lora(bench: Bench) -> None:
+    """transformers' Qwen3-MoE; experts are fetched in groups."""
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("peft") is None:
+        raise Skip("transformers and peft are not installed here")
+    shape, (tokens, seq) = (
+        SHAPES["toy-moe" if bench.machine.rehearses else "30b-moe"],
+        _sizes(bench.machine, *MOE_TOKENS),
+    )
+    build = partial(TransformersMoe, shape, seq, lora_rank=LORA_RANK)
+    trainer = ours(bench, build, _capped(bench.machine, precision=EXACT))
+    measure(bench, trainer, shape, tokens, seq, is_frozen=True)
+    batch = batch_of(shape, tokens[0], seq, bench.machine.device)
+    bench.record.attempt(f"profile, {tokens[0]} tokens", partial(profile, trainer, bench.machine, batch), 15)
     trainer.close()
 
 
@@ -436,6 +475,7 @@ SECTIONS = {
     "rates": Section(50, "matmul, device memory, update on the host, disk", rates),
     "placements": Section(90, "losses of every placement == those of plain training", placements),
     "8b": Section(210, "8B exact in CPU memory, 4k-32k tokens a step, one step profiled, zo.accumulate", full_8b),
+    "8b-auto": Section(150, '8B exact, tiers "auto"', auto_8b),
     "plain": Section(90, "no offload: 8B in bf16, 2B with fp32 masters", no_offload),
     "two-ranks": Section(60, "two processes on one device over gloo", two_ranks),
     "tests": Section(150, "tests/gpu, without its kernel tests", tests_of_placements),
@@ -444,6 +484,7 @@ SECTIONS = {
     "transformers": Section(110, "transformers' Llama, 3B, beside no offload", transformers_3b),
     "13b-24g": Section(200, "13B compact within 24 GB of device memory, 100 GiB of the host's", capped_13b),
     "32b-lora": Section(180, "32B, LoRA, within 24 GB of device memory", lora_32b),
+    "30b-moe-lora": Section(180, "30B MoE, LoRA, experts in groups, within 24 GB of device memory", moe_lora),
     "long": Section(150, "8B compact, 1 x 32k tokens, activations in CPU memory", long_sequence),
     "8b-nvme": Section(200, "8B compact, all states on disk", nvme_8b),
     "kernel-tests": Section(240, "the kernel tests of tests/gpu, some hundred compilations", tests_of_kernels),
