@@ -16,6 +16,7 @@ from tests.fake_gpu.device import TYPE
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, placed
 from tests.models.test_memory import WARM, no_garbage_collection, steps_with_eval
+from zero_offload.base.types import MIB, parse_bytes
 from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.model.api import runtime_of
 
@@ -111,3 +112,17 @@ def test_what_crosses_is_counted_once(optimizer: Any) -> None:
     assert (counts["upload_bytes"] > 0) == (optimizer == "cpu"), "what a device updates is there"
     assert after.get("written.cpu", 0) == before.get("written.cpu", 0)
     zo.close(model)
+
+
+def test_the_device_memory_that_an_error_offers_trains() -> None:
+    """Activations that come back take a share of the budget, 512 MiB of a large GPU's."""
+    settings = {"activations": "cpu", "precision": "bf16"}
+    with pytest.raises(zo.CapacityError, match="device tier: needs") as caught:
+        zo.offload(build(TinyLM), zo.OffloadConfig(device_memory="4KiB", **settings))
+    (offered,) = (line for line in str(caught.value).splitlines() if "device_memory of at least" in line)
+    least = parse_bytes(offered.rpartition("at least ")[2])
+    assert least < MIB
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(device_memory=least, **settings))
+    model(tokens_of(0).to(TYPE)).backward()
+    zo.AdamW(model.parameters()).step()
+    assert zo.stats(model).step == 1

@@ -442,16 +442,27 @@ def _fitting(
             on_drives: dict[str, str | None] = dict.fromkeys(automatic, Tier.NVME.value)
             found.append(_try(units, *_with_changes(config, on_drives | changes, hardware), partition))
         if fitting := [plan for plan in found if plan.fits]:
-            least_memory = min(fitting, key=lambda plan: plan.used_bytes(Tier.DEVICE) + plan.used_bytes(Tier.CPU))
-            yield _describe(changes, least_memory)
+            yield _describe(changes, min(fitting, key=_memory_bytes))
+
+
+def _memory_bytes(plan: MemoryPlan) -> int:
+    return plan.used_bytes(Tier.DEVICE) + plan.used_bytes(Tier.CPU)
 
 
 def _try(
     units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
 ) -> MemoryPlan:
+    """In the least memory of a device, where that has no budget: some buffers are shares of it."""
     budget = tier_budget(config, hardware)
     placement = assign_tiers(units, config, budget, partition)
-    return estimate_memory(units, placement, config, partition)
+    plan = estimate_memory(units, placement, config, partition)
+    while plan.fits and config.device_memory is None and not budget.shared_memory:
+        less = replace(budget, device_bytes=plan.used_bytes(Tier.DEVICE))
+        smaller = estimate_memory(units, replace(placement, budget=less), config, partition)
+        if smaller.used_bytes(Tier.DEVICE) == plan.used_bytes(Tier.DEVICE):
+            break
+        budget, plan = less, smaller
+    return plan
 
 
 def _with_changes(

@@ -161,6 +161,20 @@ def test_the_least_memory_for_auto_is_that_with_all_on_drives() -> None:
     place(model(config), replace(config, cpu_memory=least), CPU_MACHINE)
 
 
+def test_the_least_memory_of_a_device_is_what_a_plan_fits_in() -> None:
+    """A part of it is for activations that come back: a share of the budget, of the one that is offered."""
+    config = OffloadConfig(activations="cpu", device_memory="5MiB")
+    units = model(config, numel=1_000_000)
+    with pytest.raises(CapacityError) as caught:
+        place(units, config, GPU_MACHINE)
+    needs, offered = str(caught.value).splitlines()[:2]
+    assert needs.startswith("device tier: needs 9.85 MiB, 5 MiB available"), needs
+    assert offered == "would fit: device_memory of at least 10.2 MiB"
+    place(units, replace(config, device_memory="10.2MiB"), GPU_MACHINE)
+    with pytest.raises(CapacityError):
+        place(units, replace(config, device_memory="10.1MiB"), GPU_MACHINE)
+
+
 def test_more_ranks_are_offered_where_they_help() -> None:
     machine = HardwareProfile(2, GIB, "cpu", GIB, 3 * GIB)
     config = OffloadConfig(nvme="x", optimizer="nvme", params="nvme", grads="nvme")
