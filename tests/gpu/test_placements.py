@@ -4,6 +4,7 @@ Skipped without any.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,14 @@ def test_sums_of_squares_have_the_bits_of_the_kernels(
     found = [kernel_grads.total(chunks.cpu()[part]) for part in parts]
     expected = [sum_of_squares(grad.data_ptr(), dtype, grad.numel()) for grad in grads]
     assert str(found) == str(expected)
+    # One rank's parts of parameters, the first and the last of which others have whole.
+    borders = [0, 0, 17, 17, 100_000, 100_000]
+    host, there = (
+        [flat[begin:end] for begin, end in itertools.pairwise(borders)] for flat in (grads[-2], grads[-2].to(TYPE))
+    )
+    chunks, parts = kernel_grads.launch_sums(there)
+    found = [kernel_grads.total(chunks.cpu()[part]) for part in parts]
+    assert found == [sum_of_squares(view.data_ptr(), dtype, view.numel()) for view in host]
 
 
 def test_a_scan_over_rows_adds_in_order() -> None:

@@ -184,16 +184,16 @@ class Request:
         config, cluster = self.config, self.cluster
         drives, source = (self.drives, "") if self.drives else remembered_drives(config.nvme_dirs)
         dtype_name, here = config.compute_dtype_name, cluster.ranks_per_node
+        num_cores = probe_hardware().num_cores
         if self.gpu is not None:
             found = with_measured(share_of_rank(self.gpu, drives, cluster, dtype_name), self.gpu, dtype_name, here)
         elif self.gpu_here is not None:
-            found = default_machine(self.gpu_here.name, 1, drives, cluster, dtype_name)
+            found = default_machine(self.gpu_here.name, num_cores, drives, cluster, dtype_name)
             found = with_measured(found, self.gpu_here.name, dtype_name, here)
         elif config.device_memory is not None:
-            found = default_machine("a GPU of no name", 1, drives, cluster, dtype_name)
+            found = default_machine("a GPU of no name", num_cores, drives, cluster, dtype_name)
         else:
-            cores = max(probe_hardware().num_cores // cluster.ranks_per_node, 1)
-            found = remembered(config, () if self.drives else config.nvme_dirs, cores, cluster)
+            found = remembered(config, () if self.drives else config.nvme_dirs, max(num_cores // here, 1), cluster)
             if self.drives is None:
                 return found
             found = replace(found, read_bytes=drives.read_bytes / here, write_bytes=drives.write_bytes / here)

@@ -309,7 +309,8 @@ def gpu_memory_bytes(gpu_name: str) -> int:
 CORE_FLOPS = 20e9
 """FLOP/s of a CPU's core, in fp32."""
 CORE_BYTES = 8e9
-"""Streamed by an update on one core of a machine of which nothing is known; two cores are taken to saturate memory."""
+"""Streamed by an update on one core. Two cores of a machine of which nothing is known are taken to saturate memory;
+16 of a virtual machine with an H100 stream 134 GB/s together (benchmarks/results/2026-11-26-gpu-h100.json)."""
 
 
 def default_machine(
@@ -337,4 +338,9 @@ def default_machine(
         )
     preset = gpu_of_device(device_name)
     found = share_of_rank(preset or "rtx4090", drives, cluster, dtype)
+    # A virtual machine may have few of a server's cores, and they do not take all of its memory's bandwidth.
+    by_cores = CORE_BYTES * num_cores / cluster.ranks_per_node
+    if by_cores < found.host_bytes:
+        source = found.source.replace(", not measured", f", as far as {num_cores} cores stream; not measured")
+        found = replace(found, host_bytes=by_cores, host_bytes_beside=by_cores, source=source)
     return found if preset else replace(found, source=f"{device_name} is not known here, so as if {found.source}")

@@ -73,8 +73,8 @@ def with_measured(machine: Machine, name: str, dtype_name: str, ranks_here: int 
     if flops is None:
         return machine
     host_bytes = rates.host["bytes_per_s"] / ranks_here if rates.host else machine.host_bytes
-    # All GPUs of a machine copy from the same memory.
-    limit = min(table["both_bytes_per_s"], machine.host_bytes)
+    # All GPUs of a machine copy from the same memory; one was measured.
+    limit = min(table["both_bytes_per_s"], machine.host_bytes if ranks_here > 1 else float("inf"))
     upload, download = (min(table[f"{way}_bytes_per_s"], limit) for way in ("upload", "download"))
     host = f"its host updates {host_bytes / 1e9:.3g} GB/s" if rates.host else "its host by data sheets, not measured"
     return replace(

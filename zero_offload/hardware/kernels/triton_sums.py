@@ -31,15 +31,14 @@ def sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
     they lie in."""
     done, groups = 0, dict[int, list[tuple[int, Tensor]]]()
     for grad in grads:
-        groups.setdefault(grad.untyped_storage().data_ptr(), []).append((done, grad))
+        if grad.numel():  # the part of a parameter that another rank has whole: its address is 0
+            groups.setdefault(grad.untyped_storage().data_ptr(), []).append((done, grad))
         done += triton.cdiv(grad.numel(), CHUNK)
     for group in groups.values():
         _, first = min(group, key=lambda each: each[1].storage_offset())
         origin = first.storage_offset()
         places = tuple((at, grad.storage_offset() - origin, grad.numel()) for at, grad in group)
         chunks = _chunks(places, sums.device)
-        if not len(chunks):
-            continue
         is_bf16 = first.dtype is torch.bfloat16
         # Triton launches on the current device, whatever device the tensors are on.
         with torch.accelerator.device_index(first.device.index):
