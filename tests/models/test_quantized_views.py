@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
+from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import placed
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.derived import Derived, Step
@@ -205,6 +207,21 @@ def test_values_that_a_layer_makes_are_not_saved(layer: Callable[[int, int], nn.
     assert sum(isinstance(each, Step) for each in saved) == 6  # the first block's input has no gradient
     kept = [each.kept for each in saved if isinstance(getattr(each, "kept", None), Tensor) and each.unit is None]
     assert not any(tensor.numel() >= HIDDEN * HIDDEN for tensor in kept)
+
+
+@in_turn(name=list(LAYERS), what=["model", "blocks"], backend=["eager", "aot_eager"])
+def test_a_compiled_model_trains_exactly(
+    name: str, what: str, backend: str, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler leaves operations on quantized weights alone, and does not try our code again and again."""
+    torch._dynamo.reset()
+    model = offloaded(Model(LAYERS[name]), nvme)
+    with caplog.at_level(logging.WARNING, logger="torch._dynamo"):
+        for module in [model] if what == "model" else model.blocks:
+            module.compile(backend=backend)
+        found = train(model)
+    assert all(torch.equal(*pair) for pair in zip(plain(LAYERS[name]), found, strict=True))
+    assert not [record for record in caplog.records if "recompile" in record.getMessage()]
 
 
 class EndsQuantized(nn.Module):

@@ -69,9 +69,9 @@ from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.groups import GroupReader
-from zero_offload.runtime.units.guard import class_at_rest, unguard
+from zero_offload.runtime.units.guard import class_at_rest, compile_around, unguard
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
-from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.runtime.units.unit import Section, Unit, stays_guarded
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
@@ -340,6 +340,8 @@ def _install(
         unit.seal()
         unit.close()
     _guard_wrappers(root, owner, undo)
+    placed = [(stays_guarded(section, piece), p) for unit in units for section, piece, p in unit.placed_params]
+    compile_around([*(p for is_guarded, p in placed if is_guarded), *(each for _, each in wrappers(root))])
     points = {point.module: [units[i] for i in point.units] for point in spec.hook_points}
     if not owner.has_root(root):
         points = {"": [], **points}

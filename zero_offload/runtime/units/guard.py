@@ -527,8 +527,6 @@ def class_at_rest(kind: type) -> type:
     # peft dequantizes what has the library's module and name, and takes the packed values of others as they are.
     made = type(kind.__name__, (AtRest, kind), {"__slots__": ()} | readers | conversions | places)
     made.__module__ = kind.__module__
-    _let_operations_be()
-    torch._dynamo.config.nontraceable_tensor_subclasses.add(made)
     return made
 
 
@@ -541,12 +539,26 @@ def _device_of(param: Any) -> torch.device:
         return cast(torch.device, own_device.__get__(param))
 
 
-@functools.cache
-def _let_operations_be() -> None:
-    """Tell torch.compile not to trace this package. It runs an operation on a library's weight as it is, and compiles
-    what is between: a trace would make weights without an owner, and end in errors of the compiler."""
+def compile_around(params: Iterable[nn.Parameter]) -> None:
+    """Tell torch.compile to run operations on these quantized weights as they are, and to compile what is between. A
+    trace of this package would make weights without an owner, and end in errors of the compiler."""
+    kinds = {type(param) for param in params if isinstance(param, AtRest)}
+    if not kinds:
+        return
     compiler: Any = torch._dynamo
-    compiler.trace_rules.add("zero_offload")
+    compiler.config.nontraceable_tensor_subclasses.update((*kinds, Away, Derived))
+    _leave("zero_offload")
+    for kind in kinds:
+        if not is_wrapper_class(kind):
+            # A library that keeps weights in objects of its own asks those, which no operation shows.
+            _leave(kind.__module__.partition(".")[0])
+
+
+@functools.cache
+def _leave(package: str) -> None:
+    """Tell torch.compile not to trace a package."""
+    compiler: Any = torch._dynamo
+    compiler.trace_rules.add(package)
 
 
 def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -595,7 +607,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         is_away |= touched is Touched.AWAY or any(isinstance(leaf, Away) and leaf.param in owned for leaf in leaves)
         lent += [(_part_of(tensor), owner.places.name_of(tensor)) for tensor in tensors]
     if is_guarded and not is_away:
-        result = _compute(func, args, kwargs)
+        # A library makes what consists of others, and has functions for it, which torch.compile would begin with.
+        compute = _untraced_compute() if any(map(is_wrapper, leaves)) else _compute
+        result = compute(func, args, kwargs)
         return lend(result, lent) if lent else result
     if is_away:
         try:
@@ -635,6 +649,12 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if {type(tensor) for tensor, _ in made.values()} <= _PLAIN:
             return run()
     return run()  # what consists of others has functions of its own
+
+
+@functools.cache
+def _untraced_compute() -> Callable[..., Any]:
+    disable: Any = torch.compiler.disable
+    return cast(Callable[..., Any], disable(_compute))
 
 
 def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
