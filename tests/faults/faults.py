@@ -503,9 +503,16 @@ FAULTS = [
     fault(
         "what backward makes of quantized weights again, it makes of tables as they are by then",
         "runtime/units/derived.py",
-        "else each.clone()  # it may be changed",
-        "else each.detach()",
-        "tests/models/test_quantized_views.py::test_a_table_that_is_changed_later_counts_as_it_was",
+        "return each.clone() if takes_part else each  # it may be changed",
+        "return each",
+        QUANTIZED_VIEWS + "test_a_table_that_is_changed_later_counts_as_it_was",
+    ),
+    fault(
+        "what backward makes of quantized weights again, it makes of parameters as they are by then",
+        "runtime/units/derived.py",
+        "        return all(param._version == version for param, version in self.versions.values())\n",
+        "        return True\n",
+        QUANTIZED_VIEWS + "test_a_parameter_that_is_changed_later_counts_as_it_was",
     ),
     fault(
         "values of quantized weights that were changed past torch's count are made again as they were",

@@ -336,6 +336,53 @@ def test_a_table_that_is_changed_later_counts_as_it_was(nvme: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
+class Signed(Dequantized):
+    """A parameter that the model does not have takes part, and changes before its product is used."""
+
+    signs = nn.Parameter(torch.ones(1, HIDDEN), requires_grad=False)
+    changes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype) * self.scale * Signed.signs
+        if Signed.changes:
+            Signed.signs.neg_()
+        return F.linear(x, weight)
+
+
+def test_a_parameter_that_is_changed_later_counts_as_it_was(nvme: Path) -> None:
+    def run(model: Model) -> list[Tensor]:
+        found = train(model, 4)
+        Signed.changes = True  # in a forward that compares nothing
+        try:
+            return found + train(model, 1)
+        finally:
+            Signed.changes = False
+
+    expected, found = run(Model(Signed)), run(offloaded(Model(Signed), nvme))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_a_parameter_that_is_changed_before_backward_is_refused(nvme: Path) -> None:
+    loss = offloaded(Model(Signed), nvme)(torch.randn(2, 8, HIDDEN)).square().mean()
+    Signed.signs.neg_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    Signed.signs.neg_()
+
+
+def test_a_copy_holds_no_weight(nvme: Path) -> None:
+    kept: list[Tensor] = []
+    model = offloaded(Model(Probed), nvme)
+    Probed.probe = staticmethod(lambda layer: kept.append(layer.weight.clone()) or kept.append(_values(layer).clone()))
+    try:
+        model(torch.randn(2, 8, HIDDEN)).square().mean().backward()
+    finally:
+        Probed.probe = staticmethod(lambda layer: None)
+    owner = runtime_of(model)
+    assert owner is not None
+    assert len(kept) == 16 and not any(unit.lent for unit in owner.units)
+
+
 def test_outputs_and_copies_are_plain(nvme: Path) -> None:
     class Gives(Dequantized):
         def forward(self, x: Tensor) -> Tensor:

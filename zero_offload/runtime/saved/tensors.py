@@ -169,7 +169,7 @@ class SavedTensors:
 
     def _steps_of(self, tensor: Derived, reads: Use | None) -> Step | None:
         """What makes the tensor again, of tensors that are saved themselves; None where it is kept."""
-        if tensor.step is None or not tensor.is_known or self._writes_derived:
+        if tensor.step is None or not tensor.is_known or not tensor.step.is_repeatable or self._writes_derived:
             return None
         if self.unit_of(tensor.plain) is not None:
             return None

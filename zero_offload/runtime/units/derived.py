@@ -7,7 +7,7 @@ computes like a plain tensor, and knows the operations that have made it. Saved 
 the weights, and backward repeats them: the same bits, for any format.
 
 What is combined with other tensors is plain again, those apart that are small or frozen parameters. So activations are
-never repeated. A change in place ends the knowledge, and so does an operation that draws random numbers.
+never repeated. A change in place ends the knowledge, and so do `clone()` and an operation that draws random numbers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,25 @@ _PRODUCTS = frozenset(
 class Step:
     """One operation, on what other steps make and on tensors."""
 
-    __slots__ = ("func", "args", "kwargs")
+    __slots__ = ("func", "args", "kwargs", "versions")
 
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        versions: dict[int, tuple[Tensor, int]] | None = None,
+    ) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
+        self.versions = versions or {}
+        """By id, the parameters that this and earlier operations have read, with their versions then."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True if no parameter was changed since."""
+        return all(param._version == version for param, version in self.versions.values())
 
     def replaced(self, leaf: Callable[[Tensor], Any], known: dict[int, Step]) -> Step:
         """The same operations with `leaf` of each tensor in its place; `known` has the steps that are replaced."""
@@ -74,6 +87,7 @@ class _Traits(NamedTuple):
     """True if it draws random numbers."""
     is_product: bool
     is_view: bool
+    is_clone: bool
 
 
 @functools.cache
@@ -81,7 +95,8 @@ def _traits(func: Any) -> _Traits:
     schema = func._schema
     is_view = bool(schema.returns) and schema.returns[0].alias_info is not None
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return _Traits(schema.is_mutable, draws, func.overloadpacket.__name__ in _PRODUCTS, is_view)
+    name = func.overloadpacket.__name__
+    return _Traits(schema.is_mutable, draws, name in _PRODUCTS, is_view, name == "clone")
 
 
 class Derived(Tensor):
@@ -125,7 +140,10 @@ class Derived(Tensor):
             return args[0] if args and result is plain_args[0] else result
         if traits.draws or not torch.is_grad_enabled():
             return result  # it cannot be made again; or nothing saves it, as in backward
+        if traits.is_clone and "memory_format" not in kwargs:
+            return result  # what a program keeps as a copy of its own holds no weight in memory
         is_known = True
+        versions: dict[int, tuple[Tensor, int]] = {}
 
         def leaf(each: Tensor) -> Any:
             nonlocal is_known
@@ -134,11 +152,18 @@ class Derived(Tensor):
                 most = FEW_BYTES if each.is_floating_point() else TABLE_BYTES
                 takes_part = (is_param or each.nbytes <= most) and not (traits.is_product or each.requires_grad)
                 is_known = is_known and takes_part
-                return each.detach() if is_param or not takes_part else each.clone()  # it may be changed
-            is_known = is_known and each.is_known
-            return each.plain if each.step is None else each.step
+                if not is_param:
+                    return each.clone() if takes_part else each  # it may be changed
+            else:
+                is_known = is_known and each.is_known
+                if each.step is not None:
+                    versions.update(each.step.versions)
+                    return each.step
+                each = each.plain
+            versions[id(each)] = each, each._version
+            return each
 
-        step = Step(func, mapped(Tensor, leaf, args), kwargs and mapped(Tensor, leaf, kwargs))
+        step = Step(func, mapped(Tensor, leaf, args), kwargs and mapped(Tensor, leaf, kwargs), versions)
         if not is_known:
             return result
         version = args[0]._version if traits.is_view else None
@@ -146,7 +171,9 @@ class Derived(Tensor):
             return Derived.made(result, step, version)
         if isinstance(result, list | tuple):
             return type(result)(
-                Derived.made(each, Step(_item, (step, index), {}), version) if isinstance(each, Tensor) else each
+                Derived.made(each, Step(_item, (step, index), {}, versions), version)
+                if isinstance(each, Tensor)
+                else each
                 for index, each in enumerate(result)
             )
         return result
