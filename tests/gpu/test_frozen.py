@@ -15,6 +15,7 @@ import zero_offload as zo
 from tests.helpers.accelerator import IS_FAKE, TYPE, module, on_gpu
 from tests.helpers.experts import NUM_EXPERTS, experts_lm
 from tests.helpers.models import build, tokens_of
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.quantized import KINDS, quantized_lm
 
 pytestmark = on_gpu
@@ -111,9 +112,7 @@ def test_experts_in_groups(size: int, tmp_path: Path, *, trained: bool) -> None:
 
 
 @pytest.mark.skipif(IS_FAKE, reason="the libraries have no kernels for the fake GPU")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", LIBRARY_SHAPES)
-@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+@in_pairs(kind=LIBRARY_KINDS, shape=LIBRARY_SHAPES, precision=["fp32", "bf16"])
 def test_adapters_over_a_quantized_base(kind: str, shape: str, precision: str, tmp_path: Path) -> None:
     for library in ("transformers", "peft", "torchao" if kind.startswith("torchao") else "bitsandbytes"):
         pytest.importorskip(library)

@@ -252,13 +252,17 @@ class TransformersMoe(_OfTransformers):
         settings: dict[str, Any] = {"moe_intermediate_size": shape.inner, "num_experts": shape.num_experts}
         settings |= {"num_experts_per_tok": shape.top_k, "norm_topk_prob": True, "tie_word_embeddings": False}
         super().__init__("Qwen3Moe", shape, seq, intermediate_size=3 * shape.inner, **settings)
-        self._layers = [self.inner.model.layers]
         config = LoraConfig(r=lora_rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
         self.inner = get_peft_model(zo.group_experts(self.inner), config)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self._layers[0]
+        return self.inner.get_base_model().model.layers  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        base = self.inner.get_base_model()
+        hidden = base.model(input_ids=tokens).last_hidden_state
+        return zo.nn.chunked_cross_entropy(hidden, base.lm_head.weight, targets)
 
 
 def batch_of(shape: Shape, num_tokens: int, seq: int, device: torch.device, seed: int = 0) -> Batch:

@@ -345,8 +345,6 @@ def moe_lora(bench: Bench) -> None:
     build = partial(TransformersMoe, shape, seq, lora_rank=LORA_RANK)
     trainer = ours(bench, build, _capped(bench.machine, precision=EXACT))
     measure(bench, trainer, shape, tokens, seq, is_frozen=True)
-    batch = batch_of(shape, tokens[0], seq, bench.machine.device)
-    bench.record.attempt(f"profile, {tokens[0]} tokens", partial(profile, trainer, bench.machine, batch), 15)
     trainer.close()
 
 
