@@ -19,7 +19,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM
-from zero_offload.base.types import MIB, Tier
+from zero_offload.base.types import MIB, StateKind, Tier
 from zero_offload.storage.memory import arena
 
 DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
@@ -239,6 +239,46 @@ def test_states_that_no_plan_counts_are_compared_with_the_budget(tier: str, tmp_
         model(torch.zeros(1, 4, dtype=torch.long)).square().mean().backward()
         optimizer.step()
         zo.close(model)
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["accumulate", "loop"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_sums_of_micro_batches_take_what_the_plan_says(micro_batches: int, accumulates: bool) -> None:
+    """In fp32, where one micro-batch leaves bf16."""
+    config = zo.OffloadConfig(precision="bf16")
+    model = TinyLM(DIM, 4)
+    plan = zo.plan(model, config, micro_batches=micro_batches)
+    numel = sum(param.numel() for param in model.parameters())
+    assert plan.rest_bytes[Tier.CPU, StateKind.GRADS] == numel * (2 if micro_batches == 1 else 4)
+    zo.offload(model, config)
+    optimizer = zo.AdamW(model.parameters())
+    for _ in range(2):
+        batches = [torch.full((1, 4), number) for number in range(micro_batches)]
+        if accumulates:
+            zo.accumulate(model, batches, lambda model, batch: model(batch).square().mean())
+        else:
+            for batch in batches:
+                model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    planned, taken = plan.used_bytes(Tier.CPU) + plan.used_bytes(Tier.DEVICE), zo.stats(model).resident_bytes["cpu"]
+    adopted = 2 * numel if micro_batches == 1 else 0  # autograd's tensors, which are not counted
+    assert 0.9 * planned - adopted < taken <= planned, (planned, taken)
+
+
+def test_a_plan_of_micro_batches_has_the_tiers_of_the_offload(tmp_path: Path) -> None:
+    """An "auto" does not know how many there will be: the sums are beside what it has chosen."""
+    config = _config(tmp_path, params="auto", grads="auto", optimizer="auto")
+    one, four = (zo.plan(_empty_model(), config, micro_batches=count) for count in (1, 4))
+    assert one.fits
+    for kind in (StateKind.PARAMS, StateKind.OPTIMIZER):
+        assert [one.rest_bytes[tier, kind] for tier in Tier] == [four.rest_bytes[tier, kind] for tier in Tier]
+    grads = [(one.rest_bytes[tier, StateKind.GRADS], four.rest_bytes[tier, StateKind.GRADS]) for tier in Tier]
+    assert all(2 * narrow == wide for narrow, wide in grads) and sum(map(sum, grads))
+    assert (
+        four.nvme_written_bytes_per_step
+        >= one.nvme_written_bytes_per_step + 3 * four.rest_bytes[Tier.NVME, StateKind.GRADS]
+    )
 
 
 def test_small_units_take_what_the_plan_says() -> None:

@@ -605,12 +605,17 @@ def _outlook(
 
 
 def _unit_bytes(
-    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition, without: Container[int]
+    units: Sequence[UnitLayout],
+    spec: ModelSpec,
+    config: OffloadConfig,
+    partition: Partition,
+    without: Container[int],
+    micro_batches: int = 1,
 ) -> Sequence[UnitBytes]:
     """The bytes of the units of `spec`, laid out. Sections `without` values are taken to rest in files; a load takes
     room for those that do not."""
     numels = [UnitNumel.of(unit, spec.in_use_with(index), without) for index, unit in enumerate(units)]
-    return measure_units(numels, config, partition)
+    return measure_units(numels, config, partition, micro_batches)
 
 
 def plan(
@@ -620,6 +625,7 @@ def plan(
     units: UnitChoice | None = None,
     tokens: int = TOKENS_UNKNOWN,
     mesh: DeviceMesh | None = None,
+    micro_batches: int = 1,
 ) -> Plan:
     """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
     fit; meta models too. Not collective: budgets are those of this rank.
@@ -627,9 +633,14 @@ def plan(
     `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not.
     `.predicted_step_s` and `.bottleneck` are predicted, for a step of `tokens` on each rank: of a machine as it is
     known by the name of its GPU, not measured; `zero-offload plan` measures.
+
+    With `micro_batches` above 1 a step adds up the gradients of so many backwards, in fp32: 4 bytes per parameter where
+    they rest. The tokens of a step are divided among them. Placements are those of `offload`, which does not know how
+    many there will be.
     """
-    if not isinstance(tokens, int) or tokens < 1:
-        raise ConfigError(f"tokens={tokens!r}: a step has 1 or more, a whole number")
+    for name, count in (("tokens", tokens), ("micro_batches", micro_batches)):
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name}={count!r}: a step has 1 or more, a whole number")
     check_model("zo.plan", model)
     check_config("zo.plan", config)
     with on_likely_gpu():
@@ -645,11 +656,18 @@ def plan(
     budget = tier_budget(config, hardware)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
+    unit_bytes = _unit_bytes(layout.units, spec, config, partition, without, micro_batches)
+    each = max(tokens // micro_batches, 1)
     batch = Batch(
-        tokens=tokens, sequence=min(tokens, TOKENS_UNKNOWN), recompute=any(map(is_recomputed, model.modules()))
+        tokens=each,
+        micro_batches=micro_batches,
+        sequence=min(each, TOKENS_UNKNOWN),
+        recompute=any(map(is_recomputed, model.modules())),
     )
-    job, machine = replace(outlook.job, batch=batch), outlook.machine
+    job, machine = replace(outlook.job, batch=batch, units=tuple(unit_bytes)), outlook.machine
     if not device.is_host:
         # The placement is by what all ranks know; the seconds may be by what was measured here.
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
-    return Plan.of(estimate_memory(unit_bytes, placement, config, partition), job, placement, machine)
+    memory = estimate_memory(unit_bytes, placement, config, partition)
+    memory = replace(memory, wear=memory.wear.of_backwards(batch.num_passes))
+    return Plan.of(memory, job, placement, machine)

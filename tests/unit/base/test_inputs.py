@@ -35,6 +35,10 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "offload, no model": (lambda m, o: zo.offload(None, zo.OffloadConfig()), "takes a torch.nn.Module first, not None"),  # type: ignore[arg-type]
     "plan, a dict": (lambda m, o: zo.plan(nn.Linear(2, 2), {}), f"zo.plan takes an OffloadConfig, .*{NOT_A_CONFIG}"),  # type: ignore[arg-type]
     "plan, tokens": (lambda m, o: zo.plan(nn.Linear(2, 2), zo.OffloadConfig(), tokens="3"), "tokens='3'"),  # type: ignore[arg-type]
+    "plan, micro-batches": (
+        lambda m, o: zo.plan(nn.Linear(2, 2), zo.OffloadConfig(), micro_batches=0),
+        "micro_batches=0: a step has 1 or more",
+    ),
     "commit, swapped": (lambda m, o: zo.commit(o, m), r"not a value of type AdamW; write zo.commit\(model, optimizer"),
     "save, swapped": (lambda m, o: zo.save_checkpoint(o, m, "x"), r"write zo.save_checkpoint\(model, optimizer"),
     "load, swapped": (lambda m, o: zo.load_checkpoint(o, m, "x"), r"write zo.load_checkpoint\(model, optimizer"),
