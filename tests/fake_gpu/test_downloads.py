@@ -7,6 +7,7 @@ import torch
 
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
+from zero_offload.base.errors import CapacityError
 from zero_offload.base.events import Counters
 from zero_offload.base.types import KIB
 from zero_offload.hardware.device import AcceleratorDevice, Handoff
@@ -78,6 +79,26 @@ def test_what_is_wanted_lands_with_all_that_was_before_it() -> None:
     landing = Landing(*[4096] * 3)
     for section in range(3):
         landing.stage(section, values(16))
+    landing.downloads.land(1)
+    assert [number for number, _ in landing.found] == [0, 1]
+
+
+def test_what_finds_no_memory_as_it_lands_lands_later() -> None:
+    """It may land after backward, when a norm is asked for: a step without it would be wrong."""
+    landing, is_short = Landing(*[4096] * 2), True
+
+    def land(staged: torch.Tensor) -> None:
+        if is_short:
+            raise CapacityError("no memory")
+        landing.found.append((0, staged.tolist()))
+
+    landing.downloads.stage(0, values(16), landing.device.mark(), land)
+    landing.stage(1, values(16))
+    for _ in range(2):
+        with pytest.raises(CapacityError):
+            landing.downloads.land(1)
+    assert landing.found == []
+    is_short = False
     landing.downloads.land(1)
     assert [number for number, _ in landing.found] == [0, 1]
 

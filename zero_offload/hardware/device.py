@@ -222,12 +222,12 @@ class AcceleratorDevice(Device):
         self._uploads, self._downloads, self._following = (
             self._accelerator.make_stream(self.torch_device) for _ in range(3)
         )
-        self._pinned: dict[int, list[int]] = {}
-        """The pieces of each region, by their addresses."""
+        self._pinned: dict[int, dict[int, int]] = {}
+        """The pieces of each region: their addresses and bytes."""
         self._borders: list[int] = []
         """Addresses where a piece ends and another one begins, ascending."""
         self._pins_all = True
-        self._pin_bytes = self._pinned_bytes = 0
+        self._pin_bytes = self._pinned_bytes = self._told_pieces = 0
         self._spans = Spans()
         self._timed: deque[_Copy] = deque(maxlen=SPANS_MAX)
         self.numa_node = numa_node(self._module.get_device_properties(self.torch_device))
@@ -308,14 +308,14 @@ class AcceleratorDevice(Device):
         return super().alias(tensor)
 
     def will_pin(self, nbytes: int) -> None:
-        self._pin_bytes, self._pinned_bytes = nbytes, 0
+        self._pin_bytes, self._pinned_bytes, self._told_pieces = nbytes, 0, 0
 
     def pin(self, address: int, nbytes: int) -> None:
         registry = self._accelerator.host_memory
         if registry is None:
             self._cannot_pin(f"{self.torch_device} has no call that registers it", "")
             return
-        pieces: list[int] = []
+        pieces: dict[int, int] = {}
         with _current(self.torch_device):
             for begin in range(0, nbytes, PIN_PIECE_BYTES):
                 size = min(PIN_PIECE_BYTES, nbytes - begin)
@@ -323,22 +323,24 @@ class AcceleratorDevice(Device):
                     # All or nothing: no driver copies from memory that is registered in part.
                     for piece in pieces:
                         registry.unregister(piece)
+                    self._pinned_bytes -= sum(pieces.values())
                     error = f"registering {format_bytes(nbytes)} of it failed ({self.torch_device.type} error {status})"
                     self._cannot_pin(error, registry.advice)
                     return
-                pieces.append(address + begin)
+                pieces[address + begin] = size
                 self._tell_pinned(size)
         self._pinned[address] = pieces
         self._note_borders()
 
     def _note_borders(self) -> None:
-        self._borders = sorted(piece for pieces in list(self._pinned.values()) for piece in pieces[1:])
+        self._borders = sorted(piece for pieces in list(self._pinned.values()) for piece in list(pieces)[1:])
 
     def _tell_pinned(self, nbytes: int) -> None:
-        told, self._pinned_bytes = self._pinned_bytes // PIN_PIECE_BYTES, self._pinned_bytes + nbytes
+        self._pinned_bytes += nbytes
         done, of = self._pinned_bytes, self._pin_bytes
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a machine pin alike
-        if is_first and of >= PIN_TOLD_BYTES and done // PIN_PIECE_BYTES > told:
+        if is_first and of >= PIN_TOLD_BYTES and done // PIN_PIECE_BYTES > self._told_pieces:
+            self._told_pieces = done // PIN_PIECE_BYTES
             progress = f"{done // GIB} of {max(of, done) // GIB} GiB"
             print(f"zero_offload: pinning {format_bytes(max(of, done))} of CPU memory: {progress}", file=sys.stderr)
 
@@ -357,6 +359,7 @@ class AcceleratorDevice(Device):
         self._note_borders()
         registry = self._accelerator.host_memory
         if pieces is not None and registry is not None:
+            self._pinned_bytes -= sum(pieces.values())
             # In a forked child, or late in a process, the driver is gone.
             with contextlib.suppress(RuntimeError), _current(self.torch_device):
                 # The pages go next, and the last copies from there may still be under way.

@@ -54,7 +54,12 @@ def probe_hardware(
 
 def free_memory_bytes() -> int:
     """What this process may still take of the host's memory."""
-    return min(limit.free_bytes for limit in memory_limits())
+    return least_free().free_bytes
+
+
+def least_free() -> MemoryLimit:
+    """The bound on the host's memory that leaves least."""
+    return min(memory_limits(), key=lambda limit: limit.free_bytes)
 
 
 def resident_bytes() -> tuple[int, int]:

@@ -22,6 +22,7 @@ from zero_offload.plan.quantized import offloaded_tensors, tensors_of
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.units.guard import unguard
+from zero_offload.storage.memory.arena import Need
 from zero_offload.storage.shards.registry import owner_of
 
 KINDS = ("params", "master", "grads")
@@ -69,6 +70,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         "master": _masters,
         "grads": _grads,
     }
+    _check_room(owner, places, mode, kind)
     if kind in read:
         values = read[kind](owner, places)
         yield values
@@ -78,6 +80,20 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     read_params = _params if mode == "read" else _changed_params
     with read_params(owner, places) as values:
         yield values
+
+
+def _check_room(owner: ModelRuntime, places: Sequence[Place], mode: str, kind: str) -> None:
+    """Raise where the host has no memory for the copies that are made."""
+    if kind == "params" and (mode == "read" or not owner.device.is_host):
+        return
+    copied = [place for place in places if kind != "grads" or owner.grads.held(place.param)]
+    nbytes = sum(
+        place.piece.spec.numel * (place.section.layout.dtype.itemsize if kind == "params" else 4) for place in copied
+    )
+    what = f'zo.gathered(kind="{kind}", mode="{mode}") of {len(copied)} parameters'
+    owner.store.arena.look(
+        nbytes, Need(what, "Look at the model module by module: zo.gathered(module)", is_planned=False)
+    )
 
 
 @contextmanager

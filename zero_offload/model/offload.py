@@ -194,7 +194,8 @@ class Builder:
         """Take memory, make or open the files, and make units, which are still empty."""
         config, device, files = self.config, self.device, self.files
         on_host, on_device = self.buffers.frame_limits(planned_bytes)
-        arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
+        pinner, most_bytes = None if device.is_host else device, config.budget_bytes(Tier.CPU)
+        arena = Arena(on_host.chosen, on_host.most, pinner, num_kept=on_host.kept, most_bytes=most_bytes)
         device.will_pin(self.sizes.plan.used_bytes(Tier.CPU))
         self.frames = FrameBudget(on_device.chosen, on_device.most, on_device.least)
         num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2

@@ -181,7 +181,12 @@ def test_large_memory_is_registered_in_pieces_with_progress(gpus: _Gpus, capsys:
     assert lines[-1] == "zero_offload: pinning 100 GiB of CPU memory: 100 of 100 GiB"
     found.unpin(1 << 40)
     assert sum(gpus.registered.values()) == 60 * GIB
+    found.pin(3 << 40, 60 * GIB)
+    assert capsys.readouterr().err == "zero_offload: pinning 120 GiB of CPU memory: 120 of 120 GiB\n", (
+        "what is pinned now"
+    )
     found.unpin(2 << 40)
+    found.unpin(3 << 40)
     assert not gpus.registered
 
 

@@ -29,7 +29,7 @@ from zero_offload.hardware.device import Device, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
-from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.arena import Arena, Need, Region
 from zero_offload.storage.memory.pool import SpanPool
 
 BYTES_OUT = 512 * MIB
@@ -39,6 +39,15 @@ PINNED_SLAB_BLOCKS = 32
 """Blocks of pinned memory that are taken and registered at once. A storage is one copy in each slab that it touches."""
 LANDING_SLAB_BYTES = 16 * MIB
 """Bytes of a CPU's own memory taken at once; one tensor may be larger."""
+
+
+_NEED = Need(
+    "activations",
+    "Make batches smaller or sequences shorter; mark blocks with zo.checkpoint, which keeps their inputs alone; or "
+    'activations="nvme"',
+    is_planned=False,
+    is_bounded=False,
+)
 
 
 class StoredBytes(Protocol):
@@ -113,7 +122,7 @@ class _Slabs:
 def _allocate(arena: Arena, num_blocks: int) -> Tensor:
     """(all bytes,) uint8."""
     nbytes = num_blocks * ACTIVATION_BLOCK_BYTES
-    return arena.allocate(nbytes).tensor(torch.uint8, nbytes)
+    return arena.allocate(nbytes, _NEED).tensor(torch.uint8, nbytes)
 
 
 class HostTier:
@@ -526,7 +535,7 @@ class Landing:
         if slab is None:
             # Those that are too small for ever larger tensors must not add up.
             self._slabs = [each for each in self._slabs if each.in_use]
-            slab = SpanPool(self._arena, max(nbytes, LANDING_SLAB_BYTES))
+            slab = SpanPool(self._arena, max(nbytes, LANDING_SLAB_BYTES), _NEED)
             self._slabs.append(slab)
         region, reads = slab.lease(nbytes), list[Transfer | None]()
         self._leased.append(_Leased(slab, region.address, region.nbytes, weakref.ref(region.owner), reads))

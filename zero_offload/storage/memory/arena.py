@@ -6,6 +6,8 @@ Owns every page, and alone calls mremap, mprotect and madvise. Two ways to get m
 `detach` takes back, so that any unit can use any free frame: no fragmentation, no copy, no growth.
 A region is returned to the system when the last tensor that views it dies.
 
+Both first compare with what is left (`Arena.look`): where memory is short, the kernel kills a process without a word.
+
 Addresses are in steps of `FRAME` (2 MiB), a huge page; what is allocated takes no memory behind its end. No range is
 inherited by forked children: a DataLoader worker must neither copy nor hold these pages.
 """
@@ -23,13 +25,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import FRAME as FRAME
-from zero_offload.base.types import format_bytes
+from zero_offload.base.types import MIB, format_bytes
+from zero_offload.hardware.probe import least_free
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
@@ -60,6 +63,12 @@ _libc.mremap.argtypes = [
 ]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+LOOK_BYTES = 16 * MIB
+"""So much may be taken between two looks at what is left. A look takes some 0.5 ms, filling so much with zeros 4."""
+SPARE_BYTES = 256 * MIB
+"""What is beyond the plan leaves so much to the program and the system."""
 
 TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
@@ -102,6 +111,14 @@ def allocate_movable(count: int) -> int:
 def taken_bytes(nbytes: int) -> int:
     """What a range that `allocate` gives takes of the host's memory."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def untouched_bytes(address: int, nbytes: int) -> int:
+    """Of a range that `allocate` gave, what no one has written or read: the system counts it as free."""
+    pages = bytearray(-(-nbytes // mmap.PAGESIZE))
+    if _libc.mincore(address, nbytes, (ctypes.c_char * len(pages)).from_buffer(pages)) != 0:
+        return 0
+    return pages.count(0) * mmap.PAGESIZE
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> None:
@@ -276,9 +293,11 @@ class _Viewed:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._regions: dict[int, tuple[weakref.ref[object], int]] = {}
+        self._regions: dict[int, tuple[weakref.ref[ctypes.Array[ctypes.c_char]], int]] = {}
 
-    def add(self, owner: object, nbytes: int, end: Callable[[object], object] | None = None) -> None:
+    def add(
+        self, owner: ctypes.Array[ctypes.c_char], nbytes: int, end: Callable[[object], object] | None = None
+    ) -> None:
         """`end`, which must not be Python's, is called when the last view is gone."""
         for number in [number for number, (life, _) in self._regions.copy().items() if life() is None]:
             self._regions.pop(number, None)
@@ -287,6 +306,12 @@ class _Viewed:
     @property
     def nbytes(self) -> int:
         return sum(nbytes for life, nbytes in self._regions.copy().values() if life() is not None)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Address and bytes of each; it stays mapped until the next one is asked for."""
+        for life, nbytes in self._regions.copy().values():
+            if (owner := life()) is not None:
+                yield ctypes.addressof(owner), nbytes
 
     def clear(self) -> None:
         """Drop the record of all pages, in a forked child that has none of them: other memory at their addresses must
@@ -306,6 +331,24 @@ def _region(address: int, nbytes: int) -> Region:
     return Region(address, nbytes, owner)
 
 
+class Need(NamedTuple):
+    """What memory is for, as an error tells it that has none."""
+
+    what: str = "a buffer"
+    advice: str = (
+        'Place less on the cpu tier: params=, grads=, optimizer= and activations= take "nvme", or "device" where a GPU '
+        'has room; precision=zo.Precision(states="compact") takes fewer bytes'
+    )
+    is_planned: bool = True
+    """True if the plan counts it."""
+    is_bounded: bool = True
+    """False for what `cpu_memory` does not bound: activations."""
+
+
+A_BUFFER = Need()
+_FRAMES = Need("units on their way", "Lower device_memory=, or name smaller units with units=")
+
+
 class Pinner(Protocol):
     """Registers host memory with a device; for a CPU there is nothing to do."""
 
@@ -321,13 +364,23 @@ class Arena:
     """The host memory of one offloaded model."""
 
     def __init__(
-        self, frame_limit: int, frame_limit_max: int | None = None, pinner: Pinner | None = None, *, num_kept: int = 0
+        self,
+        frame_limit: int,
+        frame_limit_max: int | None = None,
+        pinner: Pinner | None = None,
+        *,
+        num_kept: int = 0,
+        most_bytes: int | None = None,
     ) -> None:
         """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions.
 
-        Of the limit `num_kept` frames are for claims that the rest cannot serve.
+        Of the limit `num_kept` frames are for claims that the rest cannot serve. Regions that no plan counts are taken
+        up to `most_bytes` of all.
         """
         self._pinner = pinner
+        self._most_bytes = most_bytes
+        self._unlooked_bytes = 0
+        """Taken since the last look at what is left."""
         self._num_kept = num_kept
         self.claimed_frames = 0
         """Frames that are claimed now."""
@@ -342,16 +395,22 @@ class Arena:
         self._free: list[int] = []
         self._num_frames = 0
         self._count()
-        self._allocated = _Viewed()
+        self._allocated, self._unbounded = _Viewed(), _Viewed()
         self.num_mappings = 0
         """Ranges of addresses asked of the system so far, reserved ones included. Frames that move ask for none."""
         self.num_registrations = 0
         """Those of them that the pinner was given. Both stand still once training has settled."""
 
-    def allocate(self, nbytes: int) -> Region:
-        """Take memory for good: zero-filled, aligned to 2 MiB."""
+    def allocate(self, nbytes: int, need: Need = A_BUFFER, *, replaced_bytes: int = 0) -> Region:
+        """Take memory for good: zero-filled, aligned to 2 MiB. Raises CapacityError, and has taken nothing, where less
+        is left. `replaced_bytes` of what is taken now go at once."""
+        if self._most_bytes is not None and need.is_bounded and not need.is_planned:
+            self._check_budget(self._most_bytes, nbytes, need, replaced_bytes)
+        self.look(nbytes, need)
         region, taken = self._place(allocate(nbytes), nbytes), taken_bytes(nbytes)
         self._allocated.add(region.owner, taken)
+        if not need.is_bounded:
+            self._unbounded.add(region.owner, taken)
         if self._pinner is not None:
             # Runs before the pages go: what was hung on an object last runs first.
             weakref.finalize(region.owner, self._pinner.unpin, region.address).atexit = False
@@ -369,9 +428,39 @@ class Arena:
         self.num_mappings += 1
         return _region(reserve(nbytes), nbytes)
 
-    def array(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """(numel,) zeros on the host, in memory of their own."""
-        return self.allocate(numel * dtype.itemsize).tensor(dtype, numel)
+    def array(self, dtype: torch.dtype, numel: int, need: Need = A_BUFFER, *, replaced_bytes: int = 0) -> torch.Tensor:
+        """(numel,) zeros on the host, in memory of their own; as `allocate`."""
+        return self.allocate(numel * dtype.itemsize, need, replaced_bytes=replaced_bytes).tensor(dtype, numel)
+
+    def _check_budget(self, most: int, nbytes: int, need: Need, replaced_bytes: int) -> None:
+        then = self._allocated.nbytes - self._unbounded.nbytes + taken_bytes(nbytes) - replaced_bytes
+        if then > most:
+            raise CapacityError(
+                f"{need.what}: with {format_bytes(nbytes)} more the cpu tier takes {format_bytes(then)}, and "
+                f"cpu_memory= allows {format_bytes(most)}. Raise it if the machine has more. {need.advice}"
+            )
+
+    def look(self, nbytes: int, need: Need) -> None:
+        """Raise CapacityError where the system or its groups have less left. They count pages as free that are taken
+        and that nothing has touched."""
+        self._unlooked_bytes += nbytes
+        if self._unlooked_bytes < LOOK_BYTES:
+            return
+        try:
+            left = least_free()
+        except OSError:  # as many files are open as may be: this is no time to stop for that
+            return
+        self._unlooked_bytes = promised = 0
+        if self._pinner is None and nbytes + self._allocated.nbytes > left.free_bytes:
+            promised = sum(untouched_bytes(*each) for each in self._allocated.ranges())
+        spare = 0 if need.is_planned else SPARE_BYTES
+        if nbytes + promised + spare > left.free_bytes:
+            beside = f", beside {format_bytes(promised)} that are taken already and not filled yet" if promised else ""
+            stays = f", of which {format_bytes(spare)} stay free" if spare else ""
+            raise CapacityError(
+                f"{need.what}: {format_bytes(nbytes)} of CPU memory are needed{beside}, and "
+                f"{format_bytes(left.free_bytes)} are left ({left.source}){stays}. {need.advice}"
+            )
 
     @property
     def allocated_bytes(self) -> int:
@@ -438,6 +527,7 @@ class Arena:
         return _region(address, nbytes)
 
     def _grow(self, count: int) -> None:
+        self.look(count * FRAME, _FRAMES)
         region = self._place(allocate_movable(count), count * FRAME)
         self._blocks.append(region)
         self._num_frames += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from zero_offload.base.types import SECTOR, whole_sectors
-from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.arena import A_BUFFER, Arena, Need, Region
 
 
 class Span(Protocol):
@@ -26,8 +26,9 @@ class SpanPool:
     registered with the device in the middle of some later step.
     """
 
-    def __init__(self, arena: Arena, nbytes: int) -> None:
+    def __init__(self, arena: Arena, nbytes: int, need: Need = A_BUFFER) -> None:
         self._arena = arena
+        self._need = need
         self.nbytes = _round_up(nbytes)
         self._region: Region | None = None
         self._free = [(0, self.nbytes)]
@@ -40,7 +41,7 @@ class SpanPool:
     def lease(self, nbytes: int) -> Region:
         """A sector-aligned region; the caller makes sure that it `fits`."""
         if self._region is None:
-            self._region = self._arena.allocate(self.nbytes)
+            self._region = self._arena.allocate(self.nbytes, self._need)
         size = _round_up(nbytes)
         index, (begin, end) = next((i, span) for i, span in enumerate(self._free) if span[1] - span[0] >= size)
         self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []

@@ -216,6 +216,9 @@ class DriveGrads(HostGrads):
             self._store.disk.read_array(self._extent(self.dtype), array)
         return array
 
+    def _widen_array(self) -> None:
+        self._widen_in_turn()
+
     def _begin_wide(self) -> None:
         super()._begin_wide()
         self._detach_pages()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.errors import CapacityError, ZeroOffloadError
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.hardware.device import Device, Event, Handoff
@@ -29,8 +29,10 @@ from zero_offload.hardware.kernels.arguments import CHUNK
 from zero_offload.hardware.kernels.grads import launch_sums, total
 from zero_offload.hardware.native import GradSum
 from zero_offload.plan.memory import leaving_bytes
-from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.arena import Arena, Need, Region
 from zero_offload.storage.memory.pool import SpanPool
+
+_STAGING = Need("gradients on their way from the device")
 
 
 class _Leaving(NamedTuple):
@@ -94,7 +96,7 @@ class GradDownloads:
     def resize(self, nbytes: int, sent: Sequence[int]) -> None:
         """From now on there are `nbytes` of staging, and sections send so many bytes each at once."""
         self.drain()
-        self._pool = SpanPool(self._arena, nbytes)
+        self._pool = SpanPool(self._arena, nbytes, _STAGING)
         self._leaving_max = leaving_bytes(sent)
 
     def make_room(self, nbytes: int) -> None:
@@ -200,11 +202,17 @@ class GradDownloads:
             self._finish()
         if not self._pool.fits(nbytes):
             # What is leased of the one before keeps it.
-            self._pool = SpanPool(self._arena, max(nbytes, self._pool.nbytes))
+            self._pool = SpanPool(self._arena, max(nbytes, self._pool.nbytes), _STAGING)
         return _Lease(self._pool, self._pool.lease(nbytes))
 
     def _finish(self) -> None:
-        self._end(self._staged.popleft(), land=True)
+        staged = self._staged.popleft()
+        try:
+            self._end(staged, land=True)
+        except CapacityError:
+            # Nothing of it has landed. It may be after backward that it lands: a step without it would be wrong.
+            self._staged.appendleft(staged)
+            raise
 
     def _end(self, staged: _Staged, *, land: bool) -> None:
         for handoff in staged.handoffs:

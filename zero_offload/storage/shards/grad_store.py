@@ -24,7 +24,7 @@ from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.storage.memory.arena import Region
+from zero_offload.storage.memory.arena import Need, Region
 from zero_offload.storage.shards.grad_downloads import GradDownloads, StagedGrad, Sum
 from zero_offload.storage.shards.store import ShardStore
 
@@ -34,6 +34,13 @@ no hole in the heap when it goes."""
 
 KEPT_MEAN_BYTES = 256 * KIB
 """Each gradient that is kept is an update by itself: a section of many small ones is updated faster as one."""
+
+SUMS_ADVICE = (
+    "Sums of micro-batches take 4 bytes per parameter where gradients rest: zo.plan(model, config, micro_batches=2) "
+    'counts them. Let gradients rest on "nvme", or on "device" where the GPU has room (grads=); place params= or '
+    'optimizer= in part on "nvme"; take fewer bytes with precision=zo.Precision(states="compact"); or train an adapter '
+    "(LoRA). This step's gradients are dropped; generations on disk are whole"
+)
 
 Wait = Callable[[], object]
 """Returns when gradients on their way to host memory are there."""
@@ -324,7 +331,17 @@ class HostGrads(GradStore):
 
     def _bring(self) -> torch.Tensor:
         """An array with the gradients that are held."""
-        return self._store.arena.array(self.dtype, self.layout.shard_numel)
+        return self._new_array(self.dtype)
+
+    def _new_array(self, dtype: torch.dtype) -> torch.Tensor:
+        """An array of zeros, in place of the one that is there."""
+        replaced_bytes = 0 if self._array is None else self._array.nbytes
+        return self._store.arena.array(dtype, self.layout.shard_numel, self._need(dtype), replaced_bytes=replaced_bytes)
+
+    def _need(self, dtype: torch.dtype) -> Need:
+        if is_wider(dtype, self.layout.dtype):
+            return Need(f"fp32 sums of the gradients of {self.unit}", SUMS_ADVICE, is_planned=False)
+        return Need(f"gradients of {self.unit}")
 
     def _place(self, index: int) -> torch.Tensor:
         return self._adopted[index] if index in self._adopted else self._in_array(index)
@@ -339,12 +356,25 @@ class HostGrads(GradStore):
 
     def widen(self) -> None:
         """Switch to fp32, keeping the values, which is exact; all are in the array then."""
+        if self.dtype != torch.float32:
+            self._widen_array()
+        if self._adopted:
+            self.open()  # where there is no memory for it, they stay
         while self._adopted:
             index, grad = self._adopted.popitem()
             self._in_array(index).copy_(grad)
-        if self.dtype == torch.float32:
-            return
-        narrow = self._complete_array().float() if self.held else None
+
+    def _widen_array(self) -> None:
+        """Switch to fp32. The wide array is taken before the narrow one goes: without memory for it nothing changes."""
+        wide = None
+        if self.held and self._array is not None:
+            wide = self._new_array(torch.float32).copy_(self._complete_array())
+        self._drop_array()
+        self._array, self.dtype = wide, torch.float32
+
+    def _widen_in_turn(self) -> None:
+        """The same where the array's own memory goes first: it may be what the wide one gets."""
+        narrow = self._complete_array().clone() if self.held else None
         self._drop_array()
         self._begin_wide()
         if narrow is not None:

@@ -17,10 +17,10 @@ from zero_offload.base.types import Tier
 from zero_offload.hardware.device import Event
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRAD_RING_UNITS
-from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.arena import Arena, Need, Region
 from zero_offload.storage.memory.pool import SpanPool
 from zero_offload.storage.shards.drive_grads import AttachBuffer, DriveGrads, DriveRoom
-from zero_offload.storage.shards.grad_store import GradMemory, HostGrads
+from zero_offload.storage.shards.grad_store import SUMS_ADVICE, GradMemory, HostGrads
 
 LAUNCHED_MAX = GRAD_RING_UNITS - 3
 """Units whose update is launched and not computed, beside those that backward fills."""
@@ -35,7 +35,7 @@ class GradRing:
     """
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
-        self._pool = SpanPool(arena, nbytes)
+        self._pool = SpanPool(arena, nbytes, Need("gradients on their way to the update"))
         self._filling: dict[int, dict[int, RingGrads]] = {}
         """By the unit's index: shards with a part that no update has taken, by the section's index."""
         self._launched: deque[tuple[UnitUpdate, Sequence[RingGrads]]] = deque()
@@ -131,7 +131,14 @@ class RingGrads(HostGrads):
 
     def _moved(self, array: torch.Tensor) -> torch.Tensor | None:
         """An array with the same gradients, or None where they went to a drive."""
-        return self._store.arena.array(self.dtype, self.layout.shard_numel).copy_(array)
+        return self._new_array(self.dtype).copy_(array)
+
+    def _need(self, dtype: torch.dtype) -> Need:
+        advice = f'with overlap="backward" a plan counts gradients that pass through; here they are held: {SUMS_ADVICE}'
+        return Need(f"gradients of {self.unit}", advice, is_planned=False)
+
+    def _widen_array(self) -> None:
+        self._widen_in_turn()
 
     def _drop_array(self) -> None:
         super()._drop_array()

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from zero_offload.base.errors import CapacityError
+from zero_offload.base.types import GIB
+from zero_offload.hardware import probe
+from zero_offload.hardware.probe import MemoryLimit
 from zero_offload.storage.memory import arena as pages
-from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
+from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer, Need
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["pages move", "pages stay"])
@@ -245,3 +248,101 @@ def test_what_is_claimed_is_not_given_up_when_more_is_allowed() -> None:
     assert claiming.attach() and (arena.free_frames, arena.kept_frames) == (0, 0)
     claiming.detach()
     assert (arena.free_frames, arena.kept_frames) == (3, 3)
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets what the system has left; each allocation of some pages is compared with it."""
+
+    def has(nbytes: int) -> None:
+        monkeypatch.setattr(
+            probe, "memory_limits", lambda: (MemoryLimit("host", 8 * GIB), MemoryLimit("cgroup x", nbytes))
+        )
+
+    monkeypatch.setattr(pages, "LOOK_BYTES", FRAME)
+    return has
+
+
+def test_more_than_is_left_is_an_error_that_takes_nothing(left: Callable[[int], None]) -> None:
+    arena = Arena(4, pinner=_PinsNothing())
+    left(8 * FRAME - 1)
+    with pytest.raises(CapacityError) as caught:
+        arena.allocate(8 * FRAME, Need("sums of x", "Type y"))
+    assert str(caught.value) == "sums of x: 16 MiB of CPU memory are needed, and 16 MiB are left (cgroup x). Type y"
+    assert arena.allocated_bytes == arena.num_mappings == 0
+    left(8 * FRAME)
+    assert arena.allocate(8 * FRAME).nbytes == 8 * FRAME
+    left(8 * FRAME + pages.SPARE_BYTES - 1)
+    with pytest.raises(CapacityError, match="272 MiB are left .cgroup x., of which 256 MiB stay free"):
+        arena.allocate(8 * FRAME, Need(is_planned=False))
+
+
+def test_memory_that_is_taken_and_not_filled_is_not_left(left: Callable[[int], None]) -> None:
+    """The system counts its pages as free until something is written there."""
+    arena = Arena(0)
+    states = arena.array(torch.uint8, 8 * FRAME)
+    states[: 2 * FRAME].fill_(1)
+    left(9 * FRAME)
+    with pytest.raises(CapacityError, match="8 MiB of CPU memory are needed, beside 12 MiB that are taken already and"):
+        arena.array(torch.uint8, 4 * FRAME)
+    assert arena.array(torch.uint8, 3 * FRAME).numel() == 3 * FRAME
+    states.fill_(1)
+    assert arena.array(torch.uint8, 4 * FRAME).numel() == 4 * FRAME
+
+
+def test_many_small_pieces_are_compared_too(left: Callable[[int], None]) -> None:
+    arena = Arena(0, pinner=_PinsNothing())
+    left(0)
+    kept = [arena.allocate(FRAME // 4) for _ in range(3)]
+    with pytest.raises(CapacityError, match="a buffer: 512 KiB of CPU memory are needed, and 0 B are left"):
+        arena.allocate(FRAME // 4)
+    assert arena.allocated_bytes == len(kept) * FRAME // 4
+
+
+def test_what_cannot_be_asked_is_asked_later(left: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many_files() -> None:
+        raise OSError(24, "Too many open files")
+
+    arena = Arena(0)
+    monkeypatch.setattr(probe, "memory_limits", too_many_files)
+    kept = arena.allocate(FRAME)
+    left(0)
+    with pytest.raises(CapacityError):
+        arena.allocate(mmap.PAGESIZE)
+    assert arena.allocated_bytes == kept.nbytes
+
+
+def test_frames_beyond_what_is_left_are_an_error(left: Callable[[int], None]) -> None:
+    arena = Arena(4)
+    left(2 * FRAME)
+    frames = arena.lease_frames(2)
+    assert frames is not None
+    with pytest.raises(CapacityError, match="units on their way: 4 MiB of CPU memory are needed"):
+        left(FRAME)
+        arena.lease_frames(2)
+    assert arena.frame_bytes == 2 * FRAME and arena.free_frames == 2
+    arena.release_frames(frames)
+    assert arena.lease_frames(2) is not None, "those are here"
+
+
+def test_what_no_plan_counts_stays_within_the_budget() -> None:
+    arena = Arena(0, most_bytes=10 * FRAME)
+    planned = arena.allocate(8 * FRAME)
+    activations = arena.allocate(4 * FRAME, Need("activations", is_planned=False, is_bounded=False))
+    sums = Need("sums of x", "Type y", is_planned=False)
+    with pytest.raises(
+        CapacityError, match=r"with 6 MiB more the cpu tier takes 22 MiB, and cpu_memory= allows 20 MiB"
+    ):
+        arena.allocate(3 * FRAME, sums)
+    assert arena.allocated_bytes == planned.nbytes + activations.nbytes
+    narrow = arena.allocate(FRAME, sums)
+    assert arena.allocate(2 * FRAME, sums, replaced_bytes=narrow.nbytes).nbytes == 2 * FRAME
+    assert Arena(0).allocate(FRAME, sums).nbytes == FRAME, "no budget"
+
+
+class _PinsNothing:
+    numa_node = None
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
