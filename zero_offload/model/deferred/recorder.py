@@ -192,7 +192,7 @@ def _data(tensor: DeferredTensor, values: Tensor | None = None) -> Tensor | None
     return None
 
 
-def _to(tensor: DeferredTensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(tensor: DeferredTensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     """Itself, or the same in fp32: that rounds nothing, so the values are made as before."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
     if not (device is None or device.type == "cpu") or dtype not in (None, tensor.dtype, torch.float32):
@@ -200,7 +200,7 @@ def _to(tensor: DeferredTensor, *args: Any, **kwargs: Any) -> Tensor:
             f"a parameter that was built in zo.deferred_init has no values yet, which could become {dtype or device}. "
             "Build the model in this dtype (dtype=), or choose it by zo.offload (precision=), which moves it too"
         )
-    return tensor if dtype in (None, tensor.dtype) else _made_as(tensor, torch.float32)
+    return tensor if not copy and dtype in (None, tensor.dtype) else _made_as(tensor, dtype or tensor.dtype)
 
 
 def _made_as(tensor: DeferredTensor, dtype: torch.dtype) -> DeferredTensor:

@@ -107,6 +107,7 @@ def test_values_are_not_there_before_offload(use: Callable[[Any], Any]) -> None:
         lambda linear: linear.float(),
         lambda linear: linear.to("cpu", torch.float32),
         lambda linear: setattr(linear.weight, "data", linear.weight.data.to(torch.float32)),
+        lambda linear: setattr(linear.weight, "data", linear.weight.to(torch.float32, copy=True)),
         copy.deepcopy,
     ],
 )
