@@ -1,7 +1,7 @@
 """`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place; `plan()`: what it would take.
 
 `Builder` owns the order of building. Parameters move in section by section, so that the peak is the model plus one
-chunk. A second call adopts parameters (`_adopt`). Nothing here runs in a training step.
+chunk. A second call adopts parameters (`Growth`). Nothing here runs in a training step.
 """
 
 from __future__ import annotations
@@ -110,29 +110,31 @@ def offload(
     CheckpointError. The model is then as it was, unless reading a generation back failed half-way. Values that had
     moved to the tiers and cannot be read back, as with several ranks, are NaN, and a warning says so.
     """
-    owners = _owners_in(model)
-    if owners:
-        _adopt(model, owners, config, mesh, units)
-        return model
     with contextlib.ExitStack() as undo:
-        builder = Builder(model, config, mesh, units, undo)
-        builder.open_files()
-        with builder.ranks.together():
-            builder.make_units()
-            builder.make_movers()
-            owner = builder.make_runtime()
-            undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
-            _install(model, owner, owner.units, builder.spec, builder.casts, undo)
-        owner.files.finish_resume(owner.ranks)
-        check_same_base(owner.store, owner.ranks)
-        if owner.files.found is not None:
-            owner.adopt_generation(owner.files.found)
-            owner.note_lost_base(builder.base_paths)
+        if owners := _owners_in(model):
+            growth = Growth(model, owners, config, mesh, units, undo)
+            growth.make_units()
+            growth.join_generations()
+            owner = growth.install()
         else:
-            owner.life.lacks_weights = builder.skips_values
-        trim_heap()  # the parameters' old storages are free
-        owner.close_when_dropped()
+            builder = Builder(model, config, mesh, units, undo)
+            builder.open_files()
+            with builder.ranks.together():
+                builder.make_units()
+                builder.make_movers()
+                owner = builder.make_runtime()
+                undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until Python exits
+                _install(model, owner, owner.units, builder.spec, builder.casts, undo)
+            owner.files.finish_resume(owner.ranks)
+            check_same_base(owner.store, owner.ranks)
+            if owner.files.found is not None:
+                owner.adopt_generation(owner.files.found)
+                owner.note_lost_base(builder.base_paths)
+            else:
+                owner.life.lacks_weights = builder.skips_values
+            owner.close_when_dropped()
         undo.pop_all()
+    trim_heap()  # the parameters' old storages are free
     mark_prepared(model, owner.device.torch_device.type)
     return model
 
@@ -375,95 +377,117 @@ def _hook(
     owner.add_root(root, undo)
 
 
-def _adopt(
-    model: nn.Module,
-    owners: Sequence[Owner],
-    config: OffloadConfig | None,
-    mesh: DeviceMesh | None,
-    units: UnitChoice | None,
-) -> None:
-    """Offload what an offloaded model has got since: further units behind those that there are, which stay."""
-    owner = owners[0]
-    if len(owners) > 1:
-        raise ConfigError(
-            f"zo.offload: these are {len(owners)} models that were offloaded apart; call it with one of them, or with "
-            "a module that holds parameters of one"
-        )
-    assert isinstance(owner, ModelRuntime)
-    if owner.life.is_closed:
-        raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
-    files, keeper, device, collectives = owner.files, owner.keeper, owner.device, owner.collectives
-    with owner.together("zo.offload"):
-        owner.drain()  # a commit under way talks to the other ranks, as what follows does
-    with owner.ranks.together():
-        _check_call(owner, config, mesh)
-        found = [tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None]
-        if not found:
+class Growth:
+    """Offloads what an offloaded model has got since: further units behind those that there are, which stay. Used like
+    `Builder`, in the order of the methods."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Sequence[Owner],
+        config: OffloadConfig | None,
+        mesh: DeviceMesh | None,
+        units: UnitChoice | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Check what was given and what is new, and decide where it rests. Collective."""
+        if len(owners) > 1:
             raise ConfigError(
-                "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
-                "and again after parameters were added"
+                f"zo.offload: these are {len(owners)} models that were offloaded apart; call it with one of them, or "
+                "with a module that holds parameters of one"
             )
-        root = owner.root_of(found) or model
-        check_not_wrapped(root)
-        chosen = set(map(id, found))
-        added = {name: tensor for name, tensor in offloaded_tensors(root) if id(tensor) in chosen}
-        divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
-        new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
-        _check_params(new_params, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
-        _check_names(owner.layout, added)
-        spec = ModelSpec.from_module(root, units, found, experts_in(root))
-        dtypes = resolve(root, owner.config, strict=False)
-        layout = make_layout(spec, dtypes, owner.layout.num_shards, owner.layout)
-        _check_experts(layout.units[len(owner.units) :], owner.config)
-        if keeper is not None:
-            keeper.check_growth(layout)
-        without = sections_without_values(layout, added)
-        sizes = _grown_sizes(owner, layout, spec, work_of(root, spec), without)
-    awaited, skips_values = files.awaits, lacks_values(found)
-    check_same_model(added, owner.ranks, values=not awaited)
-    del found, added  # what they hold would keep its memory
-    with contextlib.ExitStack() as undo:
-        store, first = owner.store, len(owner.units)
-        before = BufferPlan(owner.layout, owner.sizes.placement, collectives.partition, owner.config, device.is_host)
-        buffers = replace(before, layout=layout, placement=sizes.placement)
+        (owner,) = owners
+        assert isinstance(owner, ModelRuntime)
+        if owner.life.is_closed:
+            raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
+        self.model, self.owner, self.undo = model, owner, undo
+        with owner.together("zo.offload"):
+            owner.drain()  # a commit under way talks to the other ranks, as what follows does
         with owner.ranks.together():
-            sections = [section for unit in layout.units[first:] for section in unit.sections]
-            undo.callback(store.shrink, len(store.shards))
-            shards = store.grow(sections, sizes.placement.tiers)
-            files.lay_out(store, shards, without, awaited=awaited)
-            new = [
-                _make_unit(index, buffers, store, device, owner.frames, owner.errors, collectives.shard_index)
-                for index in range(first, len(layout.units))
+            _check_call(owner, config, mesh)
+            found = {id(tensor): tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None}
+            self.root = owner.root_of(found.values()) or model
+            added = {name: tensor for name, tensor in offloaded_tensors(self.root) if id(tensor) in found}
+            _check_added(owner, self.root, added)
+            self.spec = ModelSpec.from_module(self.root, units, added.values(), experts_in(self.root))
+            dtypes = resolve(self.root, owner.config, strict=False)
+            self.casts = dtypes.casts
+            self.layout = make_layout(self.spec, dtypes, owner.layout.num_shards, owner.layout)
+            _check_experts(self.layout.units[len(owner.units) :], owner.config)
+            if owner.keeper is not None:
+                owner.keeper.check_growth(self.layout)
+            self.without = sections_without_values(self.layout, added)
+            self.sizes = _grown_sizes(owner, self.layout, self.spec, work_of(self.root, self.spec), self.without)
+        self.awaited, resumed = owner.files.awaits, owner.files.found
+        self.param_steps = resumed.payload.get("param_steps", {}) if self.awaited and resumed is not None else {}
+        partition, is_host = owner.collectives.partition, owner.device.is_host
+        self.before = BufferPlan(owner.layout, owner.sizes.placement, partition, owner.config, is_host)
+        self.buffers = replace(self.before, layout=self.layout, placement=self.sizes.placement)
+        self.skips_values = lacks_values(added.values())
+        check_same_model(added, owner.ranks, values=not self.awaited)
+
+    def make_units(self) -> None:
+        """Take room, make units, and move the parameters in."""
+        owner, store, files, first = self.owner, self.owner.store, self.owner.files, len(self.owner.units)
+        shard_index = owner.collectives.shard_index
+        sections = [section for unit in self.layout.units[first:] for section in unit.sections]
+        self.undo.callback(store.shrink, len(store.shards))
+        with owner.ranks.together():
+            shards = store.grow(sections, self.sizes.placement.tiers)
+            files.lay_out(store, shards, self.without, awaited=self.awaited)
+            self.units = [
+                _make_unit(index, self.buffers, store, owner.device, owner.frames, owner.errors, shard_index)
+                for index in range(first, len(self.layout.units))
             ]
-            move_buffers(root, device, undo)
-            files.fill(store, shards if awaited else (), collectives.shard_index)
-            without_values = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
+            move_buffers(self.root, owner.device, self.undo)
+            files.fill(store, shards if self.awaited else (), shard_index)
+            values_of = None if self.awaited else shard_index
+            self.without_values = move_in(self.root, self.units, store, values_of, self.undo)
             store.staging.drop()
-        steps = files.found.payload.get("param_steps", {}) if awaited and files.found is not None else {}
-        if keeper is not None:
-            undo.callback(keeper.shrink, owner.layout)
-            keeper.grow(layout)
-            if awaited:
-                files.finish_resume(owner.ranks)
+
+    def join_generations(self) -> None:
+        """Later generations have the new units; one that is resumed may have waited for them. Collective."""
+        owner = self.owner
+        if owner.keeper is not None:
+            self.undo.callback(owner.keeper.shrink, owner.layout)
+            owner.keeper.grow(self.layout)
+            if self.awaited:
+                owner.files.finish_resume(owner.ranks)
                 owner.note_lost_base()
         if owner.activations is not None:
-            owner.activations.keep(_buffers(root))
-        limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)
+            owner.activations.keep(_buffers(self.root))
+
+    def install(self) -> ModelRuntime:
+        """Guard and hook the units, and join them with those of the model."""
+        owner = self.owner
+        limits = zip(self.buffers.frame_limits(planned_bytes), self.before.frame_limits(planned_bytes), strict=True)
         on_host, on_device = (FrameLimits(*map(operator.sub, after, earlier)) for after, earlier in limits)
-        _install(root, owner, new, spec, dtypes.casts, undo)
-        if model not in owner.modules:  # around the root: what it does with parameters is a forward too
-            _hook(model, owner, {"": []}, (), {}, undo)
+        _install(self.root, owner, self.units, self.spec, self.casts, self.undo)
+        if self.model not in owner.modules:  # around the root: what it does with parameters is a forward too
+            _hook(self.model, owner, {"": []}, (), {}, self.undo)
         # Nothing from here on fails, so nothing of it is undone.
-        store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
+        owner.store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
         owner.frames.widen(on_device.chosen, on_device.most, on_device.least)
-        owner.expert_groups.widen(buffers.group_bytes())
-        owner.grow(layout, sizes, new, buffers.landing_bytes(), steps)
-        if not awaited:
-            owner.life.lacks_weights |= skips_values
-            owner.without_values |= without_values
-        undo.pop_all()
-    mark_prepared(model, device.torch_device.type)
-    trim_heap()  # the parameters' old storages are free
+        owner.expert_groups.widen(self.buffers.group_bytes())
+        owner.grow(self.layout, self.sizes, self.units, self.buffers.landing_bytes(), self.param_steps)
+        if not self.awaited:
+            owner.life.lacks_weights |= self.skips_values
+            owner.without_values |= self.without_values
+        return owner
+
+
+def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch.Tensor]) -> None:
+    """Raise for new parameters that cannot be offloaded beside the others, and where there is none."""
+    if not added:
+        raise ConfigError(
+            "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
+            "and again after parameters were added"
+        )
+    check_not_wrapped(root)
+    divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
+    new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
+    _check_params(new_params, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
+    _check_names(owner.layout, added)
 
 
 def _grown_sizes(
