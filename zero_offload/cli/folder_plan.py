@@ -17,7 +17,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -428,17 +428,15 @@ class _Planner:
 
     def plan(self) -> FolderPlan:
         limits = self._budgets(self._job.offload)
-        automatic = {kind.value: Tier.NVME.value for kind in PLACED_KINDS if _is_automatic(limits, kind)}
-        if not automatic:
+        drives: dict[str, Any] = {kind.value: Tier.NVME.value for kind in PLACED_KINDS if _is_automatic(limits, kind)}
+        if not drives:
             return self._plan_with(limits)
-        if limits.nvme_dirs:
-            # With all of it on drives the least memory is taken: what does not fit then never does.
-            changes: dict[str, Any] = automatic
-            least = self._plan_with(replace(limits, **changes))
-            if not least.fits:
-                return least
+        # All of it on drives takes the least memory: what does not fit then never does.
+        least = self._plan_with(replace(limits, **drives)) if limits.nvme_dirs else None
+        if least is not None and not least.fits:
+            return least
         best = self._plan_with(self._without_automatic(limits))
-        return best if best.fits or not limits.nvme_dirs else least
+        return best if best.fits or least is None else least
 
     def _without_automatic(self, limits: OffloadConfig) -> OffloadConfig:
         """With tiers chosen within these budgets."""
@@ -773,59 +771,66 @@ def _with_saved(
 # What would fit
 
 
+@dataclass(frozen=True)
+class _Change:
+    """Other settings of a job and of its `offload`, and the flags that give them."""
+
+    flags: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    offload: dict[str, Any] = field(default_factory=dict)
+
+    def __add__(self, other: _Change) -> _Change:
+        return _Change(self.flags + other.flags, {**self.settings, **other.settings}, {**self.offload, **other.offload})
+
+    def of(self, job: FolderJob) -> FolderJob:
+        return replace(job, **self.settings, offload=replace(job.offload, **self.offload))
+
+
 def _ways(job: FolderJob, out: Path | None, known: _Known) -> Iterator[Way]:
     """Other settings under which the run fits, each as near to what was asked as it can be."""
-    for variants in _variants(job):
-        tried = ((flags, _first_that_fits(changed, out, known)) for flags, changed in variants)
+    for changes in _changes(job):
+        tried = ((change.flags, _first_that_fits(change.of(job), out, known)) for change in changes)
         if (found := next(((flags, *fitting) for flags, fitting in tried if fitting is not None), None)) is not None:
             flags, smaller, plan = found
             states = f"{-(-plan.states_bytes // GIB)}GiB"
             yield Way((*(states if word == _MORE else word for word in flags), *smaller), plan)
 
 
-_Variant = tuple[tuple[str, ...], FolderJob]
+def _changes(job: FolderJob) -> Iterator[list[_Change]]:
+    """Kinds of change, the least first. Of a kind the first that makes the run fit is taken."""
+    config, folder = job.offload, job.folder
+    is_adapter = job.lora is not None or folder.adapter is not None
+    tiers = _automatic_tiers(config)
 
+    def also_with_tiers(change: _Change) -> list[_Change]:
+        return [change, tiers + change] if tiers.flags else [change]
 
-def _variants(job: FolderJob) -> Iterator[list[_Variant]]:
-    """Kinds of change, each as flags and the job with them, the least change first. The first kind has no flags."""
-    config = job.offload
-    given = [kind for kind in PLACED_KINDS if not _is_automatic(config, kind)] if config.nvme_dirs else []
-    tiers = tuple(word for kind in given for word in (f"--{kind.value}-tier", "auto"))
-    automatic: dict[str, Any] = {kind.value: "auto" for kind in given}
-    is_adapter = job.lora is not None or job.folder.adapter is not None
-
-    def changed(
-        *flags: str, lora: Lora | None = job.lora, folder: ModelFolder = job.folder, **settings: Any
-    ) -> _Variant:
-        return flags, replace(job, lora=lora, folder=folder, offload=replace(config, **settings))
-
-    yield [changed()]
-    if given:
-        yield [changed(*tiers, **automatic)]
+    yield [_Change()]
+    if tiers.flags:
+        yield [tiers]
     if config.cpu_memory is not None:
-        yield [changed("--cpu-memory", _MORE, cpu_memory=None)]
-    if job.folder.has_experts and job.folder.group_size != 1 and is_adapter:
-        yield [changed("--group-size", "1", folder=replace(job.folder, group_size=1))]
+        yield [_Change(("--cpu-memory", _MORE), offload={"cpu_memory": None})]
+    if folder.has_experts and folder.group_size != 1 and is_adapter:
+        yield [_Change(("--group-size", "1"), {"folder": replace(folder, group_size=1)})]
     activations = "cpu" if job.gpu is not None or find_gpu_here() is not None else "nvme"
     if set(config.activation_fractions) == {Tier.DEVICE} and (activations == "cpu" or config.nvme_dirs):
-        yield [changed("--activations-tier", activations, activations=activations)]
+        yield [_Change(("--activations-tier", activations), offload={"activations": activations})]
     compact = replace(config.numerics, states="compact")
     if config.numerics != compact:
-        flags = ("--states", "compact")
-        with_tiers = [changed(*tiers, *flags, **automatic, precision=compact)] if given else []
-        yield [changed(*flags, precision=compact), *with_tiers]
-    kinds = () if job.folder.is_quantized or find_missing(NF4) else _QUANTIZED
-    adapted: dict[str, Any] = {} if is_adapter else {"lora": _LORA}
-    adapters = () if is_adapter else ("--lora", str(_LORA.rank))
+        yield also_with_tiers(_Change(("--states", "compact"), offload={"precision": compact}))
+    lora = _Change() if is_adapter else _Change(("--lora", str(_LORA.rank)), {"lora": _LORA})
+    kinds = () if folder.is_quantized or find_missing(NF4) else _QUANTIZED
+    quantized = [_Change(("--quantize", kind), {"folder": replace(folder, quantize=kind)}) for kind in kinds]
     # Quantized where adapters alone do not fit.
-    less = [
-        changed(*adapters, "--quantize", kind, folder=replace(job.folder, quantize=kind), **adapted) for kind in kinds
-    ]
-    if not is_adapter:
-        with_tiers = [changed(*tiers, *adapters, **adapted, **automatic)] if given else []
-        less = [changed(*adapters, **adapted), *with_tiers, *less]
-    if less:
+    if less := [*([] if is_adapter else also_with_tiers(lora)), *(lora + each for each in quantized)]:
         yield less
+
+
+def _automatic_tiers(config: OffloadConfig) -> _Change:
+    """The tiers that were given are left to the plan. No change without drives: none is better then."""
+    given = [kind.value for kind in PLACED_KINDS if not _is_automatic(config, kind)] if config.nvme_dirs else []
+    flags = tuple(word for kind in given for word in (f"--{kind}-tier", "auto"))
+    return _Change(flags, offload=dict.fromkeys(given, "auto"))
 
 
 def _first_that_fits(job: FolderJob, out: Path | None, known: _Known) -> tuple[tuple[str, ...], FolderPlan] | None:
