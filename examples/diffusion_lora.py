@@ -21,8 +21,8 @@ with zo.deferred_init(values="skip"):  # shapes alone: the weights go from the f
     model = SD3Transformer2DModel.from_config(SD3Transformer2DModel.load_config(folder / "base"))
     model.requires_grad_(False)
     model.add_adapter(LoraConfig(r=8, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0", "net.2"]))
-zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="cpu", nvme=folder / "tiers", durability="scratch"))
 zo.load_pretrained(model, folder / "base")
+zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="cpu", nvme=folder / "tiers", durability="scratch"))
 optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 target = torch.linspace(0, 9, 8).sin().expand(4, 4, 8, 8)  # stands for latents; text embeddings are zero
 words = {"encoder_hidden_states": torch.zeros(4, 6, 32), "pooled_projections": torch.zeros(4, 32)}

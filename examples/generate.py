@@ -15,10 +15,9 @@ folder, directory, prompt = [*sys.argv[1:], "Once upon a time"][:3]
 tokenizer = AutoTokenizer.from_pretrained(folder)
 with zo.deferred_init(values="skip"):  # shapes alone
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+zo.load_pretrained(model, folder)  # checks the folder
 model.eval().requires_grad_(False)  # before zo.offload: nothing is trained, so there are no optimizer states
-config = zo.OffloadConfig(params="nvme", nvme=directory, durability="scratch")
-zo.offload(model, config)
-zo.load_pretrained(model, folder)
+zo.offload(model, zo.OffloadConfig(params="nvme", nvme=directory, durability="scratch"))
 
 inputs = tokenizer(prompt, return_tensors="pt")
 before, start = zo.stats(model), time.perf_counter()

@@ -19,8 +19,8 @@ with tempfile.TemporaryDirectory() as folder:
 
     with zo.deferred_init(values="skip"):
         model = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)), LORA)
-    zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="cpu", nvme=f"{folder}/run", precision="fp32"))
     zo.load_pretrained(model, base)
+    zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="cpu", nvme=f"{folder}/run", precision="fp32"))
     optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3)
     tokens = torch.arange(64).view(2, 32)
     for _ in range(20):

@@ -90,8 +90,8 @@ def check_adapters(model: nn.Module) -> None:
         if found := [what for what, is_so in derived.items() if is_so]:
             raise ConfigError(
                 f"adapter {name!r} ({', '.join(found)}) begins with numbers that are computed from the base's weights, "
-                "and zo.load_pretrained would replace those weights. Load the base first: zo.offload(base, config); "
-                "zo.load_pretrained(base, folder); 'with zo.gathered(base): model = get_peft_model(base, ...)'; "
+                "and zo.load_pretrained would replace those weights. Load the base first: zo.load_pretrained(base, "
+                "folder); zo.offload(base, config); 'with zo.gathered(base): model = get_peft_model(base, ...)'; "
                 "zo.offload(model)"
             )
 

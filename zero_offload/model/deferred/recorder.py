@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
                 f"{name} of {type(module).__name__} is put on meta inside zo.deferred_init, so that it has no values. "
                 "from_pretrained does so. To train from the weights of a folder write\n"
                 '    with zo.deferred_init(values="skip"): model = AutoModelForCausalLM.from_config(config)\n'
-                '    zo.offload(model, ...); zo.load_pretrained(model, "folder/")'
+                '    zo.load_pretrained(model, "folder/"); zo.offload(model, ...)'
             )
         return self._in_place_of(param)
 
