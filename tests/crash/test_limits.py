@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import zero_offload as zo
+from tests.helpers.cgroups import memory_cgroup
 from tests.helpers.child import run_in_child
 from tests.helpers.disk import assert_finishes, drain, engine_of, open_model, reference, train, write_run
-from tests.helpers.models import WIDE, TinyLM, build
+from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pairwise import full
 from tests.helpers.seccomp import forbid_io_uring
 from tests.helpers.without_library import whole_run_without_library
@@ -154,6 +155,36 @@ def test_a_container_of_two_gibibytes(tmp_path: Path, monkeypatch: pytest.Monkey
     (group / "memory.current").write_text("0\n")
     (group / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
     assert zo.plan(model, zo.OffloadConfig()).fits
+
+
+def _add_up_in_little_memory(nvme: str, group: str) -> None:
+    """The group has 24 MiB more than two steps have taken, and sums of micro-batches take 64."""
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    model, optimizer = open_model(nvme, build(lambda: TinyLM(1024, 4)), optimizer="cpu", device_memory="64MiB")
+    train(model, optimizer, 0, 2)
+    drain(model)
+    most = int(Path(group, "memory.max_usage_in_bytes").read_text())
+    Path(group, "memory.limit_in_bytes").write_text(str(most + 24 * MIB))
+    try:
+        for step in range(2):
+            model(tokens_of(step)).backward()
+    finally:
+        zo.close(model)
+
+
+def test_a_container_that_has_no_memory_for_sums_of_micro_batches(nvme: Path) -> None:
+    """The kernel would kill the process, and nothing would say why."""
+    with memory_cgroup(4 << 30) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+        ended = run_in_child(_add_up_in_little_memory, str(nvme), str(group))
+    assert (ended.error, ended.exit_code) == ("CapacityError", 3), ended
+    for words in ("fp32 sums of the gradients of blocks.", "MiB are left (cgroup /", "micro_batches=2"):
+        assert words in ended.message, ended.message
+    model, optimizer = open_model(nvme, build(lambda: TinyLM(1024, 4)), optimizer="cpu", device_memory="64MiB")
+    resumed = zo.resume(model, optimizer)
+    assert resumed is not None and resumed.step == 2
+    zo.close(model)
 
 
 # io_uring in a sandbox

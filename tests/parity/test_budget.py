@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
+from tests.helpers.cgroups import memory_cgroup
 from tests.helpers.models import TinyLM
 from zero_offload.base.types import MIB, StateKind, Tier
 from zero_offload.storage.memory import arena
@@ -26,7 +24,6 @@ DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
 CPU_MEMORY = 128 * MIB
 ALLOWANCE = 24 * MIB
 """Activations of one block, torch's own buffers and thread stacks, allocator slack."""
-CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def _config(nvme: Path | str, **settings: Any) -> zo.OffloadConfig:
@@ -115,24 +112,6 @@ def measure(nvme: str, cgroup: str) -> None:
     print(json.dumps(result))
 
 
-@contextlib.contextmanager
-def _memory_cgroup(limit_bytes: int) -> Iterator[Path | None]:
-    """A memory cgroup, v1, or None where none may be made."""
-    path = CGROUPS / f"zero_offload-{uuid.uuid4().hex}"
-    try:
-        path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
-    except OSError:
-        with contextlib.suppress(OSError):
-            path.rmdir()
-        yield None
-        return
-    try:
-        yield path
-    finally:
-        path.rmdir()
-
-
 def _run(nvme: Path, cgroup: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "tests.parity.test_budget", str(nvme), cgroup]
@@ -145,7 +124,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     Bytes in memory before the process joined are not counted there: only what training takes is.
     """
-    with _memory_cgroup(CPU_MEMORY + ALLOWANCE) as cgroup:
+    with memory_cgroup(CPU_MEMORY + ALLOWANCE) as cgroup:
         done = _run(tmp_path_factory.mktemp("budget") / "nvme", str(cgroup or ""))
         used = int((cgroup / "memory.max_usage_in_bytes").read_text()) if cgroup else None
         killed = int((cgroup / "memory.oom_control").read_text().split("oom_kill ")[1]) if cgroup else 0

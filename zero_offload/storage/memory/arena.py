@@ -343,6 +343,8 @@ class Need(NamedTuple):
     """True if the plan counts it."""
     is_bounded: bool = True
     """False for what `cpu_memory` does not bound: activations."""
+    fills_late: bool = False
+    """True of states, which nothing writes before the first update."""
 
 
 A_BUFFER = Need()
@@ -395,7 +397,7 @@ class Arena:
         self._free: list[int] = []
         self._num_frames = 0
         self._count()
-        self._allocated, self._unbounded = _Viewed(), _Viewed()
+        self._allocated, self._unbounded, self._filled_late = _Viewed(), _Viewed(), _Viewed()
         self.num_mappings = 0
         """Ranges of addresses asked of the system so far, reserved ones included. Frames that move ask for none."""
         self.num_registrations = 0
@@ -411,6 +413,8 @@ class Arena:
         self._allocated.add(region.owner, taken)
         if not need.is_bounded:
             self._unbounded.add(region.owner, taken)
+        if need.fills_late and self._pinner is None:
+            self._filled_late.add(region.owner, taken)
         if self._pinner is not None:
             # Runs before the pages go: what was hung on an object last runs first.
             weakref.finalize(region.owner, self._pinner.unpin, region.address).atexit = False
@@ -441,8 +445,8 @@ class Arena:
             )
 
     def look(self, nbytes: int, need: Need) -> None:
-        """Raise CapacityError where the system or its groups have less left. They count pages as free that are taken
-        and that nothing has touched."""
+        """Raise CapacityError where the system or its groups have less left. They count as free what states have taken
+        and nothing has filled."""
         self._unlooked_bytes += nbytes
         if self._unlooked_bytes < LOOK_BYTES:
             return
@@ -451,14 +455,14 @@ class Arena:
         except OSError:  # as many files are open as may be: this is no time to stop for that
             return
         self._unlooked_bytes = promised = 0
-        if self._pinner is None and nbytes + self._allocated.nbytes > left.free_bytes:
-            promised = sum(untouched_bytes(*each) for each in self._allocated.ranges())
         spare = 0 if need.is_planned else SPARE_BYTES
+        if nbytes + self._filled_late.nbytes + spare > left.free_bytes:
+            promised = sum(untouched_bytes(*each) for each in self._filled_late.ranges())
         if nbytes + promised + spare > left.free_bytes:
-            beside = f", beside {format_bytes(promised)} that are taken already and not filled yet" if promised else ""
-            stays = f", of which {format_bytes(spare)} stay free" if spare else ""
+            beside = f", beside {format_bytes(promised)} for states that are not filled yet" if promised else ""
+            stays = f", and {format_bytes(spare)} are to stay free" if spare else ""
             raise CapacityError(
-                f"{need.what}: {format_bytes(nbytes)} of CPU memory are needed{beside}, and "
+                f"{need.what}: {format_bytes(nbytes)} of CPU memory are needed{beside}, "
                 f"{format_bytes(left.free_bytes)} are left ({left.source}){stays}. {need.advice}"
             )
 

@@ -35,7 +35,7 @@ from zero_offload.storage.files.base_file import BaseFile, BaseSpan, Stretch, mi
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
-from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.memory.arena import Arena, Need
 from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.shard import (
     Component,
@@ -54,6 +54,7 @@ from zero_offload.storage.shards.shard import (
 from zero_offload.storage.shards.snapshot import DeviceStaging, Snapshots
 
 HOST = HostDevice()
+_STATES = Need("states of a section", fills_late=True)
 ChunkSource = Callable[[Component, int, int], torch.Tensor]
 """source(component, begin, end) -> the component's array of the chunk [begin, end), host."""
 
@@ -280,7 +281,7 @@ class ShardStore:
                 shard.memory[component] = part.view(component_dtype(layout, component))
             return
         # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
-        region = self.arena.allocate(sum(sizes.values()))
+        region = self.arena.allocate(sum(sizes.values()), _STATES)
         offset = 0
         for component, nbytes in sizes.items():
             dtype = component_dtype(layout, component)
