@@ -114,6 +114,8 @@ def test_experts_in_groups(size: int, tmp_path: Path, *, trained: bool) -> None:
 @pytest.mark.skipif(IS_FAKE, reason="the libraries have no kernels for the fake GPU")
 @in_pairs(kind=LIBRARY_KINDS, shape=LIBRARY_SHAPES, precision=["fp32", "bf16"])
 def test_adapters_over_a_quantized_base(kind: str, shape: str, precision: str, tmp_path: Path) -> None:
+    if (kind, shape) == ("int8", "deepseek"):
+        pytest.skip("a kernel of bitsandbytes takes inputs of three dimensions at most")
     for library in ("transformers", "peft", "torchao" if kind.startswith("torchao") else "bitsandbytes"):
         pytest.importorskip(library)
     from tests.helpers.quantized_models import adapted_model
