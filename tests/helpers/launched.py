@@ -24,8 +24,8 @@ def free_port() -> str:
 
 def launched(rank: int, size: int, port: str) -> dict[str, str]:
     """What torchrun sets."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dict(zip(names, (str(rank), str(rank), str(size), "127.0.0.1", port), strict=True))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return dict(zip(names, (str(rank), str(rank), str(size), str(size), "127.0.0.1", port), strict=True))
 
 
 def run_program(program: Path | str, *arguments: object, folder: Path, num_ranks: int | None = None) -> str:

@@ -16,9 +16,11 @@ from tests.helpers.launched import free_port, launched
 from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.trainer import fork_server
+from zero_offload.base.types import MIB
 from zero_offload.cli.recipes.loop import joined_ranks
-from zero_offload.hardware import device
+from zero_offload.hardware import device, probe
 from zero_offload.hardware.device import DeviceChoice, choose_gpus
+from zero_offload.hardware.probe import MemoryLimit
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.ranks import group
 
@@ -102,6 +104,19 @@ def test_a_plan_counts_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     assert sum(zo.plan(TinyLM(64), config).rest_bytes.values()) == pytest.approx(alone / 2, rel=0.02)  # padding
     assert not dist.is_initialized()
+
+
+def budgets_of(rank: int) -> tuple[int, int]:
+    probe.memory_limits = lambda: (MemoryLimit("host", 400 * MIB),)  # type: ignore[assignment]
+    planned = zo.plan(TinyLM(64), zo.OffloadConfig()).budget
+    runtime: Any = runtime_of(zo.offload(build(TinyLM), zo.OffloadConfig()))
+    assert runtime.sizes.hardware.device_memory_bytes == planned.device_bytes
+    return planned.cpu_bytes, runtime.sizes.placement.budget.cpu_bytes
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
+    """Each by itself would fit, all of them would not."""
+    assert start(budgets_of) == [(200 * MIB, 200 * MIB)] * 2
 
 
 @pytest.mark.parametrize(

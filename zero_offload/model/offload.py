@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -155,7 +156,7 @@ class Builder:
         self.model, self.undo, self.errors, self.counters = model, undo, FirstError(), Counters()
         join_ranks()
         callers = Callers.of(mesh)
-        callers.take_gpus()
+        num_here = callers.take_gpus()
         # With DTensors the ranks that hold the other parts are told as well.
         tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
         with callers.together_with(tensor_mesh):
@@ -171,7 +172,7 @@ class Builder:
             dtypes = resolve(model, self.config)
             self.casts = dtypes.casts
             self.layout = make_layout(self.spec, dtypes, partition.optimizer_shards)
-            own_hardware = _hardware(self.config, self.device)
+            own_hardware = _hardware(self.config, self.device, num_here)
             _check_experts(self.layout.units, self.config)
             self.without = sections_without_values(self.layout, dict(offloaded_tensors(model)))
             unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition, self.without)
@@ -575,13 +576,16 @@ def _saying_how_to_read(
         ) from error
 
 
-def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
+def _hardware(config: OffloadConfig, device: Device, num_here: int) -> HardwareProfile:
+    """What one of `num_here` ranks on this machine has: a share of the host's memory."""
     free_bytes = device.free_bytes()
     for directory in config.nvme_dirs:
         with naming_errors("reach", directory):
             directory.exists()  # raises if it cannot be reached
     with naming_errors("read", Path("/proc")):
         found = probe_hardware(config.nvme_dirs, device_name=device.name, device_memory_bytes=free_bytes)
+    share = found.cpu_memory_bytes // num_here
+    found = replace(found, cpu_memory_bytes=share, device_memory_bytes=share if free_bytes is None else free_bytes)
     return count_reusable(found, config.nvme_dirs)
 
 
@@ -677,7 +681,9 @@ def plan(
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     without = sections_without_values(layout, dict(offloaded_tensors(model)))
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
-    hardware = _hardware(config, device)
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it; `offload` asks the ranks
+    num_here = int(launched) if launched.isdecimal() and partition.world_size > 1 else 1
+    hardware = _hardware(config, device, max(num_here, 1))
     budget = tier_budget(config, hardware)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)

@@ -123,8 +123,9 @@ class Callers:
         with self.watch.together(row, members, CALL), self.together():
             yield
 
-    def take_gpus(self) -> None:
-        """Give each rank a GPU of its own. Raises ConfigError on all where two have one. Collective."""
+    def take_gpus(self) -> int:
+        """Give each rank a GPU of its own; returns how many ranks this machine has. Raises ConfigError on all where two
+        have one GPU. Collective."""
         with self.together():
             mine = DeviceChoice.here()
         choices = [mine]
@@ -135,6 +136,7 @@ class Callers:
         place = 0 if self.group is None else dist.get_rank(self.group)
         with self.together():
             use_gpu(mine, choose_gpus(choices, self.members)[place])
+        return sum(each.host == mine.host for each in choices)
 
 
 CALL = "zo.offload, which all ranks call"
