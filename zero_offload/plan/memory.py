@@ -57,6 +57,8 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one on its way to where it rests."""
 STAGED_SECTIONS = 3
 """How many of the largest sections staging memory holds at once, while the host adds or converts their gradients."""
+REDUCED_PIECE_BYTES = 64 << 20
+"""What a GPU has at once of the sum over ranks of experts' gradients, fp32. A collective is not faster with more."""
 GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward. They are: the one that backward
 fills, a leftover that it completes at its end, one whose sums a GPU still makes, one whose update waits, and one that
@@ -488,17 +490,23 @@ def _staging_bytes(
         landing.append(unit.params_bytes * (lands and not unit.group_bytes))
         lands_groups |= lands and bool(unit.group_bytes)
         leaves = grads is not Tier.DEVICE and not shared
-        in_slices = bool(unit.group_bytes) and partition.world_size == 1
-        (sliced if in_slices else staged).append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
+        in_slices = bool(unit.group_bytes) and leaves
+        if in_slices:
+            staged.append(reduced_grad_bytes(unit.trained_numel, partition))
+            sliced.append(sliced_grad_bytes(unit.trained_numel, made_bytes, partition))
+        else:
+            staged.append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
         sent.append(sent_grad_bytes(unit, partition) * leaves)
         (on_device if grads is Tier.DEVICE and not shared else on_host).append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
         # what arrives from them. A GPU adds up a unit's gradients of all micro-batches before they leave. Of experts
-        # one group's are made while another's leave.
-        if partition.world_size > 1:
-            made.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
-        elif leaves and in_slices:
-            made.append(min(GROUPS_IN_FLIGHT * unit.group_bytes, made_bytes))
+        # one group's are made while another's leave, and come back in pieces to be summed.
+        summed_bytes = unit.trained_numel * 4 * (partition.world_size > 1)
+        if in_slices:
+            groups_made = min(GROUPS_IN_FLIGHT * unit.group_bytes, made_bytes)
+            made.append(groups_made + (GRADS_IN_FLIGHT + 1) * min(summed_bytes, REDUCED_PIECE_BYTES))
+        elif summed_bytes:
+            made.append((GRADS_IN_FLIGHT + 1) * summed_bytes)
         else:
             made.append(made_bytes + unit.grads_bytes * (unit.grads_bytes > made_bytes and leaves))
         # On their way to a drive they have pages of their own.
@@ -550,10 +558,19 @@ def grad_staging_bytes(whole: Iterable[int], sliced: Iterable[int]) -> int:
 def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
     """What the gradients of so many elements take of host memory on their way from a device: `nbytes` as backward makes
     them; over ranks this one's part of their sum, fp32, and where that is deferred the former or the latter."""
-    if partition.world_size == 1:
-        return nbytes
-    reduced = divide_up(numel * 4, partition.optimizer_shards)
-    return max(nbytes, reduced) if partition.defers_reduction else reduced
+    reduced = reduced_grad_bytes(numel, partition)
+    return max(nbytes, reduced) if partition.world_size == 1 or partition.defers_reduction else reduced
+
+
+def reduced_grad_bytes(numel: int, partition: Partition) -> int:
+    """This rank's part of a sum over ranks, fp32."""
+    return divide_up(numel * 4, partition.optimizer_shards) * (partition.world_size > 1)
+
+
+def sliced_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
+    """What the gradients of one layer's experts take of host memory, where they leave a device slice by slice: `nbytes`
+    as backward makes them; fp32 where several backwards add up before ranks do."""
+    return max(nbytes, numel * 4) if partition.defers_reduction else nbytes
 
 
 def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
@@ -561,7 +578,7 @@ def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
     fp32 as a sum, of micro-batches that take turns or of ranks. Experts' leave one by one; a group's may be under way.
     """
     nbytes = unit.trained_bytes * partition.param_shards
-    if unit.group_bytes and partition.world_size == 1:
+    if unit.group_bytes:
         return min(unit.group_bytes, nbytes)
     sums = unit.grads_bytes if partition.world_size == 1 else 0
     return max(staged_grad_bytes(unit.trained_numel, nbytes, partition), sums)

@@ -333,6 +333,11 @@ def _grads(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[A
     on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
     yield Work.REDUCE_LATE if partition.defers_reduction else Work.GRADS, Lane.NETWORK, crossing
     yield Work.GRADS, Lane.DOWNLOAD, out * leaves
+    if unit.group_bytes and leaves and world > 1 and not partition.defers_reduction:
+        # Experts' leave as they are made, and come back to be added up.
+        made = unit.trained_bytes * partition.param_shards
+        yield Work.GRADS, Lane.DOWNLOAD, made
+        yield Work.GRADS, Lane.UPLOAD, made
     yield Work.GRADS, Lane.WRITE, out * on_disk
     yield Work.ADD, Lane.READ, out * on_disk
     # From staging to where they rest, where the host adds them up: read and written.

@@ -104,6 +104,21 @@ class _Call:
             self.grads[name] = self.experts.grads.begin(self.trained[name], grad, accumulates=accumulates)
         self.grads[name].put(expert, grad)
 
+    def add_zeros(self) -> list[Tensor | None]:
+        """Where other ranks have gradients of this forward, and this one has no rows, its gradients are zeros: ranks
+        reduce the same ones. Those of the inputs. Collective."""
+        inputs = self.inputs or ()
+        found: list[Tensor | None] = [None] * len(inputs)
+        accumulated = [name for name, accumulates in self.wanted.items() if accumulates]
+        if not accumulated or not self.experts.grads.are_elsewhere(self.unit, here=bool(self.rows)):
+            return found
+        for name in accumulated:
+            param = self.trained[name]
+            like = torch.empty((1, *param.shape[1:]), dtype=param.dtype, device=inputs[0].device)
+            self.grads[name] = self.experts.grads.begin(param, like, accumulates=True)
+        needed = self.begin.needs_input_grad[3:]
+        return [torch.zeros_like(each) if need else None for each, need in zip(inputs, needed, strict=False)]
+
     def compute(
         self, expert: int, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor, more: Sequence[Tensor]
     ) -> Tensor:
@@ -132,12 +147,13 @@ class _Begin(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         call = ctx.call()
-        if call is None:
+        if call is None or call.inputs is None:  # it had nothing to compute
             return (None,) * (3 + ctx.num_inputs + len(ctx.names))
+        of_inputs = call.add_zeros()
         call.inputs, call.values = None, {}
         grads, call.grads = call.grads, {}
         found = (grads[name].finish() if name in grads else None for name in ctx.names)
-        return (None,) * (3 + ctx.num_inputs) + tuple(found)
+        return (None, None, None, *of_inputs, *found)
 
 
 class _Expert(Function):
@@ -234,6 +250,8 @@ class GroupedExperts:
         # One node for all entries of a stack: its backward stacks their gradients.
         entries = list(zip(*(stack.unbind(0) for stack in stacks), strict=True)) or [()] * experts.num_experts
         spans = list(_spans(unit, rows, every=self._reader.gathers))
+        if not spans and self.grads.num_ranks > 1:
+            spans = [experts.group(0)]  # other ranks may have gradients
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups

@@ -32,10 +32,25 @@ from zero_offload.base.types import Tier, whole_sectors
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.plan.memory import GRADS_IN_FLIGHT, grad_staging_bytes, staged_grad_bytes
+from zero_offload.plan.memory import (
+    GRADS_IN_FLIGHT,
+    REDUCED_PIECE_BYTES,
+    grad_staging_bytes,
+    reduced_grad_bytes,
+    sliced_grad_bytes,
+    staged_grad_bytes,
+)
+from zero_offload.plan.model_spec import Experts
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.grads.reductions import Reductions
-from zero_offload.runtime.grads.section import DevicePartial, Factor, FreshGrads, GradSection, HostPartial
+from zero_offload.runtime.grads.section import (
+    DevicePartial,
+    Factor,
+    FreshGrads,
+    GradSection,
+    HostPartial,
+    StagedPartial,
+)
 from zero_offload.runtime.grads.sliced import GradSlices, WholeGrad
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -142,12 +157,16 @@ class Gradients:
             local = self._new_store(section, section.layout.whole(), unit.name, None, sums_up=False)
         downloads = self._downloads
         fresh = None if downloads is None else FreshGrads(local or store, self._device, downloads)
-        return GradSection(unit, section, store, local, fresh, self._new_partial(section.layout))
+        return GradSection(unit, section, store, local, fresh, self._new_partial(section, unit.layout.experts))
 
-    def _new_partial(self, layout: SectionLayout) -> HostPartial | DevicePartial:
-        if self._device.is_host:
+    def _new_partial(self, section: Section, experts: Experts | None) -> HostPartial | DevicePartial | StagedPartial:
+        layout, downloads = section.layout, self._downloads
+        if self._device.is_host or downloads is None:
             return HostPartial(layout, self._memory.store.arena, self._attach)
-        return DevicePartial(layout, self._device)
+        if experts is None or self._rest_on_device(section):
+            return DevicePartial(layout, self._device)
+        of_group = layout.numel // experts.num_experts * experts.size
+        return StagedPartial(layout, self._device, downloads, min(of_group, REDUCED_PIECE_BYTES // 4))
 
     def _new_store(
         self, section: Section, layout: SectionLayout, unit: str, ring: GradRing | None, *, sums_up: bool
@@ -169,13 +188,15 @@ class Gradients:
 
     def _staging_bytes(self, leaving: Sequence[GradSection]) -> int:
         """Staging for these sections."""
-        whole, sliced = list[int](), dict[int, int]()
+        whole, sliced, partition = list[int](), dict[int, int](), self._collectives.partition
         for section in leaving:
             if self._in_slices(section):
                 sizes = (
-                    whole_sectors(each.spec.numel * section.layout.dtype.itemsize) for each in section.layout.params
+                    whole_sectors(sliced_grad_bytes(numel, numel * section.layout.dtype.itemsize, partition))
+                    for numel in (each.spec.numel for each in section.layout.params)
                 )
                 sliced[section.unit.index] = sliced.get(section.unit.index, 0) + sum(sizes)
+                whole.append(reduced_grad_bytes(section.layout.numel, partition))
             else:
                 whole.append(self._staged_bytes(section.layout))
         return grad_staging_bytes(whole, sliced.values())
@@ -192,10 +213,8 @@ class Gradients:
         return section.layout.nbytes // experts.num_experts * experts.size
 
     def _in_slices(self, section: GradSection) -> bool:
-        """True if gradients leave a GPU before they are whole: experts', which no rank sums up there, and which rest
-        elsewhere."""
-        is_sent = self._downloads is not None and not section.store.on_device
-        return is_sent and section.unit.layout.experts is not None and self._collectives.world_size == 1
+        """True if gradients leave a GPU before they are whole: experts', which rest elsewhere."""
+        return isinstance(section.partial, StagedPartial)
 
     # Backward
 
@@ -208,8 +227,19 @@ class Gradients:
         downloads = self._downloads if accumulates and self._in_slices(section) else None
         if section.fresh is None or downloads is None or has_hooks(param):
             return WholeGrad(param.shape[0], like)
-        section.fresh.free_slices(index)
+        if self.reduces and isinstance(section.partial, StagedPartial):
+            section.partial.free_slices(index)
+        else:
+            section.fresh.free_slices(index)
         return GradSlices(param.shape[0], like, downloads)
+
+    def are_elsewhere(self, unit: Unit, *, here: bool) -> bool:
+        """True if this backward makes gradients of the unit on other ranks, and none `here`. Collective, and asked only
+        where it reduces those of one micro-batch: then all ranks must have the same."""
+        if not self.reduces or self.coming:
+            return False
+        what = f"gradients of {unit.name}, which one rank has or more"
+        return self._collectives.agreement.least(0 if here else 1, what) == 0 and not here
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
@@ -296,6 +326,11 @@ class Gradients:
         finally:
             self._no_sync -= 1
             self.defers = before
+
+    @property
+    def num_ranks(self) -> int:
+        """How many add up their gradients."""
+        return self._collectives.world_size
 
     @property
     def reduces(self) -> bool:
@@ -407,6 +442,7 @@ class Gradients:
         chosen = (each for each in open_ if not self.updates_in_backward or self._awaits_more(each))
         if (section := next(chosen, None)) is None:
             return
+        assert isinstance(section.partial, HostPartial)
         gathered, local = section.partial.here(), section.local
         assert local is not None
         self._deferred = True
@@ -440,8 +476,9 @@ class Gradients:
         section.arrived.clear()
         self._reductions.add(section)
 
-    def _reduced(self, section: GradSection, shard: torch.Tensor) -> None:
-        """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
+    def _reduced(self, section: GradSection, begin: int, shard: torch.Tensor) -> None:
+        """A section's reduction is over, or a part of it: `shard`, which begins there of (shard_numel,) fp32 on the
+        device, ours, goes to rest."""
         # The gradients may be another rank's alone. Then nothing has arrived here since the last step, whose update may
         # still read the store, or since these gradients were scaled.
         section.unit.wait_for_update()
@@ -450,10 +487,15 @@ class Gradients:
         store, downloads = section.store, self._downloads
         if downloads is not None and not store.on_device:
             downloads.make_room(shard.nbytes)
-        store.add_shard(Gathered(shard, 0, store.parts, frozenset(section.reduced)))
-        section.reduced.update(store.parts)
+        if shard.numel() == section.layout.shard_numel:
+            store.add_shard(Gathered(shard, 0, store.parts, frozenset(section.reduced)))
+        else:
+            store.add_part(begin, shard, frozenset(section.reduced))
         if downloads is not None:
             downloads.advance()
+        if begin + shard.numel() < section.layout.shard_numel:
+            return
+        section.reduced.update(store.parts)
         self._drop_partial(section)
         section.whole = section.joined is None
         if section.whole and not section.holding:

@@ -1,8 +1,9 @@
 """Reductions of gradients over ranks, behind backward: launched when a section is complete, waited for later.
 
 Owns what is under way. Small sections share a reduction: they wait in a bucket until there are `BUCKET_BYTES` of them.
-At most `REDUCTIONS_IN_FLIGHT` run while backward fills the next section. Launches come in the order in which sections
-are complete, which is the same on every rank. The calls: `add` per section, `finish` before the gradients are used.
+At most `REDUCTIONS_IN_FLIGHT` run while backward fills the next section. A section of experts is reduced piece by
+piece. Launches come in the order in which sections are complete, which is the same on every rank. The calls: `add` per
+section, `finish` before the gradients are used.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import torch
 
 from zero_offload.base.spans import Cause
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.section import GradSection, is_small
+from zero_offload.runtime.grads.section import GradSection, StagedPartial, is_small
 from zero_offload.runtime.ranks.collectives import Collectives
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
 """Reductions in flight beside the section that backward fills."""
 
-Done = Callable[[GradSection, torch.Tensor], None]
-"""done(section, its reduced shard): nothing reads the partial sum any more."""
+Done = Callable[[GradSection, int, torch.Tensor], None]
+"""done(section, begin, its reduced shard, or what begins there of it): nothing reads that of the partial sum any more.
+"""
 
 
 class Reductions:
@@ -33,12 +35,13 @@ class Reductions:
         # Weak: the receiver of the results holds this object, and a cycle would outlive a dropped model.
         self._done = weakref.WeakMethod(done)
         self._bucket: list[GradSection] = []
-        self._flying: deque[tuple[Sequence[GradSection], Callable[[], list[torch.Tensor]]]] = deque()
+        self._flying: deque[tuple[Sequence[GradSection], int, Callable[[], list[torch.Tensor]]]] = deque()
 
     def add(self, grads: GradSection) -> None:
         """The section's partial sum is complete: reduce it, alone or with others."""
-        if not is_small(grads.layout.numel):
-            self._launch([grads])
+        if isinstance(grads.partial, StagedPartial) or not is_small(grads.layout.numel):
+            for begin, piece in grads.partial.pieces():
+                self._launch([grads], [piece], begin)
             return
         self._bucket.append(grads)
         if not is_small(sum(each.layout.numel for each in self._bucket)):
@@ -47,7 +50,7 @@ class Reductions:
     def has(self, grads: GradSection) -> bool:
         """True if a reduction reads the section's partial sum, or will."""
         return any(grads is each for each in self._bucket) or any(
-            grads is each for sections, _ in self._flying for each in sections
+            grads is each for sections, *_ in self._flying for each in sections
         )
 
     def finish(self) -> None:
@@ -62,27 +65,26 @@ class Reductions:
     def finish_oldest(self) -> None:
         """Wait for one reduction, if there is one."""
         if self._flying:
-            sections, wait = self._flying.popleft()
+            sections, begin, wait = self._flying.popleft()
             done = self._done()
             assert done is not None
             with self._collectives.counters.waiting(Cause.GRADS, sections[-1].unit.name):
                 shards = wait()
             for grads, shard in zip(sections, shards, strict=True):
-                done(grads, shard)
+                done(grads, begin, shard)
 
     def drop(self) -> None:
         """Drop the results. What is launched is waited for, since it reads the partial sums."""
         self._bucket.clear()
         while self._flying:
-            self._flying.popleft()[1]()
+            self._flying.popleft()[-1]()
 
     def _launch_bucket(self) -> None:
         if self._bucket:
             bucket, self._bucket = self._bucket, []
-            self._launch(bucket)
+            self._launch(bucket, [piece for grads in bucket for _, piece in grads.partial.pieces()])
 
-    def _launch(self, sections: Sequence[GradSection]) -> None:
+    def _launch(self, sections: Sequence[GradSection], pieces: Sequence[torch.Tensor], begin: int = 0) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self.finish_oldest()
-        partials = [grads.partial.here() for grads in sections]
-        self._flying.append((sections, self._collectives.launch_reduce(partials, sections[-1].unit.name)))
+        self._flying.append((sections, begin, self._collectives.launch_reduce(pieces, sections[-1].unit.name)))

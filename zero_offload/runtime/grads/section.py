@@ -4,8 +4,9 @@
 GPU's gradients are in `FreshGrads` until the section is complete, and leave in few copies. Ranks reduce a section's
 gradients whole, on the compute device, with zeros where there are none. `HostPartial` copies each gradient as it comes.
 `DevicePartial` holds them until the section is complete, and copies them together. Launches cost the host more than
-memory. The calls of a partial sum: `open` before a section's first gradient; `put` for each; `add_local` for sums of
-earlier backwards; `fill` when no more come; `drop` when the sum is at rest.
+memory. `StagedPartial` is for experts, whose gradients are never whole on a GPU. The calls of a partial sum: `open`
+before a section's first gradient; `put` for each; `add_local` for sums of earlier backwards; `fill` when no more come;
+`pieces` to reduce it; `drop` when the sum is at rest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.native import GradSum
-from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.layout import SHARD_NUMEL, SectionLayout
 from zero_offload.runtime.grads.sliced import SlicedGrad
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
@@ -60,7 +61,7 @@ class GradSection:
     """Several ranks: this rank's own sums of backwards that were not reduced, over the whole section."""
     fresh: FreshGrads | None
     """On a GPU: what has arrived for the store and has not left; several ranks: for `local`."""
-    partial: HostPartial | DevicePartial
+    partial: HostPartial | DevicePartial | StagedPartial
     """Several ranks: this backward's sum on this rank alone."""
     params: list[nn.Parameter] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
@@ -278,6 +279,10 @@ class HostPartial:
         for begin, end in _holes(self._layout, arrived):
             partial[begin:end].zero_()
 
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is reduced: where a piece begins in each shard, and (numel,), shard after shard; one after the other."""
+        yield 0, self.here()
+
     def widen(self) -> torch.Tensor:
         """Switch to fp32, keeping the values, which is exact."""
         partial = self.here()
@@ -355,6 +360,9 @@ class DevicePartial:
         if self.sum is None:
             self._adopt(torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device.torch_device), ())
 
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self.here()
+
     def widen(self) -> None:
         """It is fp32."""
 
@@ -418,6 +426,124 @@ class DevicePartial:
         """The place of a parameter in the section, counted from element `origin`."""
         piece = self._layout.params[index]
         return slice(piece.begin - origin, piece.end - origin)
+
+
+class StagedPartial:
+    """A section's sum in staging, of experts' gradients that have left a GPU slice by slice. It comes back piece by
+    piece to be reduced, in fp32.
+
+    A parameter's gradient is staged as backward has made it, and in fp32 once something is added to it: by the host,
+    one after the other, as in `DevicePartial`. The calls are those of `HostPartial`.
+    """
+
+    takes_pages = False
+
+    def __init__(self, layout: SectionLayout, device: Device, downloads: GradDownloads, piece_numel: int) -> None:
+        """`piece_numel`: elements of a piece, over all shards."""
+        self._layout = layout
+        self._device = device
+        self._downloads = downloads
+        self._piece_numel = max(piece_numel // layout.num_shards // SHARD_NUMEL, 1) * SHARD_NUMEL
+        """Of each shard."""
+        self._sums: dict[int, StagedGrad] = {}
+        """By the parameter's index."""
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def free_slices(self, index: int) -> None:
+        """A further gradient of this parameter comes, and may need the staging of the one before."""
+        if index in self._sums:
+            self._widened(index)
+
+    def put(self, index: int, grad: torch.Tensor, *, again: bool) -> None:
+        staged = grad.take_staged() if isinstance(grad, SlicedGrad) else None
+        if staged is None:  # the program has looked at it
+            whole = (grad.whole() if isinstance(grad, SlicedGrad) else grad).reshape(-1)
+            staged = self._take_room(whole.numel(), whole.dtype)
+            self._downloads.send(staged, 0, whole)
+        if index not in self._sums:
+            self._sums[index] = staged
+            return
+        self._widened(index).add_(self._on_host(staged))
+        self._downloads.stage_slices(self._layout.index, [staged], _nothing)
+
+    def add_local(self, local: GradStore, waiting: Set[int], arrived: Set[int]) -> None:
+        for index in sorted(waiting):
+            held = local.view(index)
+            if index in self._sums:
+                self._widened(index).add_(held)
+            else:
+                self._sums[index] = self._take_room(held.numel(), torch.float32)
+                self._on_host(self._sums[index]).copy_(held)
+
+    def fill(self, arrived: Collection[int]) -> None:
+        """Pieces have zeros where nothing is."""
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        values = {index: self._downloads.read_here(staged) for index, staged in sorted(self._sums.items())}
+        for begin in range(0, self._layout.shard_numel, self._piece_numel):
+            yield begin, self._piece(begin, min(begin + self._piece_numel, self._layout.shard_numel), values)
+        self._free()
+
+    def _piece(self, begin: int, end: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Elements [begin, end) of each shard; they come from the host before what compute does next."""
+        layout, device = self._layout, self._device.torch_device
+        whole = torch.zeros((layout.num_shards, end - begin), dtype=torch.float32, device=device)
+        for shard, part in enumerate(whole):
+            first = shard * layout.shard_numel + begin
+            for index, held in values.items():
+                piece = layout.params[index]
+                low, high = max(piece.begin, first), min(piece.end, first + len(part))
+                if low >= high:
+                    continue
+                source = held[low - piece.begin : high - piece.begin]
+                handoff = self._device.upload(torch.empty_like(source, device=device), source)
+                self._sums[index].last = handoff
+                part[low - first : high - first] = handoff.take()
+        return whole.view(-1)
+
+    def widen(self) -> None:
+        """Pieces are fp32."""
+
+    @property
+    def is_wide(self) -> bool:
+        return self._layout.dtype != torch.float32
+
+    def drop(self) -> None:
+        self._free()
+        self.is_open = False
+
+    def _free(self) -> None:
+        """Give staging back when no copy uses it any more."""
+        if self._sums:
+            self._downloads.stage_slices(self._layout.index, [*self._sums.values()], _nothing)
+            self._sums.clear()
+
+    def _take_room(self, numel: int, dtype: torch.dtype) -> StagedGrad:
+        staged = self._downloads.open((1, numel), dtype)
+        staged.taken = True
+        return staged
+
+    def _widened(self, index: int) -> torch.Tensor:
+        """A parameter's sum on the host, (numel,) fp32."""
+        before = self._sums[index]
+        if before.values.dtype != torch.float32:
+            self._sums[index] = self._take_room(before.values.numel(), torch.float32)
+            self._on_host(self._sums[index]).copy_(self._on_host(before))
+            self._downloads.stage_slices(self._layout.index, [before], _nothing)
+        return self._on_host(self._sums[index])
+
+    def _on_host(self, staged: StagedGrad) -> torch.Tensor:
+        values = self._downloads.read_here(staged)
+        if staged.last is not None:
+            staged.last.take_on_host()
+        return values
+
+
+def _nothing() -> None:
+    """What lands where staging is only given back."""
 
 
 def _holes(layout: SectionLayout, present: Collection[int]) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,7 @@ class GradSlices:
         self._staged = downloads.open((num_slices, *like.shape[1:]), like.dtype)
 
     def put(self, index: int, values: Tensor) -> None:
-        self._downloads.send(self._staged, index, values)
+        self._downloads.send(self._staged, index * values.numel(), values.reshape(-1))
 
     def finish(self) -> Tensor:
         return SlicedGrad.of(_Content(self._staged, self._downloads, self._device))

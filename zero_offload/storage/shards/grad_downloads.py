@@ -3,7 +3,8 @@ staging where the host has something to do with them.
 
 The calls: `make_room` before gradients are gathered, then `place` or `stage`; `advance` at each sign of
 backward; `land` where a section is wanted; `drain` where all are; or `drop`. A gradient that is never whole on the GPU
-takes staging at once (`open`), leaves slice by slice (`send`), and is `stage_slices`' then, or comes back (`bring`).
+takes staging at once (`open`), and leaves in parts (`send`). It is `stage_slices`' then, comes back whole (`bring`), or
+is read from there (`read_here`).
 
 What is being read on the GPU is kept here, as much at a time as most sections have (`plan.memory.leaving_bytes`).
 Compute waits until the oldest has left before it gathers the next. Its memory goes back in the order of compute. So the
@@ -59,7 +60,7 @@ class _Staged(NamedTuple):
 
     section: int
     """Its index."""
-    land: Callable[[], None]
+    land: Callable[[], object]
     leases: Sequence[_Lease]
     handoffs: Sequence[Handoff]
 
@@ -75,9 +76,14 @@ class StagedGrad:
         self.missing = set(range(shape[0]))
         """Slices that nothing was sent to: those of the gradient are zeros."""
         self.last: Handoff | None = None
-        """The last download: when it is over, all are."""
+        """The last copy from or to it: when it is over, all are."""
         self.taken = False
-        """True from when a section has taken it: it does not come back."""
+        """True from when a section has taken it: it outlives the backward, and `bring` has no part in it."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """`values`, (numel,)."""
+        return self.values.view(-1)
 
 
 class GradDownloads:
@@ -90,7 +96,7 @@ class GradDownloads:
         self._leaving: deque[_Leaving] = deque()
         self._staged: deque[_Staged] = deque()
         self._open = list[StagedGrad]()
-        """Those that no section has taken yet."""
+        """Those that `stage_slices` was not given yet."""
         self.resize(0, ())
 
     def resize(self, nbytes: int, sent: Sequence[int]) -> None:
@@ -127,16 +133,24 @@ class GradDownloads:
         self._open.append(StagedGrad(shape, dtype, self._lease(nbytes)))
         return self._open[-1]
 
-    def send(self, grad: StagedGrad, index: int, values: torch.Tensor) -> None:
-        """Launch the download of slice `index`, whose `values` compute has made."""
-        flat = values.reshape(-1)
+    def send(self, grad: StagedGrad, begin: int, flat: torch.Tensor) -> None:
+        """Launch the download of the elements from `begin` on, (numel,), which compute has made: one slice or more."""
         self.make_room(flat.nbytes)
-        grad.last = self.place(grad.values[index].view(-1), flat, self._device.mark())
-        grad.missing.discard(index)
+        grad.last = self.place(grad.flat[begin : begin + flat.numel()], flat, self._device.mark())
+        if grad.missing:
+            size = max(grad.values[0].numel(), 1)
+            grad.missing.difference_update(range(begin // size, (begin + flat.numel()) // size))
         self.advance()
 
-    def stage_slices(self, section: int, grads: Sequence[StagedGrad], land: Callable[[], None]) -> None:
-        """No more slices of these come. `land` is called when all have arrived."""
+    def read_here(self, grad: StagedGrad) -> torch.Tensor:
+        """All of it, (numel,), for what compute launches from now on; and for the host once `last` is over."""
+        _fill(grad)
+        if grad.last is not None:
+            grad.last.take()
+        return grad.flat
+
+    def stage_slices(self, section: int, grads: Sequence[StagedGrad], land: Callable[[], object]) -> None:
+        """No more of these comes. `land` is called when all has arrived, and their staging is given back."""
         for grad in grads:
             _fill(grad)
         self._open = [each for each in self._open if all(each is not grad for grad in grads)]
@@ -159,8 +173,8 @@ class GradDownloads:
 
     def close_open(self) -> None:
         """A backward is over: what no section has taken is not wanted."""
-        while self._open:
-            self._close(self._open[-1])
+        for grad in [each for each in self._open if not each.taken]:
+            self._close(grad)
 
     def _close(self, grad: StagedGrad) -> None:
         if grad.last is not None:
@@ -192,7 +206,8 @@ class GradDownloads:
         go."""
         while self._staged:
             self._end(self._staged.popleft(), land=False)
-        self.close_open()
+        while self._open:
+            self._close(self._open[-1])
         while self._leaving:
             self._leaving.popleft().read.synchronize()
         self.sums.drop()

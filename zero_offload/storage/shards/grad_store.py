@@ -5,9 +5,9 @@ a drive, `DeviceGrads` in a GPU's memory; with overlap="backward" the first two 
 A store owns values, their sums of squares, and the factors by which the update multiplies them. Values are in the
 compute dtype until the first addition of a second micro-batch, and in fp32 from then on, in later steps too: this
 switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`),
-`add_shard` for several that lie in one tensor, or `add_slices` for those in staging; `flush` when the section is
-complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`. Between them `view` gives
-gradients where they rest, to be read or changed, and `flush` again ends that.
+`add_shard` for several that lie in one tensor, or `add_part` for a part of those; `add_slices` for those in staging;
+`flush` when the section is complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`.
+Between them `view` gives gradients where they rest, to be read or changed, and `flush` again ends that.
 """
 
 from __future__ import annotations
@@ -126,6 +126,11 @@ class GradStore:
         """Take neighbours' gradients, (numel,) in one tensor of the compute device."""
         raise NotImplementedError
 
+    def add_part(self, begin: int, flat: torch.Tensor, adds: frozenset[int]) -> None:
+        """Take the elements from `begin` on of all gradients, (numel,) on a GPU. Parts come in order; the last one
+        completes the section."""
+        raise NotImplementedError
+
     def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int], *, more: bool) -> None:
         """Take gradients that a GPU has sent slice by slice, by the parameter's index; those of `adds` add to what is
         here. With `more` the section is not complete: further ones come."""
@@ -225,6 +230,8 @@ class HostGrads(GradStore):
         self._array: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
         """Into the open array, by the parameter's index: making one takes longer than writing a small gradient."""
+        self._coming: StagedGrad | None = None
+        """Where parts of all gradients gather."""
         self._arriving: Handoff | None = None
         """The last download into the array: when it is over, all are. The host waits where it reads or writes."""
         self._mean_bytes = layout.nbytes // len(layout.params)
@@ -261,10 +268,22 @@ class HostGrads(GradStore):
         target = self.open()[new.begin : new.begin + new.flat.numel()]
         self._arriving, self.held = downloads.place(target, new.flat, made), True
 
+    def add_part(self, begin: int, flat: torch.Tensor, adds: frozenset[int]) -> None:
+        downloads, numel = self._memory.downloads, self.layout.shard_numel
+        assert downloads is not None
+        if begin == 0:
+            self._coming = downloads.open((1, numel), flat.dtype)
+        assert self._coming is not None
+        downloads.send(self._coming, begin, flat)
+        if begin + flat.numel() == numel:
+            land = partial(self._take, self.parts, adds, self._coming.flat)
+            downloads.stage_slices(self.layout.index, [self._coming], land)
+            self._coming = None
+
     def add_slices(self, new: Mapping[int, StagedGrad], adds: Collection[int], *, more: bool) -> None:
         downloads = self._memory.downloads
         assert downloads is not None
-        values = {index: grad.values.view(-1) for index, grad in sorted(new.items())}
+        values = {index: grad.flat for index, grad in sorted(new.items())}
         land = partial(self._take_each, values, adds, more=more)
         downloads.stage_slices(self.layout.index, [*new.values()], land)
 
