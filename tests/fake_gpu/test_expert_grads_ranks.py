@@ -18,7 +18,7 @@ import zero_offload as zo
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_expert_grads import LOOKS, OF_ONE_BYTES, experts_in, large, peak_bytes
 from tests.fake_gpu.test_ranks import SCHEDULES, late, pool  # noqa: F401
-from tests.helpers import ranks
+from tests.helpers import experts, ranks
 from tests.helpers.experts import NUM_EXPERTS, experts_lm
 from tests.helpers.models import build
 from tests.helpers.pairwise import Row, label, pairwise
@@ -198,3 +198,16 @@ def test_backward_takes_a_few_experts_of_the_device_and_no_layer(
         assert how != "plain" or host <= planned_host
     for peak, *_ in pool.succeed(late, Policy.LATE, 0, peaks, settings, how, True):
         assert peak > 2 * NUM_EXPERTS * OF_ONE_BYTES
+
+
+# A rank that meets no expert
+
+
+@pytest.mark.parametrize("how", ["plain", "by_unit", "no_sync"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_rank_that_meets_no_expert_adds_zeros(pool: RankPool, stage: int, how: str) -> None:  # noqa: F811
+    settings = {"stage": stage, "params": "cpu", "grads": "cpu", "durability": "scratch"}
+    grouped = functools.partial(make, size=1)
+    expected, _ = pool.succeed(experts.plain_beside_none, functools.partial(make, size=0), 1, how)
+    for found in pool.succeed(late, Policy.RANDOM, 1, experts.train_beside_none, grouped, settings, 1, how):
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

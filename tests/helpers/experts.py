@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -106,3 +107,64 @@ def train(
     out.params = read_params(model)
     zo.close(model)
     return out
+
+
+def train_beside_none(
+    rank: int, world_size: int, make: Any, settings: dict[str, Any], alone: int, how: str, precision: str = "fp32"
+) -> dict[str, Tensor]:
+    """A job of several ranks: tokens of rank `alone` alone meet experts, in the first block; of no rank in the second.
+    The parameters after two steps."""
+    model = build(make)
+    _let_meet(model, rank == alone)
+    zo.offload(model, zo.OffloadConfig(precision=precision, **settings))
+    optimizer = zo.AdamW(param_groups(model), lr=1e-2, weight_decay=0.1)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        loss: Tensor = model(rows_of(step, rank, world_size))
+        return loss
+
+    for step in range(2):
+        if how == "by_unit":
+            zo.accumulate(model, [step, step + 2], loss_of)
+        else:
+            with zo.no_sync(model) if how == "no_sync" else nullcontext():
+                loss_of(model, step).backward()
+        if how == "no_sync":
+            loss_of(model, step + 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = read_params(model)
+    zo.close(model)
+    return found
+
+
+def plain_beside_none(rank: int, world_size: int, make: Any, alone: int, how: str) -> dict[str, Tensor]:
+    """The same in plain tensors, fp32; a job, since ranks compute with a thread each."""
+    models = [build(make) for _ in range(world_size)]
+    for number, model in enumerate(models):
+        _let_meet(model, number == alone)
+    first = models[0]
+    optimizer = zo.AdamW(param_groups(first), lr=1e-2, weight_decay=0.1)
+    for step in range(2):
+        for number, model in enumerate(models):
+            model.load_state_dict(first.state_dict())
+            for batch in (step, step + 2)[: 1 + (how != "plain")]:
+                model(rows_of(batch, number, world_size)).backward()
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            grads = [param.grad for param in params if param.grad is not None]
+            params[0].grad = sum(grads[1:], start=grads[0]) / world_size if grads else None
+        optimizer.step()
+        for model in models:
+            model.zero_grad()
+    return {name: param.detach() for name, param in first.named_parameters()}
+
+
+def _let_meet(model: nn.Module, is_met: bool) -> None:
+    """No token meets an expert, but in the first block if it `is_met`."""
+
+    def none(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return args[0], torch.full_like(args[1], NUM_EXPERTS), args[2]
+
+    for index, module in enumerate(each for each in model.modules() if isinstance(each, ManyExperts)):
+        if index or not is_met:
+            module.register_forward_pre_hook(none)

@@ -92,6 +92,20 @@ def test_ranks_gather_groups_though_their_tokens_choose_other_experts(
     assert found == whole
 
 
+@pytest.mark.parametrize("how", ["plain", "by_unit", "no_sync"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_meets_no_expert_adds_zeros(alone: int, stage: int, how: str, pools: RankPools) -> None:
+    """Where no rank meets one, parameters stay, without decay."""
+    model = functools.partial(experts_lm, num_blocks=2, trained=True)
+    settings = {"stage": stage, "params": "cpu", "durability": "scratch"}
+    job = experts.train_beside_none, functools.partial(model, size=2), settings, alone, how
+    pool = pools.of(2)
+    expected, _ = pool.succeed(experts.plain_beside_none, functools.partial(model, size=0), alone, how)
+    for found in pool.succeed(*job):
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_from_its_generation(precision: str, overlap: str, nvme: Path) -> None:

@@ -504,7 +504,8 @@ def _staging_bytes(
         summed_bytes = unit.trained_numel * 4 * (partition.world_size > 1)
         if in_slices:
             groups_made = min(GROUPS_IN_FLIGHT * unit.group_bytes, made_bytes)
-            made.append(groups_made + (GRADS_IN_FLIGHT + 1) * min(summed_bytes, REDUCED_PIECE_BYTES))
+            piece_bytes = min(summed_bytes, REDUCED_PIECE_BYTES, 2 * unit.group_bytes)  # of 16-bit values in fp32
+            made.append(groups_made + (GRADS_IN_FLIGHT + 1) * piece_bytes)
         elif summed_bytes:
             made.append((GRADS_IN_FLIGHT + 1) * summed_bytes)
         else:

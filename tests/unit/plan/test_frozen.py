@@ -27,14 +27,14 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import Experts, ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork, plain_block, work_of
-from zero_offload.plan.step_time import Batch, Job, predict, unit_seconds
+from zero_offload.plan.step_time import Batch, Job, Work, predict, unit_seconds
 
 GPU = Machine(False, 1e14, 1e12, 25e9, 25e9, 50e9, 50e9, 10e9, 5e9, True, 0.0)
 NUMEL = 10**8
 ON_NVME = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.DEVICE, StateKind.OPTIMIZER: Tier.DEVICE}
 ROOMY = Budget(1 << 40, 1 << 40, 1 << 40, False)
 UPDATE_BYTES = CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4
-READ = list(Lane).index(Lane.READ)
+READ, UPLOAD, DOWNLOAD = map(list(Lane).index, (Lane.READ, Lane.UPLOAD, Lane.DOWNLOAD))
 
 
 def config(**settings: Any) -> OffloadConfig:
@@ -95,6 +95,18 @@ def test_trained_experts_in_groups_are_fetched_too() -> None:
     assert found.sum() == pytest.approx(2 * 2 * NUMEL / GPU.read_bytes)
 
 
+def test_ranks_fetch_what_has_left_to_add_it_up() -> None:
+    numel = UnitNumel("0", NUMEL, 0, group_bytes=NUMEL // 4)
+    work = replace(frozen(), numel=numel, in_groups=True, attention_width=0)
+    at = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: Tier.CPU}
+    found = list[Any]()
+    for each in (work, replace(work, numel=replace(numel, group_bytes=0), in_groups=False)):
+        job = Job.of([each], config(), Partition(3, 2), Batch(2048, 1, 2048))
+        found.append(unit_seconds(job, 0, at, GPU)[Work.GRADS, [UPLOAD, DOWNLOAD]])
+    assert found[0] - found[1] == pytest.approx([2 * NUMEL / GPU.upload_bytes, 2 * NUMEL / GPU.download_bytes])
+    assert found[1] == pytest.approx([0, 4 * NUMEL // 2 / GPU.download_bytes])
+
+
 def test_few_tokens_touch_few_experts() -> None:
     experts = replace(frozen(), share_met=1 / 16)
     assert experts.share_touched(1) == pytest.approx(1 / 16)
@@ -117,13 +129,14 @@ def test_memory_has_two_groups_and_not_the_unit() -> None:
         ("cpu", 1, 2 * 1000, 1000, 2 * NUMEL),
         ("nvme", 1, 2 * 1000, 1000, 2 * NUMEL + 2 * 2 * NUMEL + UPDATE_BYTES),  # and pages on their way to the drive
         ("device", 1, 2 * NUMEL, 0, UPDATE_BYTES),
-        ("cpu", 2, 3 * 4 * NUMEL, 4 * NUMEL // 2, 3 * 4 * NUMEL // 2),
+        ("cpu", 2, 2 * 1000 + 3 * 2 * 1000, 1000, 2 * NUMEL + 3 * 4 * NUMEL // 2),  # and pieces of a sum in fp32
+        ("device", 2, 3 * 4 * NUMEL, 0, UPDATE_BYTES),
     ],
 )
 def test_gradients_of_trained_experts_leave_a_gpu_group_by_group(
     placed: str, world_size: int, made: int, sent: int, staged: int
 ) -> None:
-    """A group's are made, and a group's leave; the host has a layer's. On the GPU, and over ranks, it is whole."""
+    """A group's are made, and a group's leave; the host has a layer's. On the GPU it is whole."""
     partition = Partition(3, world_size)
     units = measure_units([UnitNumel("0", NUMEL, group_bytes=1000)] * 3, config(), partition)
     tiers = {**ON_NVME, StateKind.GRADS: Tier(placed), StateKind.OPTIMIZER: Tier.CPU}
