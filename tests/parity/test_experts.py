@@ -93,11 +93,13 @@ def test_ranks_gather_groups_though_their_tokens_choose_other_experts(
 
 
 @pytest.mark.parametrize("how", ["plain", "by_unit", "no_sync"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "trains"), [(0, True), (2, True), (3, True), (1, False), (3, False)])
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_rank_that_meets_no_expert_adds_zeros(alone: int, stage: int, how: str, pools: RankPools) -> None:
-    """Where no rank meets one, parameters stay, without decay."""
-    model = functools.partial(experts_lm, num_blocks=2, trained=True)
+def test_a_rank_that_meets_no_expert_adds_zeros(
+    alone: int, stage: int, how: str, pools: RankPools, *, trains: bool
+) -> None:
+    """To routers too. Where no rank meets one, parameters stay, without decay."""
+    model = functools.partial(experts_lm, num_blocks=2, trained=trains)
     settings = {"stage": stage, "params": "cpu", "durability": "scratch"}
     job = experts.train_beside_none, functools.partial(model, size=2), settings, alone, how
     pool = pools.of(2)

@@ -110,7 +110,9 @@ class _Call:
         inputs = self.inputs or ()
         found: list[Tensor | None] = [None] * len(inputs)
         accumulated = [name for name, accumulates in self.wanted.items() if accumulates]
-        if not accumulated or not self.experts.grads.are_elsewhere(self.unit, here=bool(self.rows)):
+        # Where ranks do not gather, torch.autograd.grad may be one rank's own.
+        is_common = bool(accumulated) or self.experts.gathers
+        if not is_common or not self.experts.grads.are_elsewhere(self.unit, here=bool(self.rows)):
             return found
         for name in accumulated:
             param = self.trained[name]
@@ -219,6 +221,7 @@ class GroupedExperts:
         self, reader: GroupReader, prefetcher: ParamPrefetcher, tracker: PassTracker, grads: Gradients
     ) -> None:
         self._reader = reader
+        self.gathers = reader.gathers
         self._prefetcher = prefetcher
         self._tracker = tracker
         self.grads = grads
@@ -250,7 +253,7 @@ class GroupedExperts:
         # One node for all entries of a stack: its backward stacks their gradients.
         entries = list(zip(*(stack.unbind(0) for stack in stacks), strict=True)) or [()] * experts.num_experts
         spans = list(_spans(unit, rows, every=self._reader.gathers))
-        if not spans and self.grads.num_ranks > 1:
+        if not spans and trained and self.grads.num_ranks > 1:
             spans = [experts.group(0)]  # other ranks may have gradients
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
