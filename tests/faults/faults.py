@@ -33,6 +33,7 @@ BASE_FILES = "tests/unit/storage/files/test_base_files.py::"
 SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
 EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
+EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
 KEPT = "tests/formats/test_kept_files.py::"
 DCP = "tests/integrations/test_dcp.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
@@ -335,16 +336,44 @@ FAULTS = [
     fault(
         "gradients of experts pile up on the GPU while they leave",
         "storage/shards/grad_downloads.py",
-        "        flat = values.reshape(-1)\n        self.make_room(flat.nbytes)\n",
-        "        flat = values.reshape(-1)\n",
+        "        self.make_room(flat.nbytes)\n        grad.last",
+        "        grad.last",
         EXPERT_GRADS + "test_backward_takes_a_few_experts_of_the_device_and_no_layer",
     ),
     fault(
         "gradients of a backward that broke off keep their staging",
         "storage/shards/grad_downloads.py",
-        "        self.close_open()\n        while self._leaving:\n",
-        "        while self._leaving:\n",
+        "        while self._open:\n            self._close(self._open[-1])\n",
+        "",
         EXPERT_GRADS + "test_gradients_of_a_backward_that_breaks_off_are_dropped_and_their_staging_is_free",
+    ),
+    fault(
+        "over ranks, of two micro-batches' gradients of experts the last is lost",
+        "runtime/grads/section.py",
+        "        self._widened(index).add_(self._on_host(staged))\n",
+        "        self._widened(index)\n",
+        EXPERT_GRADS_OF_RANKS + "test_slices_train_to_the_bits_of_whole_gradients",
+    ),
+    fault(
+        "gradients of experts come back to a GPU before they have left it",
+        "storage/shards/grad_downloads.py",
+        "            grad.last.take()\n        return grad.flat",
+        "            pass\n        return grad.flat",
+        EXPERT_GRADS_OF_RANKS + "test_slices_train_to_the_bits_of_whole_gradients",
+    ),
+    fault(
+        "gradients of experts come back from staging that a later layer fills",
+        "runtime/grads/section.py",
+        "                self._sums[index].last = handoff\n",
+        "",
+        EXPERT_GRADS_OF_RANKS + "test_slices_train_to_the_bits_of_whole_gradients",
+    ),
+    fault(
+        "a rank that meets no expert of a layer leaves its reduction out",
+        "runtime/grads/gradients.py",
+        "        if not self.reduces or self.coming:\n            return False\n",
+        "        if True:\n            return False\n",
+        EXPERTS + "test_a_rank_that_meets_no_expert_adds_zeros",
     ),
     fault(
         "a hook of the program finds a gradient without memory",
