@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
@@ -81,3 +82,24 @@ def test_trained_experts_in_groups(kind: str, size: int, checkpointing: str | No
     assert len({float(loss) for loss in expected[:3]}) == 3
     grouped = functools.partial(mixture, kind, size=size, checkpointing=checkpointing)
     check_run(expected, body, grouped, schedules=SOME, precision="bf16", grads=grads, device_memory="64MiB")
+
+
+@pytest.mark.parametrize("num_experts", [4, 16])
+def test_an_expert_makes_the_host_wait_for_nothing(num_experts: int) -> None:
+    """A layer does, once in forward: to see which experts have tokens."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": num_experts}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = transformers.MixtralConfig(vocab_size=64, **sizes, **heads)
+    model = transformers.MixtralForCausalLM(config)
+    model.model.layers.requires_grad_(False)
+    device.policy(Policy.EAGER)
+    zo.offload(zo.group_experts(model, 2), zo.OffloadConfig(params="cpu"))
+    tokens = torch.arange(256).view(4, 64).remainder(64).to(TYPE)
+    for _ in range(2):
+        with device.counting() as forward:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        with device.counting() as backward:
+            loss.backward()
+    zo.close(model)
+    assert forward["stream_syncs"] <= 10 and forward["items"] <= 1  # of two layers, with any number of experts
+    assert backward["stream_syncs"] <= 2 and not backward["items"]

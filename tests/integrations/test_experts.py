@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
+from transformers.models.mixtral import modeling_mixtral
 
 import zero_offload as zo
 from tests.helpers.pairwise import Row, label, pairwise
@@ -244,6 +247,26 @@ def test_a_model_made_from_the_config_of_a_grouped_one_is_eager(nvme: Path) -> N
     base_of(plain).set_experts_implementation("eager")
     zo.offload(model, zo.OffloadConfig(params="nvme", precision="fp32", nvme=nvme))
     assert torch.equal(step(model, 0), step(plain, 0))
+    zo.close(model)
+
+
+def test_a_class_that_does_more_than_it_says_is_computed_by_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = inspect.unwrap(modeling_mixtral.MixtralExperts.forward)
+
+    def doubled(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        output: Tensor = forward(self, hidden, index, weights * 2)
+        return output
+
+    plain, model = build("mixtral", "everything"), build("mixtral", "everything")
+    for block in plain.model.layers:
+        block.mlp.experts.forward = functools.partial(doubled, block.mlp.experts)
+    monkeypatch.setattr(modeling_mixtral.MixtralExperts.forward, "__wrapped__", doubled)
+    zo.offload(zo.group_experts(model, 2), zo.OffloadConfig(precision="fp32"))
+    for number in range(2):
+        assert torch.equal(step(model, number), step(plain, number))
+    with zo.gathered(model, kind="grads") as grads:
+        for name, param in plain.named_parameters():
+            assert torch.equal(grads[name], param.grad), name
     zo.close(model)
 
 

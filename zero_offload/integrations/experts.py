@@ -1,10 +1,13 @@
 """`zo.group_experts`: experts of transformers' models, which are fetched and computed in groups.
 
 transformers 5 keeps all experts of a layer in parameters of three dimensions, and looks up how they are computed in
-`ALL_EXPERTS_FUNCTIONS`. A function of ours is registered there. It computes each expert by the class's own forward
-(transformers' "eager" implementation), on a copy of the module that has this one expert: so whatever a class does
-between its products is done here too. The additions are ours, in the order of the experts. Before a class is accepted,
-`_check` compares both on a few numbers.
+`ALL_EXPERTS_FUNCTIONS`. A function of ours is registered there. It computes each expert with the bits of the class's
+own forward (transformers' "eager" implementation), and adds the experts up in their order.
+
+`_directly` computes an expert from what a class tells transformers of itself: two products, and what is between them.
+Where a class does more, `_alone` runs its own forward, on a copy of the module that has this one expert. A GPU then
+waits for the host six times, since such a forward looks for the experts that have tokens. Before a class is accepted,
+`_check` compares all of this on a few numbers.
 
 Adapters of peft on experts (`target_parameters`) are `ParamWrapper`s, which put the whole adapted parameter in the
 place of the base's. They get a class of ours, which leaves the parameter as it is and says what it would have added:
@@ -41,6 +44,8 @@ GROUP_BYTES = 256 * MIB
 """A group takes so much at most, if nothing else is said, and one expert at least."""
 _NAME = "zero_offload"
 """Of our function among transformers'."""
+_DIRECT = "_zero_offload_direct"
+"""The attribute of a module of experts that says whether `_directly` computes them."""
 
 
 class _Adapter(NamedTuple):
@@ -88,8 +93,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
         raise ConfigError("zo.group_experts comes before zo.offload, which makes the units; build the model again")
     for name, module in found.items():
         _refuse_quantized(name, module)
-    for kind in {type(module): module for module in found.values()}.values():
-        _check(kind)
+    directly = {kind: _check(module) for kind, module in {type(each): each for each in found.values()}.items()}
     # torch.compile would go on into the class's forward, with the values of one expert for those of another.
     ALL_EXPERTS_FUNCTIONS.register(_NAME, untraced(_forward))
     for module in model.modules():
@@ -102,6 +106,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
                 "implementation of its experts; leave the call out"
             )
         size = _default_size(module) if group_size is None else group_size
+        vars(module)[_DIRECT] = directly[type(module)]
         mark_experts(module, Experts(int(module.num_experts), min(size, int(module.num_experts))))
     if "peft" in sys.modules:
         wrapper = _wrapper_class()
@@ -176,7 +181,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
             # As peft does: in the parameter's dtype.
             with torch.autocast(lhs.device.type, enabled=False):
                 adapted[name] = torch.baddbmm(adapted[name], lhs[None], rhs[None], alpha=scaling)
-        return _alone(module, adapted, hidden, weights)
+        return (_directly if vars(module)[_DIRECT] else _alone)(module, adapted, hidden, weights)
 
     unit = owner.places[next(iter(_values_of(module).values()))].unit
     return owner.experts.run(owner, unit, one, hidden_states, top_k_index, top_k_weights, stacks)
@@ -238,8 +243,39 @@ def _alone(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: T
     return _eager(_with(module, values, 1), hidden, index, weights)
 
 
-def _check(module: Any) -> None:
+def _directly(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    """What `_alone` returns, for a class that does no more than it tells transformers."""
+    before = "gate_up_proj" if module.has_gate else "up_proj"
+    inner = _project(module, values, before, hidden)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    return (_project(module, values, "down_proj", inner) * weights).to(hidden.dtype)
+
+
+def _project(module: Any, values: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    weight, bias = values[name][0], values[f"{name}_bias"][0] if module.has_bias else None
+    if not module.is_transposed:
+        return nn.functional.linear(x, weight, bias)
+    return x @ weight if bias is None else x @ weight + bias
+
+
+def _is_direct(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> bool:
+    """True if `_directly` has the bits of `_alone`, and so have its gradients."""
+    found = []
+    for compute in (_alone, _directly):
+        inputs = [each.detach().requires_grad_() for each in (hidden, weights, *values.values())]
+        try:
+            with torch.enable_grad():
+                output = compute(module, dict(zip(values, inputs[2:], strict=True)), *inputs[:2])
+            grads = torch.autograd.grad(output, inputs, _waves(tuple(output.shape), 0.5).to(output.dtype))
+        except (AttributeError, KeyError, RuntimeError):  # a class of another kind
+            return False
+        found.append([output, *grads])
+    return all(map(torch.equal, *found))
+
+
+def _check(module: Any) -> bool:
     """Raise for a class whose output is not the sum of its experts', added up in order and in the dtype of its input.
+    True if `_directly` computes its experts.
 
     Two experts with values of no pattern, in bf16: another order or a wider sum shows in the last bits.
     """
@@ -254,7 +290,7 @@ def _check(module: Any) -> None:
     size = width.shape[1] if not module.is_transposed else width.shape[2]
     values = {name: _waves((2, *param.shape[1:]), 0.7) for name, param in params.items()}
     hidden, index = _waves((8, size), 0.3), torch.tensor([[0, 1], [1, 0]], dtype=torch.int64, device="cpu").repeat(4, 1)
-    both = _with(module, values, 2)
+    both, is_direct = _with(module, values, 2), True
     for dtype in (torch.bfloat16, torch.float32):
         weights = _waves((8, 2), 0.9).to(dtype)
         with torch.no_grad():
@@ -265,11 +301,13 @@ def _check(module: Any) -> None:
                 mine = weights[index == expert].view(-1, 1)
                 own = {name: value[expert : expert + 1] for name, value in values.items()}
                 added.index_add_(0, rows, _alone(module, own, hidden, mine).to(added.dtype))
+                is_direct = is_direct and _is_direct(module, own, hidden, mine)
         if not torch.equal(whole, added):
             raise ConfigError(
                 f"zo.group_experts: {type(module).__name__} does not add up its experts one by one in the dtype of its "
                 "input, so groups would compute other values. Leave the call out"
             )
+    return is_direct
 
 
 def _waves(shape: tuple[int, ...], step: float) -> Tensor:
