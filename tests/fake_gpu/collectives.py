@@ -180,8 +180,9 @@ def _over(address: int, like: Tensor) -> Tensor:
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """In the order of ranks, in fp32."""
-    total = parts[0].float() if parts[0].is_floating_point() else parts[0].clone()
+    """In the order of ranks; 16 bits in fp32."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)

@@ -49,7 +49,9 @@ def collectives(rank: int, world_size: int) -> list[Any]:
     listed = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(listed, mine)
     dist.barrier()
-    return [each.tolist() for each in (total + 0, whole + 0, part + 0, root + 0, beside, *listed)]
+    third = torch.full((1,), 1 / 3, dtype=torch.float64, device=TYPE)
+    dist.all_reduce(third)
+    return [each.tolist() for each in (total + 0, whole + 0, part + 0, root + 0, beside, third, *listed)]
 
 
 SCHEDULES = [(Policy.EAGER, 0), (Policy.LATE, 0), (Policy.SIDE_EARLY, 0), (Policy.SIDE_LATE, 0), (Policy.RANDOM, 1)]
@@ -58,7 +60,8 @@ SCHEDULES = [(Policy.EAGER, 0), (Policy.LATE, 0), (Policy.SIDE_EARLY, 0), (Polic
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_collectives_on_the_device(pool: RankPool, schedule: tuple[Policy, int]) -> None:
     found = pool.succeed(late, *schedule, collectives)
-    for rank, (total, whole, part, root, beside, *listed) in enumerate(found):
+    for rank, (total, whole, part, root, beside, third, *listed) in enumerate(found):
+        assert third == [2 / 3]
         assert total == [6.0] * 4
         assert whole == [2.0] * 4 + [4.0] * 4
         assert part == [6.0] * 2
