@@ -40,6 +40,15 @@ def test_training_is_exact(kind: str, reentrant: bool | None, nvme: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_autocast_of_inputs_without_gradients(kind: str, nvme: Path) -> None:
+    """bitsandbytes computes these by one operation, inside of which products are cast."""
+    x = torch.randn(2, 8, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (model(x) for model in (model_of(kind), offloaded(model_of(kind), nvme, "12MiB")))
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_in_gathered_is_an_ordinary_layer(kind: str, nvme: Path) -> None:
     model, plain = offloaded(model_of(kind), nvme, "12MiB"), model_of(kind)
     with zo.gathered(model.blocks[0]):

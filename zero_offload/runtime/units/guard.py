@@ -620,14 +620,18 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _PLAIN = frozenset((Tensor, Derived))
+_OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function on what parameters that stay guarded in use hold now; see [Note: quantized weights in use]."""
     made: dict[int, tuple[Tensor, Any]] = {}
     shown: list[tuple[Tensor, nn.Parameter]] = []
-    # What reads memory past operations takes no subclass.
-    derives = torch.is_grad_enabled() and func not in _addresses()
+    # What reads memory past operations takes no subclass. Neither does an operation of a library under autocast: in
+    # Python that a subclass has called, torch casts nothing.
+    of_library = isinstance(func, _OPERATIONS) and not str(func).startswith("aten.")
+    is_read = func in _addresses() or (of_library and torch._C._is_any_autocast_enabled())
+    derives = torch.is_grad_enabled() and not is_read
 
     def real(leaf: Any) -> Tensor:
         if (found := made.get(id(leaf))) is None:
