@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,10 +11,12 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.events import Counters
-from zero_offload.base.types import KIB
+from zero_offload.base.types import KIB, MIB
 from zero_offload.hardware.device import AcceleratorDevice, Handoff
 from zero_offload.plan.memory import grad_staging_bytes
 from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.shards import grad_downloads
 from zero_offload.storage.shards.grad_downloads import GradDownloads
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -142,3 +146,19 @@ def test_after_a_drop_nothing_is_under_way() -> None:
     landing.stage(1, values(6144))  # all of the staging
     landing.downloads.drain()
     assert [number for number, _ in landing.found] == [1]
+
+
+def test_staging_grows_until_all_fits_that_is_leased_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sums of micro-batches are, layer after layer."""
+    downloads, made = Landing(MIB).downloads, list[int]()
+
+    def noted(arena: Arena, nbytes: int, *what: Any) -> SpanPool:
+        made.append(nbytes)
+        return SpanPool(arena, nbytes, *what)
+
+    monkeypatch.setattr(grad_downloads, "SpanPool", noted)
+    for _ in range(4):
+        for megabytes in (3, 2, 2):
+            downloads.open((megabytes, MIB), torch.uint8)
+        downloads.close_open()
+    assert made == [3 * MIB, 5 * MIB, 7 * MIB]

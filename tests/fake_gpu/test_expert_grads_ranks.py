@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from tests.helpers.reference import param_groups
 from zero_offload.base.types import Tier
 from zero_offload.model.api import need_runtime
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.grads.section import DevicePartial
+from zero_offload.runtime.grads.section import DevicePartial, StagedPartial
 from zero_offload.runtime.grads.sliced import GradSlices, SlicedGrad
 from zero_offload.storage.shards.grad_store import HostGrads
 
@@ -213,3 +214,44 @@ def test_a_rank_that_meets_no_expert_adds_zeros(pool: RankPool, stage: int, how:
     expected, _ = pool.succeed(experts.plain_beside_none, functools.partial(make, size=0), 1, how)
     for found in pool.succeed(late, Policy.RANDOM, 1, experts.train_beside_none, grouped, settings, 1, how):
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+# What ends early
+
+
+def broken_off(rank: int, world_size: int) -> tuple[list[int], bool]:
+    """Staging after backwards that end in the middle of a layer and of a step; whether the next is like the first."""
+    model = build(functools.partial(make, size=1))
+    zo.offload(model, zo.OffloadConfig(params="cpu", grads="cpu", precision="fp32", durability="scratch"))
+    arena, found = need_runtime(model, "a test").store.arena, list[int]()
+    optimizer, norms = zo.SGD(model.parameters(), lr=0.1), list[float]()
+
+    def backward() -> None:
+        model(rows_of(0, rank, world_size).to(TYPE)).backward()
+
+    for breaks in (False, True, True, True, False):
+        calls, put = Counter[str](), StagedPartial.put
+
+        def counting(self: Any, *args: Any, put: Any = put, calls: Counter[str] = calls, **names: Any) -> None:
+            calls["put"] += 1
+            if calls["put"] == 2:
+                raise RuntimeError("in the middle of a section")
+            put(self, *args, **names)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if breaks:
+                with mock.patch.object(StagedPartial, "put", counting), pytest.raises(RuntimeError, match="middle"):
+                    backward()
+                continue
+            backward()
+        norms.append(zo.clip_grad_norm_(model, 1.0).item())
+        optimizer.zero_grad()
+        found.append(arena.allocated_bytes)
+    zo.close(model)
+    return found, norms[0] == norms[1]
+
+
+def test_gradients_of_a_backward_that_breaks_off_are_dropped(pool: RankPool) -> None:  # noqa: F811
+    for (before, after), is_same in pool.succeed(late, Policy.LATE, 0, broken_off):
+        assert before == after and is_same

@@ -524,6 +524,7 @@ class StagedPartial:
     def _take_room(self, numel: int, dtype: torch.dtype) -> StagedGrad:
         staged = self._downloads.open((1, numel), dtype)
         staged.taken = True
+        staged.missing.clear()  # all of it is written
         return staged
 
     def _widened(self, index: int) -> torch.Tensor:

@@ -216,8 +216,9 @@ class GradDownloads:
         while self._staged and not self._pool.fits(nbytes):
             self._finish()
         if not self._pool.fits(nbytes):
-            # What is leased of the one before keeps it.
-            self._pool = SpanPool(self._arena, max(nbytes, self._pool.nbytes), _STAGING)
+            # What is leased of the one before keeps it. The next one has room for that too: it will come again.
+            beside = self._pool.nbytes if self._pool.in_use else 0
+            self._pool = SpanPool(self._arena, max(nbytes + beside, self._pool.nbytes), _STAGING)
         return _Lease(self._pool, self._pool.lease(nbytes))
 
     def _finish(self) -> None:
