@@ -117,6 +117,8 @@ def offload(
             growth.make_units()
             growth.join_generations()
             owner = growth.install()
+            undo.pop_all()
+            trim_heap()  # the parameters' old storages are free
         else:
             builder = Builder(model, config, mesh, units, undo)
             builder.open_files()
@@ -133,9 +135,9 @@ def offload(
                 owner.note_lost_base(builder.base_paths)
             else:
                 owner.life.lacks_weights = builder.skips_values
+            trim_heap()
             owner.close_when_dropped()
-        undo.pop_all()
-    trim_heap()  # the parameters' old storages are free
+            undo.pop_all()
     mark_prepared(model, owner.device.torch_device.type)
     return model
 
