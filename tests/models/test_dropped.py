@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,33 @@ def test_close_in_a_forked_child_raises(params: str, nvme: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     step(model, optimizer, 1)
     zo.close(model)
+
+
+def drop_inside_of_threading(nvme: Path) -> None:
+    model, optimizer, _ = start(nvme, "cpu")
+    step(model, optimizer, 0)
+    lock = getattr(threading, "_shutdown_locks_lock", threading.Lock())
+    with lock:  # as where a thread starts, and its list of locks is the allocation that begins a collection
+        del model, optimizer
+        gc.collect()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            model, *_ = start(nvme, "cpu")
+        except zo.ZeroOffloadError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            break
+    zo.close(model)
+
+
+def test_the_garbage_collector_may_drop_it_while_python_starts_a_thread(nvme: Path) -> None:
+    """It ends later then. To wait for its threads there took a lock of Python's twice, and hung."""
+    process = get_context("spawn").Process(target=drop_inside_of_threading, args=(nvme,))
+    process.start()
+    process.join(90)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0

@@ -32,6 +32,13 @@ def start(thread: threading.Thread) -> None:
         raise CapacityError(f"cannot start thread {thread.name} beside {count} others: {error}. {NO_THREAD}") from error
 
 
+def may_join() -> bool:
+    """False where this thread may be inside of Python's `threading`, which takes its lock once: it starts or ends a
+    thread, and the garbage collector calls us meanwhile. Python has this lock until 3.12."""
+    lock = getattr(threading, "_shutdown_locks_lock", None)
+    return lock is None or not lock.locked()
+
+
 class Bell:
     """Wakes the thread that waits, or the next that does; what rings already rings no louder."""
 

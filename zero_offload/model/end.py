@@ -6,6 +6,7 @@ object, which therefore must not refer to the runtime. A model ends once: what c
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.base.threads import THREAD_PREFIX, FirstError, UpdateInterrupted, start
+from zero_offload.base.threads import THREAD_PREFIX, FirstError, UpdateInterrupted, may_join, start
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.model.commits import Commits
 from zero_offload.runtime.grads.gradients import Gradients
@@ -85,12 +86,16 @@ class ModelEnd:
     def drop(self) -> None:
         """End a model that nothing refers to any more; its directory is free when this returns.
 
-        The garbage collector may call this on one of the model's own threads, which cannot wait for itself.
+        The garbage collector may call this on one of the model's own threads, which cannot wait for itself. It may also
+        call this inside of Python's `threading`, where waiting for a thread takes a lock that this thread has. Then the
+        end comes on a thread of its own, later.
         """
         if self.life.is_closed or not self.life.is_in_own_process:
             return
         self._stop_use()
-        if threading.current_thread().name.startswith(THREAD_PREFIX):
+        if not may_join():
+            _thread.start_new_thread(self._end_dropped, ())
+        elif threading.current_thread().name.startswith(THREAD_PREFIX):
             start(threading.Thread(target=self._end_dropped, name="zero-offload-end"))
         else:
             self._end_dropped()
