@@ -21,7 +21,7 @@ from zero_offload.runtime.saved.tensors import Saved
 from zero_offload.runtime.units.guard import ReadOnly
 from zero_offload.runtime.units.unit import Unit, UnitState
 
-TRANSPORT_S = 30.0
+TRANSPORT_S = 5.0
 """What the thread of a process group may take to drop its tensors on a machine that is busy."""
 
 

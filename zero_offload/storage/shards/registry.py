@@ -286,7 +286,11 @@ def _keep(param: torch.Tensor, found: Any) -> None:
 def owner_of(param: torch.Tensor) -> Owner | None:
     """The runtime that offloads `param`, or None."""
     entry = _entries.get(id(param))
-    return None if entry is None or entry[0]() is not param else _owner(entry[1])
+    if entry is None or entry[0]() is not param:
+        return None
+    # Here, not by a call: a step asks for each parameter several times.
+    found: Owner | None = entry[1]() if isinstance(entry[1], weakref.ref) else None
+    return found
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
