@@ -270,6 +270,19 @@ def test_a_class_that_does_more_than_it_says_is_computed_by_its_own_forward(monk
     zo.close(model)
 
 
+def test_what_a_class_does_with_large_values_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = inspect.unwrap(modeling_mixtral.MixtralExperts.forward)
+
+    def clamped(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        output: Tensor = forward(self, hidden.clamp(-8, 8), index, weights)
+        return output
+
+    experts = mixtral().model.layers[0].mlp.experts  # type: ignore[union-attr, index]
+    assert integration._check(experts)
+    monkeypatch.setattr(modeling_mixtral.MixtralExperts.forward, "__wrapped__", clamped)
+    assert not integration._check(experts)
+
+
 @use_experts_implementation
 class WideSum(nn.Module):
     """Adds up in fp32 what it returns in bf16."""

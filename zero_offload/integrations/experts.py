@@ -5,8 +5,8 @@ transformers 5 keeps all experts of a layer in parameters of three dimensions, a
 own forward (transformers' "eager" implementation), and adds the experts up in their order.
 
 `_directly` computes an expert from what a class tells transformers of itself: two products, and what is between them.
-Where a class does more, `_alone` runs its own forward, on a copy of the module that has this one expert. A GPU then
-waits for the host six times, since such a forward looks for the experts that have tokens. Before a class is accepted,
+Where a class does more, `_alone` runs its own forward, on a copy of the module that has this one expert. The host then
+waits for a GPU six times, since such a forward looks for the experts that have tokens. Before a class is accepted,
 `_check` compares all of this on a few numbers.
 
 Adapters of peft on experts (`target_parameters`) are `ParamWrapper`s, which put the whole adapted parameter in the
@@ -259,7 +259,7 @@ def _project(module: Any, values: Mapping[str, Tensor], name: str, x: Tensor) ->
 
 
 def _is_direct(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> bool:
-    """True if `_directly` has the bits of `_alone`, and so have its gradients."""
+    """True if `_directly` has the bits of `_alone`, and so have its gradients; with inputs that a class clamps, too."""
     found = []
     for compute in (_alone, _directly):
         inputs = [each.detach().requires_grad_() for each in (hidden, weights, *values.values())]
@@ -301,7 +301,7 @@ def _check(module: Any) -> bool:
                 mine = weights[index == expert].view(-1, 1)
                 own = {name: value[expert : expert + 1] for name, value in values.items()}
                 added.index_add_(0, rows, _alone(module, own, hidden, mine).to(added.dtype))
-                is_direct = is_direct and _is_direct(module, own, hidden, mine)
+                is_direct = is_direct and all(_is_direct(module, own, hidden * by, mine) for by in (1, 64))
         if not torch.equal(whole, added):
             raise ConfigError(
                 f"zo.group_experts: {type(module).__name__} does not add up its experts one by one in the dtype of its "
