@@ -33,10 +33,15 @@ def start(thread: threading.Thread) -> None:
 
 
 def may_join() -> bool:
-    """False where this thread may be inside of Python's `threading`, which takes its lock once: it starts or ends a
-    thread, and the garbage collector calls us meanwhile. Python has this lock until 3.12."""
+    """False where this thread is inside of Python's `threading`, which takes its lock once: it starts or ends a thread,
+    and the garbage collector calls us meanwhile. Python has this lock until 3.12. Other threads hold it briefly."""
     lock = getattr(threading, "_shutdown_locks_lock", None)
-    return lock is None or not lock.locked()
+    if lock is None:
+        return True
+    if not lock.acquire(timeout=LOOK_S):
+        return False
+    lock.release()
+    return True
 
 
 class Bell:
