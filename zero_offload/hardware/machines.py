@@ -266,16 +266,21 @@ class Cluster:
 ONE_RANK_ALONE = Cluster()
 
 
-def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = "bfloat16") -> Machine:
+def share_of_rank(
+    gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = "bfloat16", num_cores: int | None = None
+) -> Machine:
     """One rank's share of a machine with these GPUs, one for each rank; host, drives and ports are divided.
 
-    `dtype` is what the model computes in.
+    `dtype` is what the model computes in. A machine with `num_cores`, such as a virtual one, updates as fast as these
+    stream; None is a whole server.
     """
     name, gpu = find_gpu(gpu_name)
     host, here = HOSTS[gpu.host], cluster.ranks_per_node
     dram = host.memory_gb_s * GB * STREAM_SHARE / here
     # All GPUs of a machine copy from the same memory.
     link = min(gpu.link_gb_s * GB * LINK_SHARE, dram)
+    by_cores = float("inf") if num_cores is None else CORE_BYTES * num_cores / here
+    cores = f", as far as {num_cores} cores stream" if by_cores < dram else ""
     network = gpu.peer_gb_s * LINK_SHARE if here > 1 else float("inf")
     if cluster.nodes > 1:
         port = host.network_gb_s if host.network_per_gpu else host.network_gb_s / here
@@ -291,14 +296,14 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = 
         device_bytes=gpu.memory_gb_s * GB * STREAM_SHARE,
         upload_bytes=link,
         download_bytes=link,
-        host_bytes=dram,
-        host_bytes_beside=dram,
+        host_bytes=min(dram, by_cores),
+        host_bytes_beside=min(dram, by_cores),
         read_bytes=drives.read_bytes / here,
         write_bytes=drives.write_bytes / here,
         drive_takes_turns=drives.takes_turns,
         network_bytes=network * GB if cluster.ranks > 1 else 0.0,
         source=f"{name} computes at {share.of_peak:g} of its {tflops:g} TFLOPS{assumed} (a published run: "
-        f"{share.run}); memory, links and a {gpu.host} at {STREAM_SHARE:g} of data sheets, not measured",
+        f"{share.run}); memory, links and a {gpu.host} at {STREAM_SHARE:g} of data sheets{cores}, not measured",
     )
 
 
@@ -337,10 +342,5 @@ def default_machine(
             source=f"defaults for a CPU with {num_cores} cores, not measured",
         )
     preset = gpu_of_device(device_name)
-    found = share_of_rank(preset or "rtx4090", drives, cluster, dtype)
-    # A virtual machine may have few of a server's cores, and they do not take all of its memory's bandwidth.
-    by_cores = CORE_BYTES * num_cores / cluster.ranks_per_node
-    if by_cores < found.host_bytes:
-        source = found.source.replace(", not measured", f", as far as {num_cores} cores stream; not measured")
-        found = replace(found, host_bytes=by_cores, host_bytes_beside=by_cores, source=source)
+    found = share_of_rank(preset or "rtx4090", drives, cluster, dtype, num_cores)
     return found if preset else replace(found, source=f"{device_name} is not known here, so as if {found.source}")
