@@ -20,7 +20,7 @@ TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/te
   tests/fake_gpu/test_generate.py
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
-.PHONY: train test test-tools test-all faults check native asan tsan neon bench clean
+.PHONY: train test test-tools nightly faults check native asan tsan neon bench clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -32,8 +32,9 @@ test: $(READY) $(NATIVE)
 test-tools: $(TOOLS) $(NATIVE)
 	$(BIN)/python -m pytest -q $(WORKERS) -m "not full" $(TOOLS_TESTS) $(ARGS)
 
-test-all: $(READY) $(NATIVE) asan tsan
-	$(BIN)/python -m pytest -q $(WORKERS) -m "" $(ARGS)
+# What takes too long for each change: whole matrices, crash points, faults, sanitizers. The next start goes on.
+nightly: $(TOOLS) $(NATIVE)
+	$(BIN)/python -m tests.nightly $(ARGS)
 
 # Faults of tests/faults, one after the other: each must be caught by its test.
 faults: $(READY) $(NATIVE)

@@ -1,7 +1,8 @@
 """`python -m tests.faults [WORDS]`: apply each fault whose behaviour has the words, and run the test that must fail.
 
 Each is applied to a copy of the package, one at a time. Without a fault all of these tests pass: that is tried first,
-unless `--faults-only`. Exit code 1 when a fault is not caught.
+unless `--faults-only`. Exit code 1 when a fault is not caught. `make nightly` names a record by NIGHTLY_RECORD: faults
+that it has as caught are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.faults.faults import FAULTS, Fault
+from tests.nightly.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("README.md")
@@ -131,6 +133,10 @@ def main(arguments: Sequence[str]) -> int:
     if problems:
         print("\n\n".join(problems))
         return 2
+    record = Record(Path(os.environ["NIGHTLY_RECORD"])) if "NIGHTLY_RECORD" in os.environ else None
+    if record is not None:
+        record.collect(len(FAULTS))
+        faults = [each for each in faults if not record.is_done(each.behaviour)]
     missed = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
@@ -148,6 +154,8 @@ def main(arguments: Sequence[str]) -> int:
             word = "not caught" if code == 0 else "error" if code in PYTEST_ERRORS else "caught"
             missed += word != "caught"
             print(f"{word}: {each.behaviour} [{described(code, output) or each.test}]", flush=True)
+            if record is not None:
+                record.end(each.behaviour, "passed" if word == "caught" else "failed")
     print(f"{len(faults) - missed} of {len(faults)} faults are caught")
     return 1 if missed else 0
 

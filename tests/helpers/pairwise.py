@@ -36,7 +36,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
 
 
 def full(*values: Any) -> Any:
-    """A case of `make test-all` alone."""
+    """A case of `make nightly` alone."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
