@@ -107,12 +107,21 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def commit() -> str:
+    """Short name of the commit, with "changed" where a file differs from it, but for the page that this writes."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    name = git("rev-parse", "--short", "HEAD").stdout.strip()
+    page = RECORDS_OF_RUNS.relative_to(ROOT)
+    is_changed = git("diff", "--quiet", "HEAD", "--", ".", f":!{page}").returncode != 0
+    return f"{name or 'no commit'}{' (changed)' if name and is_changed else ''}"
+
+
 def write_row(part: Part, said: str) -> None:
     """The part's row of docs/TEST-ALL.md."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    row = f"| `{part.name}` | {part.checks} | {date.today()}, {commit or 'no commit'} | {said} |"
+    row = f"| `{part.name}` | {part.checks} | {date.today()}, {commit()} | {said} |"
     lines = RECORDS_OF_RUNS.read_text().splitlines()
     for number, line in enumerate(lines):
         if line.startswith(f"| `{part.name}` |"):
