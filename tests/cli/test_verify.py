@@ -14,7 +14,6 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import SWAP, committed_blocks, drain, flip_bit, generation_file, open_model, train, write_run
 from tests.helpers.ranks import Case, RankPool
-from tests.helpers.trainer import Run, Spec
 from zero_offload.checkpoint import verify as verify_module
 from zero_offload.cli.main import main
 from zero_offload.storage.files.directory import RunDirectory
@@ -183,16 +182,6 @@ def test_a_checkpoint_is_read_by_several_at_once(tmp_path: Path, capsys: Capture
         path: content for path, (content, _) in _state(tmp_path / "saved").items() if path.name != "LOCK"
     }
     zo.close(model)
-
-
-def test_a_run_at_work_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    run = Run(Spec(nvme=str(tmp_path / "nvme"), out=str(tmp_path), num_steps=10**6))
-    assert run.wait_for_rows(2)
-    for command in (["verify", str(tmp_path / "nvme")], ["export", str(tmp_path / "nvme"), str(tmp_path / "out")]):
-        assert main(command) == 6
-        assert f"is in use by process {run.pid}" in capsys.readouterr().err
-    assert run.process.exitcode is None and not (tmp_path / "out").exists()
-    run.stop()
 
 
 def test_several_reads_are_in_flight_and_never_more(

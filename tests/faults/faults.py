@@ -917,4 +917,18 @@ FAULTS = [
         'has_reference = config.method == "dpo" and not config.lora and job.folder.adapter is None\n',
         FINETUNE + "test_preferences_go_on_from_an_adapter_that_is_their_reference",
     ),
+    fault(
+        "what a run that is alive writes over counts as damage",
+        "checkpoint/saved.py",
+        "        if not home.user:\n            return False\n",
+        "        if True:\n            return False\n",
+        "tests/cli/test_read_only.py::test_what_is_written_over_while_it_is_read",
+    ),
+    fault(
+        "a run that may only be read is opened to be written",
+        "storage/files/directory.py",
+        "_READ_FLAGS if self._is_read_only else _OPEN_FLAGS",
+        "_OPEN_FLAGS",
+        "tests/cli/test_read_only.py::test_files_of_another_user",
+    ),
 ]

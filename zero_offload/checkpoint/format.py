@@ -63,6 +63,8 @@ def swap_file_name(rank: int, edition: int = 0) -> str:
     return f"rank{rank}.swap" if edition == 0 else f"rank{rank}.{edition}.swap"
 
 
+_LOOKS = 5
+"""Beside a run, before a generation counts as lost."""
 SWAP_NAME = re.compile(r"rank\d+(\.\d+)?\.swap")
 """All that `swap_file_name` makes."""
 
@@ -179,6 +181,15 @@ class History:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> History:
+        for _ in range(_LOOKS):
+            history = cls._read(directory)
+            # A run that commits between two of our reads makes a generation look lost.
+            if not (directory.user and history.damaged):
+                break
+        return history
+
+    @classmethod
+    def _read(cls, directory: RunDirectory) -> History:
         found: dict[str, Generation] = {}
         damaged: dict[str, ZeroOffloadError] = {}
         for name in GENERATION_NAMES:

@@ -140,7 +140,7 @@ class RunFiles:
         with ranks.together():
             paths = keeper.files.other_paths(found)
         self._opened.callback(self._held.close)
-        self._others = take_directories(paths, ranks, self._held, locks=True)
+        self._others = take_directories(paths, ranks, self._held)
         if not (keeper.recuts or keeper.goes_back):
             return
         with ranks.together():

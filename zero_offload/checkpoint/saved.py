@@ -3,23 +3,24 @@
 Owns what can be known from the manifests alone: the sections (from the fingerprint), the places of every rank's blocks,
 and their files. No model is needed. One that has one loads it on any number of ranks and with any placement, since
 every array is addressed by element of its section. Reads what it is asked for, every block verified, and changes
-nothing. The calls: `SavedGeneration.open` for a model, or `take_directories` and the constructor; `rank`, `read`,
+nothing. The calls: `SavedGeneration.read_for` a model, or `read_generation` and the constructor; `rank`, `read`,
 `source`, `close`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from zero_offload.base.errors import CheckpointError, IntegrityError
+from zero_offload.base.errors import CheckpointError, IntegrityError, LockError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
@@ -58,6 +59,9 @@ from zero_offload.storage.shards.shard import (
 )
 from zero_offload.storage.shards.store import ChunkSource
 
+T = TypeVar("T")
+_TRIES_MIN, _AGAIN_S = 3, 20.0
+"""So often, and so long, is another generation read where the one before was written over."""
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 
 
@@ -67,12 +71,80 @@ def is_immutable(path: Path) -> bool:
         return (read_manifest(directory, RUN_NAME) or {}).get("kind") == CHECKPOINT_KIND
 
 
-def take_directories(
+def take_directories(paths: Sequence[Path], ranks: CommitGroup, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
+    """Open existing directories whose files may be deleted; no run may have them: LockError. Collective."""
+    return open_in_turn(paths, ranks, cleanup, hold_directory, _join)
+
+
+def read_directories(
     paths: Sequence[Path], ranks: CommitGroup, cleanup: contextlib.ExitStack, *, locks: bool
 ) -> list[RunDirectory]:
-    """Open existing directories to read. With `locks`, no run may have them meanwhile: LockError. Collective."""
-    first, then = (hold_directory, _join) if locks else (RunDirectory.look, RunDirectory.look)
+    """Open existing directories to read. With `locks`, no run begins there meanwhile; see `Reading`. Collective."""
+    first, then = (RunDirectory.read, RunDirectory.read_along) if locks else (RunDirectory.look, RunDirectory.look)
     return open_in_turn(paths, ranks, cleanup, first, then)
+
+
+class Reading:
+    """Reads of a directory's generations, of which each is repeated if a run has written over it meanwhile.
+
+    [Note: reading beside a run]
+    A run that is alive keeps its lock, and a reader goes without. The slots of its newest generation stay as they are
+    until the next one is committed; then updates write over them. Every block is verified, and so are the manifests,
+    so what was written over is noticed, and never taken for values. If the directory has a newer generation by then,
+    nothing is damaged: that one is read instead.
+    """
+
+    def __init__(self, where: Path, number: int | None) -> None:
+        """`number`: the generation that was asked for by its number."""
+        self._where, self._number = where, number
+        self._tries, self._began_s = 0, time.monotonic()
+
+    def goes_on(self, home: RunDirectory, generation: Generation) -> bool:
+        """True if what could not be read was written over, and another generation is to be read. Rank 0 asks.
+
+        Raises LockError where there is none, or where generations are written over faster than they are read.
+        """
+        if not home.user:
+            return False
+        newest = History.read(home).newest
+        if newest is not None and (newest.run_id, newest.number) == (generation.run_id, generation.number):
+            return False
+        self._tries += 1
+        if self._number is None and (self._tries < _TRIES_MIN or time.monotonic() < self._began_s + _AGAIN_S):
+            return True
+        many = "" if self._tries == 1 else f", as were {self._tries - 1} before it"
+        raise LockError(
+            f"{self._where} is in use by {home.user}: the run is alive, and wrote over {generation} while it was "
+            f"read{many}. Nothing is known to be damaged. Wait for that run to end, or stop it; or let it call "
+            "zo.save_checkpoint, and read that"
+        )
+
+
+def read_generation(
+    path: Path,
+    ranks: CommitGroup,
+    number: int | None,
+    use: Callable[[Generation, list[RunDirectory], contextlib.ExitStack], T],
+) -> T:
+    """What `use` makes of a generation, with its directories open; again of the next one, as `Reading` says.
+
+    Collective. What goes onto the stack is closed before the directories.
+    """
+    reading_on = Reading(path, number)
+    while True:
+        with contextlib.ExitStack() as cleanup:
+            generation, directories = open_generation(path, ranks, cleanup, number)
+            try:
+                return use(generation, directories, cleanup)
+            except ZeroOffloadError:
+                if not ranks.agree(directories[0].user):
+                    raise
+                goes_on = False
+                with ranks.together():
+                    if ranks.rank == 0:
+                        goes_on = reading_on.goes_on(directories[0], generation)
+                if not ranks.agree("again" * goes_on):
+                    raise
 
 
 def open_in_turn(
@@ -102,7 +174,7 @@ def open_generation(
     """The newest generation of a checkpoint's or a run's directory, or the one of this number. Collective."""
     with ranks.together():
         locks = not is_immutable(path)
-    directories = take_directories([path], ranks, cleanup, locks=locks)
+    directories = read_directories([path], ranks, cleanup, locks=locks)
     with ranks.together():
         found = History.read(directories[0]).choose(number)
         if found is None:
@@ -111,7 +183,7 @@ def open_generation(
                 "written, or the NVMe directory of a run"
             )
         others = other_directories(found, path)
-    return found, directories + take_directories(others, ranks, cleanup, locks=locks)
+    return found, directories + read_directories(others, ranks, cleanup, locks=locks)
 
 
 def other_directories(generation: Generation, home: Path) -> list[Path]:
@@ -169,17 +241,16 @@ class SavedGeneration:
         self._base = BaseFiles()
 
     @classmethod
-    @contextlib.contextmanager
-    def open(cls, path: Path, layout: ShardLayout, ranks: CommitGroup) -> Iterator[SavedGeneration]:
-        """Check that `path` belongs to this model, and open its files. Collective.
+    def read_for(cls, path: Path, layout: ShardLayout, ranks: CommitGroup, use: Callable[[SavedGeneration], T]) -> T:
+        """Check that `path` belongs to this model, and open its files; what `use` returns. Collective.
 
-        A run's directory is locked meanwhile: LockError where one is at work.
+        Beside a run that is alive `use` may be called again; see [Note: reading beside a run].
         """
         with ranks.together():
             if not path.is_dir():
                 raise CheckpointError(f"{path} is not a directory; name one that zo.save_checkpoint has written")
-        with contextlib.ExitStack() as cleanup:
-            generation, directories = open_generation(path, ranks, cleanup)
+
+        def read(generation: Generation, directories: list[RunDirectory], cleanup: contextlib.ExitStack) -> T:
             with ranks.together():
                 with reading(str(path)):
                     check_fingerprint(generation.payload.get("params"), layout, str(path))
@@ -189,7 +260,12 @@ class SavedGeneration:
                 saved = cls(generation, directories, engine, first_rank=first_rank)
                 cleanup.callback(saved.close)
             cleanup.callback(engine.close)  # before its files
-            yield saved
+            result = use(saved)
+            if user := directories[0].user:
+                warn_user(f"{path} is in use by {user}: the run is alive; {generation} was read beside it")
+            return result
+
+        return read_generation(path, ranks, None, read)
 
     def payload(self, rank: int) -> dict[str, Any]:
         """A rank's manifest. Raises IntegrityError."""

@@ -1,8 +1,8 @@
 """`zero-offload verify RUN`: reads every block of a run's generations or of a checkpoint, and says what is damaged.
 
 Owns what counts as bad: any damage in what a resume would take, or in the generation asked for. Blocks of an older
-generation that later steps have written over are not damage. Changes nothing, needs no model, and refuses a run that
-is at work.
+generation that later steps have written over are not damage. Changes nothing, needs no model. Beside a run that is
+alive only the newest generation is read, or the one asked for; see [Note: reading beside a run].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from zero_offload.base.errors import IntegrityError
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.format import Generation, History
-from zero_offload.checkpoint.saved import SavedGeneration, is_immutable, other_directories, take_directories
+from zero_offload.checkpoint.saved import Reading, SavedGeneration, is_immutable, other_directories, read_directories
 from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.cli.saved import RUN_HELP, alone, find_home
 from zero_offload.storage.files.directory import RunDirectory
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "verify",
         help="check every checksum",
         description="Read every block of a run's generations, or of a checkpoint, and compare it with its checksum. "
-        "Exit code 5 when something is not what was written, 6 when a run is at work there.",
+        "Exit code 5 when something is not what was written, 6 when a run at work there writes over what is read.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--generation", type=int, metavar="N", help="this one only (default: all that are there)")
@@ -42,20 +42,26 @@ def run(args: argparse.Namespace) -> int:
     home = find_home(args.run_dir.expanduser())
     with contextlib.ExitStack() as cleanup:
         locks = not is_immutable(home)
-        [directory] = take_directories([home], alone(), cleanup, locks=locks)
-        history = History.read(directory)
-        if args.generation is None:
-            chosen = list(history.generations.values())
-            damaged = {name: str(error) for name, error in history.damaged.items()}
-        else:
-            one = history.choose(args.generation)
-            chosen, damaged = [one] if one is not None else [], {}
-        verdicts = [_verify(generation, directory, locks=locks) for generation in chosen]
+        [directory] = read_directories([home], alone(), cleanup, locks=locks)
+        reading = Reading(home, args.generation)
+        while True:
+            history = History.read(directory)
+            if args.generation is None:
+                chosen = list(history.generations.values())[: 1 if directory.user else None]
+                damaged = {name: str(error) for name, error in history.damaged.items()}
+            else:
+                one = history.choose(args.generation)
+                chosen, damaged = [one] if one is not None else [], {}
+            verdicts = [_verify(generation, directory, locks=locks) for generation in chosen]
+            if not any(not verdict.is_whole and reading.goes_on(directory, verdict.generation) for verdict in verdicts):
+                break
+        user = directory.user
     if args.json:
         found = [_as_json(verdict, history) for verdict in verdicts]
-        print(json.dumps({"directory": str(home), "generations": found, "damaged_manifests": damaged}, indent=2))
+        told = {"directory": str(home), "in_use": user, "generations": found, "damaged_manifests": damaged}
+        print(json.dumps(told, indent=2))
     else:
-        print("\n".join(_lines(home, verdicts, damaged)))
+        print("\n".join(_lines(home, user, verdicts, damaged)))
     # What is older than the first may have been written over, rightly.
     return IntegrityError.exit_code if damaged else max([verdict.exit_code for verdict in verdicts[:1]], default=0)
 
@@ -63,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify(generation: Generation, home: RunDirectory, *, locks: bool) -> Verdict:
     with contextlib.ExitStack() as files:
         try:
-            others = take_directories(other_directories(generation, home.path), alone(), files, locks=locks)
+            others = read_directories(other_directories(generation, home.path), alone(), files, locks=locks)
             engine = open_engine(num_drives=1 + len(others))
             files.callback(engine.close)
             saved = SavedGeneration(generation, [home, *others], engine)
@@ -92,8 +98,10 @@ def _as_json(verdict: Verdict, history: History) -> dict[str, Any]:
 _WRITTEN_OVER = "no longer whole: later steps wrote over it, or, if the run had ended, it is damaged"
 
 
-def _lines(home: Path, verdicts: list[Verdict], damaged: dict[str, str]) -> Iterator[str]:
+def _lines(home: Path, user: str, verdicts: list[Verdict], damaged: dict[str, str]) -> Iterator[str]:
     yield f"{home}:"
+    if user:
+        yield f"  in use by {user}: the run is alive, and the generation before its newest is being written over"
     for problem in damaged.values():
         yield f"  BAD manifest: {problem}"
     for place, verdict in enumerate(verdicts):

@@ -525,33 +525,9 @@ class ModelRuntime:
         raise before anything is replaced. A failure after that leaves a mix, which is neither used nor committed: the
         model has to be loaded again. What is under way is over.
         """
-        index, ranks = self.collectives.shard_index, self.ranks
-        with SavedGeneration.open(path, self.layout, self.ranks) as saved:
-            with ranks.together():
-                check(saved.generation)
-                places = saved.base_places(self.store.base)
-                _check_base(saved.generation, self.store, places)
-                self.take_room([shard for shard in self.store.shards if shard.layout.index not in places])
-                same_ranks = saved.generation.world_size == self.ranks.world_size
-                rng = saved.rng_of(self.ranks.rank) if same_ranks else None
-                generation = saved.generation
-            self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
-            self.grads.reset()
-            self._commits.drop()
-            self.life.half_loaded = str(path)
-            if not masters_only:
-                saved.tell_conversion(self.layout)
-            with ranks.together():
-                for shard in self.store.shards:
-                    if (spans := places.get(shard.layout.index)) is not None:
-                        self.store.rest_in_base(shard, spans, index)
-                        continue
-                    source = saved.source(shard.layout, index)
-                    if masters_only:
-                        replace_masters(self.store, shard, source)
-                    else:
-                        self.store.add_states(shard, saved.states(shard.layout.index))
-                        self.store.write_components(shard, source)
+        generation, rng = SavedGeneration.read_for(
+            path, self.layout, self.ranks, lambda saved: self._load(saved, path, check, masters_only=masters_only)
+        )
         replaced(self.prefetcher, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:
             self._in_backward.reset()
@@ -564,6 +540,36 @@ class ModelRuntime:
         else:
             self.adopt_generation(generation, loaded=True)
         return generation, rng
+
+    def _load(
+        self, saved: SavedGeneration, path: Path, check: Callable[[Generation], None], *, masters_only: bool
+    ) -> tuple[Generation, dict[str, Any] | None]:
+        index, ranks = self.collectives.shard_index, self.ranks
+        with ranks.together():
+            check(saved.generation)
+            places = saved.base_places(self.store.base)
+            _check_base(saved.generation, self.store, places)
+            self.take_room([shard for shard in self.store.shards if shard.layout.index not in places])
+            same_ranks = saved.generation.world_size == self.ranks.world_size
+            rng = saved.rng_of(self.ranks.rank) if same_ranks else None
+        self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
+        self.grads.reset()
+        self._commits.drop()
+        self.life.half_loaded = str(path)
+        if not masters_only:
+            saved.tell_conversion(self.layout)
+        with ranks.together():
+            for shard in self.store.shards:
+                if (spans := places.get(shard.layout.index)) is not None:
+                    self.store.rest_in_base(shard, spans, index)
+                    continue
+                source = saved.source(shard.layout, index)
+                if masters_only:
+                    replace_masters(self.store, shard, source)
+                else:
+                    self.store.add_states(shard, saved.states(shard.layout.index))
+                    self.store.write_components(shard, source)
+        return saved.generation, rng
 
     def note_written(self, *, whole: bool) -> None:
         """Parameters are changed from outside; not `whole`: what broke off in between is nothing to resume from."""

@@ -125,11 +125,12 @@ def load_checkpoint(
 ) -> Resumed:
     """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
 
-    `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets the
-    state of the one that the run had. Generators are restored when the number of ranks is the same. To
-    evaluate, pass None for `optimizer`: parameters and buffers are replaced, and everything else stays. Raises
-    CheckpointError, naming the first difference, when it is another model's. Raises IntegrityError when a byte is not
-    what was written, and LockError when a run is at work in `path`.
+    `path` may also be the NVMe directory of a run: its newest generation is read, and nothing there is written. Beside
+    a run that is alive a warning says so. `scaler` gets the state of the one that the run had. Generators are restored
+    when the number of ranks is the same. To evaluate, pass None for `optimizer`: parameters and buffers are replaced,
+    and everything else stays. Raises CheckpointError, naming the first difference, when it is another model's. Raises
+    IntegrityError when a byte is not what was written, and LockError when a model of this process has `path`, or when
+    a run writes over its generations faster than they are read.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     with owner.together("zo.load_checkpoint"):

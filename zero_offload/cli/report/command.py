@@ -21,6 +21,7 @@ from zero_offload.cli.report.summary import IN_TABLES, require_rows, summarize, 
 from zero_offload.cli.report.watch import PORT, watch
 from zero_offload.cli.saved import base_of, base_text
 from zero_offload.plan.wear import TBW_USUAL
+from zero_offload.storage.files.system import is_not_writable
 
 _DESCRIPTION = """\
 Draw RUN/report.html, a page with plots to hover and zoom that needs no other file, and RUN/report.png; print a summary.
@@ -35,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory of a command, or of zo.RunLog")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where page and picture go (default: RUN)")
     parser.add_argument("--watch", action="store_true", help="serve the page on this machine until the run has ended")
     parser.add_argument("--port", type=int, metavar="PORT", help=f"of --watch (default: {PORT}, or any that is free)")
     parser.add_argument(
@@ -56,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     summary = summarize(found) | ({"base": base} if (base := _base(path)) is not None else {})
-    pages, failure = _write(found, args.tbw, lambda text: print(f"note: {text}", file=sys.stderr))
+    out = path if args.out is None else args.out.expanduser()
+    pages, failure = _write(found, args.tbw, out, lambda text: print(f"note: {text}", file=sys.stderr))
     if args.json:
         print(json.dumps(summary | pages))
     else:
@@ -87,7 +90,7 @@ def write_reports(path: Path, note: Callable[[str], None]) -> dict[str, str | No
     if all(each.is_file() and each.stat().st_mtime_ns > max(shown, default=0) for each in files.values()):
         return {name: str(each) for name, each in files.items()}
     try:
-        pages, failure = _write(require_rows(read_run(path)), TBW_USUAL, note)
+        pages, failure = _write(require_rows(read_run(path)), TBW_USUAL, path, note)
     except ZeroOffloadError as error:
         pages, failure = {"page": None, "report": None}, error
     if failure is not None:
@@ -96,14 +99,17 @@ def write_reports(path: Path, note: Callable[[str], None]) -> dict[str, str | No
 
 
 def _write(
-    found: Run, tbw: float, note: Callable[[str], None]
+    found: Run, tbw: float, out: Path, note: Callable[[str], None]
 ) -> tuple[dict[str, str | None], ZeroOffloadError | None]:
-    """Paths of page and picture, None where it cannot be written, and the first error."""
+    """Paths of page and picture in `out`, None where it cannot be written, and the first error.
+
+    That of a run which may only be read is none: its summary is there.
+    """
     pages: dict[str, str | None] = {}
     failure: ZeroOffloadError | None = None
     writers: dict[str, Callable[[], Path]] = {
-        "page": lambda: write_page(found, tbw),
-        "report": lambda: write_picture(found),
+        "page": lambda: write_page(found, tbw, out),
+        "report": lambda: write_picture(found, out),
     }
     for name, write in writers.items():
         try:
@@ -113,7 +119,10 @@ def _write(
             note(str(error))
         except ZeroOffloadError as error:
             pages[name] = None
-            failure = failure or error
+            if out == found.path and is_not_writable(error):
+                note(f"{error}: give --out DIR")
+            else:
+                failure = failure or error
     return pages, failure
 
 

@@ -70,9 +70,9 @@ Panel = dict[str, Any]
 Values = list[float | None]
 
 
-def write_page(run: Run, tbw: float = TBW_USUAL) -> Path:
-    """Write the page beside the run's metrics; its path. Raises StorageError."""
-    return RunDir(run.path).write(PAGE_FILE, page_of(page_data(run, tbw)))
+def write_page(run: Run, tbw: float = TBW_USUAL, out: Path | None = None) -> Path:
+    """Write the page, by default beside the run's metrics; its path. Raises StorageError."""
+    return RunDir(out or run.path).write(PAGE_FILE, page_of(page_data(run, tbw)))
 
 
 def page_of(data: Mapping[str, Any], follow_s: float = 0.0) -> str:

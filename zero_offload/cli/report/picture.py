@@ -40,8 +40,11 @@ _SHOWN_SHARE = 0.005
 _BINS_MAX = 120
 
 
-def write_picture(run: Run) -> Path:
-    """Draw loss, step time, traffic and memory into one PNG; its path. Raises CapacityError without matplotlib."""
+def write_picture(run: Run, out: Path | None = None) -> Path:
+    """Draw loss, step time, traffic and memory into one PNG, by default beside the run's metrics; its path.
+
+    Raises CapacityError without matplotlib, and StorageError.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -58,7 +61,7 @@ def write_picture(run: Run) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     content = io.BytesIO()
     drawn.savefig(content, dpi=110, format="png")
-    return RunDir(run.path).write(PICTURE_FILE, content.getvalue())
+    return RunDir(out or run.path).write(PICTURE_FILE, content.getvalue())
 
 
 def _draw_loss(axes: Axes, run: Run) -> None:

@@ -2,9 +2,9 @@
 
 Owns the lock, the permission checks, preallocation and removal. Never reads or writes the bytes of a data file: a file
 engine does that on `DataFile.fd`. Never removes a name it was not given. The calls in order: `RunDirectory.open` (the
-other ranks of a run `join`), then `create_file`, `create_scratch` or `open_file` for each `DataFile`, `remove`,
-`close`. Every access is relative to the directory's descriptor, so a directory that is renamed or replaced meanwhile
-cannot redirect a write.
+other ranks of a run `join`; `read` and `look` change nothing), then `create_file`, `create_scratch` or `open_file` for
+each `DataFile`, `remove`, `close`. Every access is relative to the directory's descriptor, so a directory that is
+renamed or replaced meanwhile cannot redirect a write.
 
 One run at a time holds the lock, with all its ranks. Two things are locked: the directory itself, which keeps its lock
 when `LOCK` is deleted or replaced, and the file `LOCK`, which names its holder. `LOCK` also holds where the system
@@ -33,11 +33,21 @@ from pathlib import Path
 from zero_offload.base.ends import in_child
 from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.base.types import format_bytes
-from zero_offload.storage.files.system import REAL, FileSystem, check_ours, naming_errors, read_file, remedy_of
+from zero_offload.storage.files.system import (
+    NOT_WRITABLE,
+    REAL,
+    FileSystem,
+    check_ours,
+    check_regular,
+    naming_errors,
+    read_file,
+    remedy_of,
+)
 
 LOCK_NAME = "LOCK"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OR_KEEP_MORE = ", or keep more on the CPU, for example optimizer='cpu'"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -118,11 +128,17 @@ class DataFile:
 class RunDirectory:
     """An open, locked directory; use `open`, not the constructor."""
 
-    def __init__(self, path: Path, system: FileSystem, dir_fd: int, lock_fd: int) -> None:
+    def __init__(
+        self, path: Path, system: FileSystem, dir_fd: int, lock_fd: int, *, is_read_only: bool = False
+    ) -> None:
+        """`is_read_only`: files are opened to be read, whoever owns them."""
         self.path = path
         self.system = system
         self._dir_fd = dir_fd
         self._lock_fd = lock_fd
+        self._is_read_only = is_read_only
+        self.user = ""
+        """The process of the run that is at work here, if this was opened to be read beside it."""
         self.holder = system.read_whole(lock_fd) if lock_fd >= 0 else b""
         """What the run that holds the lock has written into it; no two runs write the same."""
         self.stays_locked = False
@@ -143,16 +159,44 @@ class RunDirectory:
 
     @classmethod
     def look(cls, path: str | Path) -> RunDirectory:
-        """Open without a lock, to read what never changes."""
-        return cls._lock_with(lambda *_: -1, Path(path).absolute(), REAL)
+        """Open without a lock, to read what never changes. It may be another user's, and on a read-only file system."""
+        return cls._lock_with(lambda *_: -1, Path(path).absolute(), REAL, is_read_only=True)
 
     @classmethod
-    def _lock_with(cls, lock: Callable[[Path, FileSystem, int], int], path: Path, system: FileSystem) -> RunDirectory:
+    def read(cls, path: str | Path) -> RunDirectory:
+        """As `look`, and no run may begin here meanwhile. Beside one that is at work there is no lock: see `user`.
+
+        Raises LockError where that is a model of this process.
+        """
+        try:
+            return cls._lock_with(_hold_lock, Path(path).absolute(), REAL, is_read_only=True)
+        except LockError:
+            directory = cls.look(path)
+            directory.user = _holder_of(directory.system, directory.dir_fd)
+            if _is_this_process(directory.user):
+                directory.close()
+                raise
+            return directory
+
+    @classmethod
+    def read_along(cls, path: str | Path) -> RunDirectory:
+        """Open what rank 0 has opened by `read`: no run begins here until the last rank has closed it."""
+        return cls._lock_with(_hold_along, Path(path).absolute(), REAL, is_read_only=True)
+
+    @classmethod
+    def _lock_with(
+        cls,
+        lock: Callable[[Path, FileSystem, int], int],
+        path: Path,
+        system: FileSystem,
+        *,
+        is_read_only: bool = False,
+    ) -> RunDirectory:
         with naming_errors("open", path):
             dir_fd = system.open(path, _DIRECTORY_FLAGS)
         try:
-            check_private(path, system.fstat(dir_fd))
-            return cls(path, system, dir_fd, lock(path, system, dir_fd))
+            (check_directory if is_read_only else check_private)(path, system.fstat(dir_fd))
+            return cls(path, system, dir_fd, lock(path, system, dir_fd), is_read_only=is_read_only)
         except BaseException:
             system.close(dir_fd)
             raise
@@ -210,10 +254,10 @@ class RunDirectory:
         """Open an existing file of ours."""
         path = self.path_of(name)
         with naming_errors("open", path):
-            fd = self.system.open(name, _OPEN_FLAGS, self.dir_fd)
+            fd = self.system.open(name, _READ_FLAGS if self._is_read_only else _OPEN_FLAGS, self.dir_fd)
         try:
             info = self.system.fstat(fd)
-            check_ours(path, info)
+            (check_regular if self._is_read_only else check_ours)(path, info)
             _set_caching(fd, self.system, direct=direct)
             return DataFile(fd, path, info.st_size, self.system)
         except BaseException:
@@ -340,7 +384,7 @@ def sync_path(directory: RunDirectory) -> None:
 
 
 def hold_directory(path: Path) -> RunDirectory:
-    """Open and lock an existing directory only to read it: nothing is written, not even the lock's holder."""
+    """Open and lock an existing directory whose files may be deleted; nothing is written, the lock's holder neither."""
     return RunDirectory._lock_with(_hold_lock, path.absolute(), REAL)
 
 
@@ -388,12 +432,17 @@ def _exists(path: Path, system: FileSystem) -> bool:
     return True
 
 
-def check_private(path: Path, info: os.stat_result) -> None:
-    """Raise unless `info`, the status of `path` itself, is a directory that only this user can write."""
+def check_directory(path: Path, info: os.stat_result) -> None:
+    """Raise unless `info`, the status of `path` itself, is that of a directory."""
     if stat.S_ISLNK(info.st_mode):
         raise StorageError(f"{path} is a symbolic link; give the directory it points to: {os.path.realpath(path)}")
     if not stat.S_ISDIR(info.st_mode):
         raise ConfigError(f"{path} is a file, not a directory; give a directory of its own to the run")
+
+
+def check_private(path: Path, info: os.stat_result) -> None:
+    """Raise unless `info`, the status of `path` itself, is a directory that only this user can write."""
+    check_directory(path, info)
     if info.st_uid != os.geteuid():
         raise StorageError(
             f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()} who runs this; "
@@ -462,12 +511,10 @@ def _join_lock(path: Path, system: FileSystem, dir_fd: int) -> int:
 
 
 def _hold_lock(path: Path, system: FileSystem, dir_fd: int) -> int:
-    """Keep runs out of a directory that is only read; nothing is written. A copy may lack `LOCK`: -1 then."""
+    """Keep runs out of a directory that is only read; nothing is written. Returns -1 without a `LOCK` to open."""
     with naming_errors("lock", path / LOCK_NAME):
         _take_alone(path, system, dir_fd, dir_fd)
-        try:
-            fd = system.open(LOCK_NAME, _OPEN_FLAGS, dir_fd)
-        except FileNotFoundError:
+        if (fd := _open_lock_file(system, dir_fd)) < 0:
             _try_lock(system, dir_fd, fcntl.LOCK_SH)
             return -1
         try:
@@ -477,6 +524,29 @@ def _hold_lock(path: Path, system: FileSystem, dir_fd: int) -> int:
             system.close(fd)
             raise
     return fd
+
+
+def _hold_along(path: Path, system: FileSystem, dir_fd: int) -> int:
+    """Share what another rank holds, if it does."""
+    with naming_errors("lock", path / LOCK_NAME):
+        fd = _open_lock_file(system, dir_fd)
+        for each in (dir_fd, fd):
+            if each >= 0:
+                _try_lock(system, each, fcntl.LOCK_SH)
+    return fd
+
+
+def _open_lock_file(system: FileSystem, dir_fd: int) -> int:
+    """Open `LOCK`; -1 where it is missing, as in a copy, or not this user's to read: the directory is locked then."""
+    for flags in (_OPEN_FLAGS, _READ_FLAGS):  # NFS locks for one alone only what is open for writing
+        try:
+            return system.open(LOCK_NAME, flags, dir_fd)
+        except FileNotFoundError:
+            return -1
+        except OSError as error:
+            if error.errno not in NOT_WRITABLE:
+                raise
+    return -1
 
 
 def _unlock(system: FileSystem, dir_fd: int, fd: int) -> None:
@@ -514,33 +584,43 @@ def _hold_shared(path: Path, system: FileSystem, dir_fd: int, fd: int) -> None:
 
 
 def _try_lock(system: FileSystem, fd: int, kind: int) -> bool:
-    """True if the lock is held now; True too where the system has no locks of directories."""
+    """True if the lock is held now; True too where the system cannot lock a directory, or what is open to be read."""
     try:
         system.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NO_DIRECTORY_LOCKS or not stat.S_ISDIR(system.fstat(fd).st_mode):
+        is_plain = not stat.S_ISDIR(system.fstat(fd).st_mode) and system.get_flags(fd) & os.O_ACCMODE != os.O_RDONLY
+        if error.errno not in _NO_DIRECTORY_LOCKS or is_plain:
             raise
     return True
 
 
 def _describe_holder(path: Path, system: FileSystem, dir_fd: int) -> str:
+    who = _holder_of(system, dir_fd)
+    if _is_this_process(who):
+        return (
+            f"{path} is in use by {who}: that is this one, by a model that has not been closed. Call "
+            "zo.close(model) (a dropped model lets go with its last reference; results of its forwards count), or "
+            "choose another directory"
+        )
+    return f"{path} is in use by {who}; wait for that run to end, stop it, or choose another directory"
+
+
+def _is_this_process(who: str) -> bool:
+    return who.startswith(f"process {os.getpid()} on {socket.gethostname()} since ")
+
+
+def _holder_of(system: FileSystem, dir_fd: int) -> str:
+    """Who holds the lock of a directory, as far as its `LOCK` tells."""
     try:
-        fd = system.open(LOCK_NAME, _OPEN_FLAGS, dir_fd)
+        fd = system.open(LOCK_NAME, _READ_FLAGS, dir_fd)
         try:
             holder = json.loads(system.read_whole(fd))
         finally:
             system.close(fd)
-        who = f"process {holder['pid']} on {holder['host']} since {holder['started']}"
-        if (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
-            return (
-                f"{path} is in use by {who}: that is this one, by a model that has not been closed. Call "
-                "zo.close(model) (a dropped model lets go with its last reference; results of its forwards count), or "
-                "choose another directory"
-            )
+        return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
     except FileNotFoundError:
-        who = f"another process, although its {LOCK_NAME} was deleted"
+        return f"another process, although its {LOCK_NAME} was deleted"
     except (OSError, ValueError, KeyError, TypeError):
-        who = "another process"  # it took the lock and has not written its name yet
-    return f"{path} is in use by {who}; wait for that run to end, stop it, or choose another directory"
+        return "another process"  # it took the lock and has not written its name yet, or this user may not read it

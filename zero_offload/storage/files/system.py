@@ -33,6 +33,7 @@ REMEDIES = {
     errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
 }
 """What to do about an errno of the file system."""
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """How safetensors and tokenizers say it."""
 
@@ -116,6 +117,12 @@ class FileSystem:
 REAL = FileSystem()
 
 
+def is_not_writable(error: BaseException) -> bool:
+    """True of an error that comes from a file, or a file system, which this user may only read."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in NOT_WRITABLE
+
+
 def remedy_of(code: int) -> str:
     return REMEDIES.get(code, "Check the disk and its permissions, or name another directory")
 
@@ -136,9 +143,14 @@ def naming_errors(action: str, path: Path) -> Iterator[None]:
         raise StorageError(f"cannot {action} {path}: {os.strerror(code)} (errno {code}). {remedy_of(code)}") from error
 
 
-def check_ours(path: Path, info: os.stat_result) -> None:
+def check_regular(path: Path, info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise StorageError(f"{path} is not a regular file; it was not made by zero_offload and stays untouched")
+
+
+def check_ours(path: Path, info: os.stat_result) -> None:
+    """Raise unless it is a file that may be written or deleted: another name would lose its bytes too."""
+    check_regular(path, info)
     if info.st_nlink != 1:
         raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")
 
