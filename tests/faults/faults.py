@@ -911,6 +911,20 @@ FAULTS = [
         FINETUNE + "test_each_moment_of_the_end_leaves_a_whole_model_or_none",
     ),
     fault(
+        "a config that raises where it is read for a plan stops zo.offload",
+        "plan/hints.py",
+        "            self._unread.setdefault(name, _said(error))\n            return 0\n",
+        "            raise\n",
+        "tests/unit/plan/test_hints.py::test_a_model_with_such_a_config_trains_as_without",
+    ),
+    fault(
+        "all layers are planned with the heads of the first",
+        "plan/hints.py",
+        "found = each[layer]",
+        "found = each[0]",
+        "tests/integrations/test_configs.py::test_gemma4_trains_as_the_plain_model",
+    ),
+    fault(
         "the reference of preferences is the base of an adapter",
         "cli/finetune/run.py",
         'has_reference = config.method == "dpo" and not config.lora\n',

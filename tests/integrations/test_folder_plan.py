@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -95,13 +96,13 @@ def test_a_config_gives_the_numbers_of_the_table(name: str) -> None:
     spec, shape = ModelSpec.from_module(model), SHAPES[name]
     assert spec.numel == shape.numel
     for sequence in (512, 4096):
-        found, expected = (_compute_s(work, sequence) for work in (work_of(model, spec), shape.units()))
+        found, expected = (_compute_s(work, sequence) for work in (work_of(model, spec).units, shape.units()))
         assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_adapters_are_trained_and_the_base_is_frozen(folder: ModelFolder) -> None:
     plain, model = meta_model(folder, None), meta_model(folder, Lora(4, 8.0))
-    work = work_of(model, ModelSpec.from_module(model))
+    work = work_of(model, ModelSpec.from_module(model)).units
     adapters = sum(param.numel() for name, param in model.named_parameters() if "lora_" in name)
     assert sum(unit.numel.trained for unit in work) == adapters > 0
     assert sum(unit.numel.frozen for unit in work) == sum(param.numel() for param in plain.parameters())
@@ -172,6 +173,14 @@ def test_a_model_that_cannot_be_rehearsed_is_estimated(
         assert plan.fits and "activations are estimated" in as_text(plan) and "(IndexError)" in as_text(plan)
         assert plan.activations[Tier.DEVICE] > 0
     assert "estimated" not in as_text(known)
+
+
+def test_a_config_that_is_not_understood_is_one_line_of_the_plan(folder: ModelFolder, tmp_path: Path) -> None:
+    assert plan_job(_job(folder, tmp_path), tmp_path).notes == ()
+    config = copy.deepcopy(folder.config)
+    config.moe_topk = "two"
+    text = as_text(plan_job(_job(replace(folder, config=config), tmp_path), tmp_path))
+    assert text.count("LlamaConfig.moe_topk is not understood") == 1 and "it is 'two'\n" in text
 
 
 # What is planned is what runs

@@ -274,6 +274,8 @@ class FolderPlan:
     """What has adapters, by the ends of names; empty without adapters."""
     not_adapted: tuple[str, ...]
     """Linear layers that have none, likewise."""
+    notes: tuple[str, ...] = ()
+    """What of the folder's config was not understood, and is guessed."""
     ways: tuple[Way, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
@@ -420,7 +422,7 @@ class _Planner:
         self._job, self._out = job, out
         config = job.offload
         work = known.work(job, Partition.of(config, job.ranks).optimizer_shards)
-        self._adapted = known.adapted[job.lora, job.folder.quantize]
+        self._adapted, self._notes = known.adapted[job.lora, job.folder.quantize], known.notes
         self._rehearsal = known.rehearsal(job)
         self._work = _with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
         self._here = Cluster(job.ranks, job.nodes).ranks_per_node
@@ -479,6 +481,7 @@ class _Planner:
             self._with_one_more_drive(planned, prediction) if config.nvme_dirs else None,
             self._hidden_tokens(planned),
             *self._adapted,
+            self._notes,
         )
 
     def _with_one_more_drive(self, planned: Planned, now: Prediction) -> Prediction | None:
@@ -686,6 +689,8 @@ class _Known:
         self._rehearsals: dict[object, Rehearsal] = {}
         self.adapted: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         """By adapter and quantization, what has adapters and what has none."""
+        self.notes: tuple[str, ...] = ()
+        """What of the folder's config was not understood."""
 
     def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""
@@ -697,9 +702,11 @@ class _Known:
             self.adapted[job.lora, folder.quantize] = adapted(model), not_adapted(model)
             spec = ModelSpec.from_module(model, experts=experts_in(model))
             layout = make_layout(spec, resolve(model, config), shards)
+            found = work_of(model, spec)
+            self.notes = found.notes
             self._work[key] = tuple(
                 replace(each, numel=self._numel(each, unit, spec.in_use_with(index)))
-                for index, (each, unit) in enumerate(zip(work_of(model, spec), layout.units, strict=True))
+                for index, (each, unit) in enumerate(zip(found.units, layout.units, strict=True))
             )
         return self._work[key]
 

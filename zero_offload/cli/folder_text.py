@@ -151,6 +151,7 @@ def _time_lines(plan: FolderPlan) -> Iterator[str]:
         verb = "step takes" if plan.job.steps == 1 else "steps take"
         yield f"{plan.job.steps:,} {verb} {format_duration(plan.run_s)}{ends}"
     yield f"rates: {plan.planned.machine.source}"
+    yield from plan.notes
 
 
 def _drive_lines(plan: FolderPlan) -> Iterator[str]:
@@ -260,6 +261,7 @@ def as_json(plan: FolderPlan) -> dict[str, Any]:
         "hidden_from_tokens": plan.hidden_tokens,
         "one_more_drive_step_s": plan.one_more_drive and plan.one_more_drive.step_s,
         "rates": plan.planned.machine.source,
+        "notes": list(plan.notes),
         "steps": job.steps or None,
         "run_s": plan.run_s,
         "written_bytes_per_step": plan.written_per_step,

@@ -22,6 +22,7 @@ from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.folder_text import as_json, as_text, command
 from zero_offload.cli.recipes.gpt import PRESETS
 from zero_offload.hardware.machines import ONE_DRIVE, Drives
+from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import SHAPES
 
 _OF_RUNS = (
@@ -116,7 +117,7 @@ def _job(
     if not opened.has_weights:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     if args.measure:
-        width = getattr(opened.config.get_text_config(), "hidden_size", _WIDTH_MAX)
+        width = Hints(opened.config).number("hidden_size") or _WIDTH_MAX
         directories = () if is_elsewhere else config.offload.nvme_dirs
         measure.measure(config.offload, directories, min(width, _WIDTH_MAX))
     config, prepared = config.with_length(opened.num_positions), None

@@ -183,7 +183,7 @@ class Builder:
         self.ranks = CommitGroup(group)
         hardware = _agree(own_hardware, self.ranks)
         with self.ranks.together(), _saying_how_to_read(model, unit_bytes, self.config, hardware, partition):
-            outlook = _outlook(unit_bytes, work_of(model, self.spec), self.config, partition, hardware)
+            outlook = _outlook(unit_bytes, work_of(model, self.spec).units, self.config, partition, hardware)
             placement = place(unit_bytes, self.config, hardware, partition, outlook)
         plan = estimate_memory(unit_bytes, placement, self.config, group.partition)
         self.sizes = Sizes(hardware, unit_bytes, placement, plan)
@@ -420,7 +420,7 @@ class Growth:
             if owner.keeper is not None:
                 owner.keeper.check_growth(self.layout)
             self.without = sections_without_values(self.layout, added)
-            self.sizes = _grown_sizes(owner, self.layout, self.spec, work_of(self.root, self.spec), self.without)
+            self.sizes = _grown_sizes(owner, self.layout, self.spec, work_of(self.root, self.spec).units, self.without)
         self.awaited, resumed = owner.files.awaits, owner.files.found
         self.param_steps = resumed.payload.get("param_steps", {}) if self.awaited and resumed is not None else {}
         partition, is_host = owner.collectives.partition, owner.device.is_host
@@ -687,7 +687,8 @@ def plan(
     num_here = int(launched) if launched.isdecimal() and partition.world_size > 1 else 1
     hardware = _hardware(config, device, max(num_here, 1))
     budget = tier_budget(config, hardware)
-    outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
+    work = work_of(model, spec)
+    outlook = _outlook(unit_bytes, work.units, config, partition, hardware)
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without, micro_batches)
     each = max(tokens // micro_batches, 1)
@@ -703,4 +704,4 @@ def plan(
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
     memory = estimate_memory(unit_bytes, placement, config, partition)
     memory = replace(memory, wear=memory.wear.of_backwards(batch.num_passes))
-    return Plan.of(memory, job, placement, machine)
+    return replace(Plan.of(memory, job, placement, machine), notes=work.notes)

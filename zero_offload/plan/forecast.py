@@ -116,6 +116,8 @@ class Plan(MemoryPlan):
     """The lane that shortens the step most when it is a tenth faster."""
     rates: str
     """Where the machine's rates come from."""
+    notes: tuple[str, ...] = ()
+    """What of the model's configs was not understood, and is guessed."""
 
     @classmethod
     def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
@@ -125,4 +127,4 @@ class Plan(MemoryPlan):
 
     def table(self) -> str:
         seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck}\nrates: {self.rates}"
-        return f"{super().table()}\n{seconds}"
+        return "\n".join([super().table(), seconds, *self.notes])

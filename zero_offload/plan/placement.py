@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CapacityError
+from zero_offload.base.errors import CapacityError, ZeroOffloadError
 from zero_offload.base.types import HardwareProfile, StateKind, Tier, format_bytes
 from zero_offload.hardware.machines import Cluster, Machine, default_machine
 from zero_offload.plan.layout import Dealer
@@ -146,7 +147,18 @@ def assign_tiers(
             unit_tiers[kind] = tier
     if automatic:
         usual = "cpu" if budget.shared_memory else "a GPU"
-        tiers = _Search(outlook or Outlook.of(units, config, partition, usual), tiers, budget).fastest()
+        try:
+            tiers = _Search(outlook or Outlook.of(units, config, partition, usual), tiers, budget).fastest()
+        except (ZeroOffloadError, MemoryError):
+            raise
+        except Exception as error:  # a prediction only chooses: without one states rest where most of them fit
+            last = Tier.NVME if config.nvme_dirs else Tier.CPU
+            warnings.warn(
+                f"the step could not be predicted ({type(error).__name__}: {error}), so 'auto' is {last.value!r} here; "
+                "this is a fault of zero_offload, please report it with the model's config",
+                stacklevel=2,
+            )
+            tiers = _all_on(last, tiers)
     return Placement(tuple(tiers), budget)
 
 

@@ -10,13 +10,14 @@ second token with. Activations are what a block keeps for backward with attentio
 `work_of` finds the same of a module from its parameters' shapes, without running it. Every parameter of two
 dimensions or more multiplies each token once, except tables of embeddings: a token reads one row. A table that another
 module multiplies with (a tied head) counts in its own unit. A quantized weight counts as what is made of it for a use.
-Widths of attention, and how many experts a token meets,
-are those of a model's `config`, if it has one in the words of Hugging Face; else they are guessed.
+Widths of attention, and how many experts a token meets, are those of the nearest config in the words of Hugging Face
+(`plan/hints.py`); else they are guessed.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import re
@@ -27,6 +28,7 @@ from typing import Any
 from torch import nn
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.plan.hints import Hints, ModelHints
 from zero_offload.plan.memory import UnitNumel
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from zero_offload.plan.quantized import module_name
@@ -313,8 +315,16 @@ def plain_block(numel: UnitNumel) -> UnitWork:
 
 
 @dataclass(frozen=True)
+class ModelWork:
+    """The work of a model's units, and what of its configs was not understood."""
+
+    units: tuple[UnitWork, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class _Words:
-    """What a config in the words of Hugging Face says of blocks; 0 where it does not."""
+    """What configs in the words of Hugging Face say of a unit; 0 where they do not."""
 
     width: int = 0
     attention_width: int = 0
@@ -322,14 +332,8 @@ class _Words:
     num_experts: int = 0
 
     @classmethod
-    def of(cls, config: object) -> _Words:
-        get_text = getattr(config, "get_text_config", None)
-        text = get_text() if callable(get_text) else config
-
-        def number(*names: str) -> int:
-            values = (getattr(text, name, None) for name in names)
-            return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
+    def of(cls, hints: Hints, layer: int | None) -> _Words:
+        number = functools.partial(hints.number, layer=layer)
         width, heads = number("hidden_size"), number("num_attention_heads")
         plain, rotary = number("qk_nope_head_dim"), number("qk_rope_head_dim")
         usual = width // heads if heads else 0
@@ -337,9 +341,17 @@ class _Words:
         keys = plain + rotary if plain else number("head_dim") or usual
         values = number("v_head_dim") if plain else keys
         active = number("num_experts_per_tok", "top_k_experts", "moe_topk")
-        experts = number("num_experts", "num_local_experts", "n_routed_experts")
-        return cls(width, heads * (keys + values) // 2, active, experts)
+        return cls(width, heads * (keys + values) // 2, active, number(*EXPERT_COUNTS))
 
+    @classmethod
+    def near(cls, configs: ModelHints, unit: UnitSpec) -> _Words:
+        """By the nearest config that says how wide the model is."""
+        found = (cls.of(*each) for each in configs.of_param(unit.params[0].name))
+        return next((words for words in found if words.width), cls())
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How many experts a layer has, in the words of configs."""
 
 _SHARED = re.compile(r"\.shared_")
 _ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
@@ -347,12 +359,29 @@ _ADAPTER = re.compile(r"\bexperts\.(base_layer\.)*lora_")
 """Of all experts of a layer together, by peft."""
 
 
-def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
-    """The work of each unit of `spec`, which was made from `model`."""
+def work_of(model: nn.Module, spec: ModelSpec) -> ModelWork:
+    """The work of each unit of `spec`, which was made from `model`. It never fails: it is for plans."""
+    configs = ModelHints(model)
+    try:
+        units = _work_of_units(model, spec, configs)
+    except MemoryError:
+        raise
+    except Exception as error:  # of modules of any kind
+        whole = [(unit, sum(param.numel for param in unit.params if param.trainable)) for unit in spec.units]
+        units = tuple(plain_block(UnitNumel(unit.name, trained, unit.numel - trained)) for unit, trained in whole)
+        note = (
+            f"{type(model).__name__} is planned by the number of its parameters alone: {type(error).__name__}: {error}"
+        )
+        return ModelWork(units, (*configs.notes, " ".join(note.split())))
+    return ModelWork(units, configs.notes)
+
+
+def _work_of_units(model: nn.Module, spec: ModelSpec, configs: ModelHints) -> tuple[UnitWork, ...]:
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    words = _Words.of(getattr(model, "config", None))
     shared = {name[: match.start()] for unit in spec.units for name in _names(unit) if (match := _SHARED.search(name))}
-    return tuple(_work_of_unit(_unquantized(unit, model), tables, words, shared) for unit in spec.units)
+    return tuple(
+        _work_of_unit(_unquantized(unit, model), tables, _Words.near(configs, unit), shared) for unit in spec.units
+    )
 
 
 def _names(unit: UnitSpec) -> list[str]:

@@ -188,7 +188,7 @@ class Named(nn.Module):
 def test_work_of_a_quantized_layer_is_that_of_what_it_stands_for() -> None:
     model = Named(Packed(), Packed())
     spec = ModelSpec.from_module(model, ["blocks.0", "blocks.1"])
-    for work in work_of(model, spec):
+    for work in work_of(model, spec).units:
         assert work.matmul_numel == work.frozen_matmul_numel == work.quantized_numel == 64 * 32
         assert work.numel.frozen == 64 * 32
     layout = make_layout(spec, resolve(model, config()), 1)
@@ -200,7 +200,7 @@ def test_work_of_experts_in_groups(shared: bool) -> None:
     model = Named(Mixture(shared), Mixture(shared))
     experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
     spec = ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts)
-    found = {work.numel.name: work for work in work_of(model, spec)}["blocks.0.experts"]
+    found = {work.numel.name: work for work in work_of(model, spec).units}["blocks.0.experts"]
     assert found.in_groups and found.keeps_output is shared and found.share_met == 2 / 8
     assert found.matmul_numel == found.frozen_matmul_numel == 8 * 4 * 16 * 2 / 8
     assert found.attention_width == 0 and not found.keeps_inputs(True)
@@ -212,5 +212,5 @@ def test_backward_of_trained_experts_makes_gradients_of_them_too() -> None:
     model = Named(Mixture(False), Mixture(False))
     model.blocks[1].requires_grad_(True)
     experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
-    found = work_of(model, ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts))
+    found = work_of(model, ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts)).units
     assert [work.backward_share(128) for work in found] == [1.0, 2.0]

@@ -77,7 +77,7 @@ def test_recompute_leaves_the_last_product_out() -> None:
     assert work.rerun_share(32, recompute=True) == pytest.approx(1 - 2 * 64 * 256 / forward)
     assert work.rerun_share(32, recompute=False) == 0
     spec = ModelSpec.from_module(model.blocks)
-    assert {each.last_numel for each in work_of(model.blocks, spec)} == {64 * 256}
+    assert {each.last_numel for each in work_of(model.blocks, spec).units} == {64 * 256}
 
 
 def test_a_token_meets_its_experts_only() -> None:

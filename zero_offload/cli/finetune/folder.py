@@ -37,6 +37,8 @@ from zero_offload.integrations.quantize import need_library, quantize_layers, st
 from zero_offload.model.api import checkpoint
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload as offload_model
+from zero_offload.plan.hints import Hints
+from zero_offload.plan.shapes import EXPERT_COUNTS
 
 CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
 CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
@@ -87,8 +89,7 @@ class ModelFolder:
     @property
     def has_experts(self) -> bool:
         """True of a mixture of experts, by its config."""
-        text = self.config.get_text_config()
-        return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        return Hints(self.config).number(*EXPERT_COUNTS) > 0
 
     @property
     def is_quantized(self) -> bool:
@@ -105,7 +106,7 @@ class ModelFolder:
     @property
     def num_positions(self) -> int:
         """The most tokens that the model takes."""
-        limits = [getattr(self.config.get_text_config(), "max_position_embeddings", None)]
+        limits = [Hints(self.config).number("max_position_embeddings")]
         if self.task != CAUSAL and self.tokenizer is not None:
             limits.append(self.tokenizer.model_max_length)
         return min((each for each in limits if each), default=sys.maxsize)
@@ -424,8 +425,8 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
         tokenizer = AutoTokenizer.from_pretrained(found[0], local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of several libraries
         raise ConfigError(f"the tokenizer in {found[0]} cannot be loaded ({error}); get its files again") from error
-    num_rows = getattr(config.get_text_config(), "vocab_size", None)
-    if num_rows is not None and len(tokenizer) > num_rows:
+    num_rows = Hints(config).number("vocab_size")
+    if num_rows and len(tokenizer) > num_rows:
         raise ConfigError(
             f"the tokenizer in {found[0]} has {len(tokenizer):,} tokens, and the model's embedding {num_rows:,} rows; "
             "use the model's own tokenizer, or resize the embedding first (resize_token_embeddings)"
