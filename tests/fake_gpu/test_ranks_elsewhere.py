@@ -150,7 +150,7 @@ def test_branches_of_any_kind(stage: int, params: str, pool: RankPool, nvme: Pat
         assert replace(mine, norms=theirs.norms) == theirs
 
 
-@pytest.mark.parametrize(("stage", "tier"), [(1, "cpu"), full(3, "cpu"), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "tier"), [full(1, "cpu"), full(3, "cpu"), (3, "nvme")])
 def test_host_memory_is_what_the_plan_says(stage: int, tier: str, pool: RankPool, nvme: Path) -> None:
     settings = {"params": tier, "grads": tier, "optimizer": tier, "stage": stage, "precision": "fp32"}
     for found in succeed(pool, test_memory_ranks.measure, settings | ({"nvme": nvme} if tier == "nvme" else {})):

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/Parallel.h>
+
 namespace fake_gpu {
 
 const char *const kCountNames[kNumCounts] = {
@@ -45,6 +47,9 @@ void run_front(Queue &queue) {
     QueuedItem item = std::move(queue.items.front());
     queue.items.pop_front();
     try {
+        // The thread that waits computes. Its number of threads is that of the program, whose bits depend on
+        // it.
+        at::init_num_threads();
         if (item.run) item.run();
     } catch (const std::exception &error) {
         // As on a GPU: the launch has returned, so a later synchronization tells.
