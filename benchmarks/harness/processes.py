@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_offload.hardware.probe import resident_bytes
+
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -59,23 +61,13 @@ def take_turns(commands: Mapping[str, Sequence[str]], num_rounds: int) -> Iterat
 
 
 def reset_peak() -> None:
-    """The largest resident set counts from here on."""
+    """`peak_resident_bytes` counts from here on."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def rss_bytes() -> int:
     """Resident now."""
-    return _status_bytes("VmRSS")
-
-
-def peak_rss_bytes() -> int:
-    """Since `reset_peak`."""
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+    return resident_bytes()[0]
 
 
 def disk_bytes() -> tuple[int, int]:
@@ -103,8 +95,9 @@ class MemoryGroup:
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.directory / "cgroup.procs"), *arguments]
 
     @property
-    def peak_bytes(self) -> int:
-        """The most that was in use at once. It includes page cache, which the kernel drops when memory is short."""
+    def group_peak_bytes(self) -> int:
+        """The most of all programs of the group at once, with page cache, which the kernel drops when memory is short.
+        A process's own peak is another figure, `peak_resident_bytes`."""
         names = ("memory.peak", "memory.max_usage_in_bytes")
         return next(int((self.directory / name).read_text()) for name in names if (self.directory / name).exists())
 

@@ -477,7 +477,7 @@ def test_a_group_of_version_2(benchmark: Any, version2: Path) -> None:
         assert (directory / "memory.swap.max").read_text() == "0"
         (directory / "memory.peak").write_text("123\n")
         (directory / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
-        assert (group.peak_bytes, group.num_killed) == (123, 1)
+        assert (group.group_peak_bytes, group.num_killed) == (123, 1)
         done = subprocess.run(group.command(["echo", "inside"]), capture_output=True, text=True, check=True)
         assert done.stdout == "inside\n" and int((directory / "cgroup.procs").read_text()) > 1
         for file in directory.iterdir():  # a real group's files go with it

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.types import MIB
+from zero_offload.hardware.probe import peak_resident_bytes as peak_bytes
 from zero_offload.storage.memory.heap import trim_heap
 
 
@@ -24,14 +25,8 @@ def measured_alone(module: str, *arguments: object) -> Any:
     return json.loads(result.stdout)
 
 
-def peak_bytes() -> int:
-    """The most since `reset_peak`."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) << 10
-
-
 def reset_peak() -> int:
-    """Forget it; returns what is resident now."""
+    """Forget the peak; returns what is resident now."""
     trim_heap()
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()

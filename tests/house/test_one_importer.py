@@ -18,6 +18,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "torch.cuda": frozenset({"hardware/accelerators.py"}),
     "matplotlib": frozenset({"cli/report/picture.py"}),
     "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/arena.py"}),
+    "resource.getrusage": frozenset({"storage/memory/heap.py"}),  # page faults; its ru_maxrss is the launcher's too
     "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),
     "triton": frozenset(
         {

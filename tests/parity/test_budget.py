@@ -18,6 +18,7 @@ import zero_offload as zo
 from tests.helpers.cgroups import memory_cgroup
 from tests.helpers.models import TinyLM
 from zero_offload.base.types import MIB, StateKind, Tier
+from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.storage.memory import arena
 
 DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
@@ -38,12 +39,6 @@ def _config(nvme: Path | str, **settings: Any) -> zo.OffloadConfig:
 
 def _rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _peak_bytes() -> int:
-    """The most this process has had resident since `_reset_peak`."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) << 10
 
 
 def _reset_peak() -> None:
@@ -106,7 +101,7 @@ def measure(nvme: str, cgroup: str) -> None:
         cpu_bytes = zo.stats(model).resident_bytes["cpu"]
         row = {"loss": loss.item(), "mappings": _num_mappings(), "cpu": cpu_bytes, "taken": len(taken)}
         seen.append(row)
-    peak = _peak_bytes()
+    peak = peak_resident_bytes()
     zo.close(model)
     result = {"num_params": num_params, "before": values, "after": offloaded, "peak": peak, "seen": seen}
     print(json.dumps(result))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ class Stats:
     num_registrations: int
     """Those of them that were registered with a GPU, in all."""
     peak_rss_bytes: int
-    """The process's largest resident set so far."""
+    """The largest resident set of this process so far, without that of the program that started it."""
     exposed_s: dict[str, float]
     """Seconds that compute stood still, by what it waited for: "params", "activations", "update", "grads", "commit".
     An update that runs inside of `step()` is such a wait."""
@@ -113,7 +112,12 @@ class StatsKeeper:
         return {**self._counters.snapshot(), "step_s": time.perf_counter() - self._start}
 
     def stats(
-        self, step: int, skipped_steps: int, resident_bytes: dict[str, int], device_params: DeviceParams | None
+        self,
+        step: int,
+        skipped_steps: int,
+        resident_bytes: dict[str, int],
+        device_params: DeviceParams | None,
+        peak_rss_bytes: int,
     ) -> Stats:
         delta, (num_mappings, num_registrations) = self._delta or self._since_start(), self._taken()
         return Stats(
@@ -133,6 +137,6 @@ class StatsKeeper:
             device_params=device_params,
             num_mappings=num_mappings,
             num_registrations=num_registrations,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_rss_bytes=peak_rss_bytes,
             exposed_s={cause.value: delta.get(f"exposed.{cause.value}", 0.0) for cause in Cause},
         )

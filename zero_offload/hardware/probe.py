@@ -20,8 +20,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from zero_offload.base.types import HardwareProfile
+from zero_offload.base.types import KIB, HardwareProfile
 
+_PROC_STATUS = Path("/proc/self/status")
 _PROC_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -66,6 +67,24 @@ def resident_bytes() -> tuple[int, int]:
     """Host memory that this process has now: all, and without files that it maps."""
     found = psutil.Process().memory_info()
     return int(found.rss), int(found.rss - found.shared)
+
+
+def peak_resident_bytes(status: Path = _PROC_STATUS) -> int:
+    """The most host memory that this process has had, since it began or since its peak was reset: VmHWM.
+
+    `ru_maxrss` survives an exec, so a process would begin with the peak of the program that started it. Where the
+    kernel has no VmHWM it is the most that the calls of this function have met.
+    """
+    for line in _read_text(status).splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * KIB
+    most_met = max(resident_bytes()[0], _peaks_met.get(os.getpid(), 0))
+    _peaks_met[os.getpid()] = most_met
+    return most_met
+
+
+_peaks_met: dict[int, int] = {}
+"""By process: a fork begins anew."""
 
 
 def memory_limits(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT) -> tuple[MemoryLimit, ...]:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +25,11 @@ from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.base.stats import Stats
-from zero_offload.base.types import KIB, StateKind, Tier
+from zero_offload.base.types import StateKind, Tier
 from zero_offload.checkpoint.metrics import MODEL_STEP, NUM_STEPS, Metrics, Row, is_count, show
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, offload_settings, refuse
 from zero_offload.hardware.device import read_memory
+from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.api import need_runtime, stats
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.memory import Budget, Placement, UnitNumel, estimate_memory, measure_units
@@ -286,7 +286,7 @@ def _describe(
         "host": platform.node(),
         "plan": planned_bytes(owner, micro_batches),
         "versions": _versions(),
-        "rss_bytes_at_start": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB,
+        "rss_bytes_at_start": peak_resident_bytes(),
     }
 
 

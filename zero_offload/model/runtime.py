@@ -37,7 +37,7 @@ from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.checkpoint.values import replace_masters
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
-from zero_offload.hardware.probe import free_memory_bytes
+from zero_offload.hardware.probe import free_memory_bytes, peak_resident_bytes
 from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
 from zero_offload.model.end import ModelEnd
@@ -583,7 +583,8 @@ class ModelRuntime:
     def stats(self) -> Stats:
         limit = self.prefetcher.device_limit
         params = None if limit is None else limit.params
-        return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params)
+        peak = peak_resident_bytes()
+        return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params, peak)
 
     def _resident_bytes(self) -> dict[str, int]:
         store = self.store

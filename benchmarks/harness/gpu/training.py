@@ -21,7 +21,6 @@ import torch.distributed as dist
 from harness.gpu.machine import Machine
 from harness.gpu.model import Batch, Shape, batch_of
 from harness.gpu.record import Figures, Record, Skip
-from harness.processes import peak_rss_bytes
 from harness.step.builders import Case, deepspeed_config, join_alone
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ import zero_offload as zo
 from zero_offload.base.types import GIB, Tier
 from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.hardware.device import collectives_of
+from zero_offload.hardware.probe import peak_resident_bytes
 
 LEARNING_RATE, CLIP = 1e-5, 1.0
 TIMED_STEPS, SLOW_STEP_S = 3, 12.0
@@ -205,7 +205,7 @@ def measure(
         timed = time_steps(trainer.step, machine, batch_of(shape, num_tokens, seq, machine.device))
         flops = shape.flops(num_tokens, seq, is_frozen=is_frozen)
         rates = {"tokens_per_s": num_tokens / timed["step_s"], "flops_per_s": flops / timed["step_s"], "flops": flops}
-        peaks = {"device_peak_gib": machine.peak_bytes() / GIB, "host_peak_gib": peak_rss_bytes() / GIB}
+        peaks = {"device_peak_gib": machine.peak_bytes() / GIB, "host_peak_gib": peak_resident_bytes() / GIB}
         return {"tokens": num_tokens, "numel": shape.numel} | timed | rates | peaks | trainer.tell()
 
     def warm_up() -> Figures:

@@ -23,13 +23,14 @@ from pathlib import Path
 
 import torch
 from harness import command
-from harness.processes import peak_rss_bytes, reset_peak, rss_bytes, take_turns
+from harness.processes import reset_peak, rss_bytes, take_turns
 from harness.rows import Row, row, show, write
 from torch import Tensor
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, next_token_loss
+from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import SwapFile
@@ -83,7 +84,7 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
         begin = time.perf_counter()
         step(model, optimizer, tokens)
         seconds, stats = time.perf_counter() - begin, zo.stats(model)
-        peak_mib = (peak_rss_bytes() - at_start) / MIB
+        peak_mib = (peak_resident_bytes() - at_start) / MIB
         figures = Figures(seconds, peak_mib, stats.read_bytes["nvme"], stats.written_bytes["nvme"])
         print(json.dumps(asdict(figures)), flush=True)
     zo.close(model)

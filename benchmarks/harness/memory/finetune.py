@@ -119,11 +119,11 @@ def measure(how: str, size: Size, root: Path, args: argparse.Namespace) -> list[
     with memory_group(args.limit_bytes) as group:
         command_line = ["finetune", root / "model", "--data", root / "chat.jsonl", "--out", out, *shape]
         _, seconds = run(group, *command_line, "--steps", args.steps, *FLAGS[how], "--json")
-        peak = group.peak_bytes
+        peak = group.group_peak_bytes
         told, read_s = run(
             group, "evaluate", out, "--data", root / "one.jsonl", "--seq", args.seq, "--nvme", root / "read", "--json"
         )
-        peak_read = group.peak_bytes
+        peak_read = group.group_peak_bytes
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     finite = [each for each in rows if math.isfinite(each["loss"])]
     step_s = statistics.median(each["step_s"] for each in rows[1:] or rows)

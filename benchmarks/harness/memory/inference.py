@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 from harness import command
 from harness.disks import disk_rates
-from harness.processes import peak_rss_bytes, reset_peak, rss_bytes
+from harness.processes import reset_peak, rss_bytes
 from harness.rows import Row, row, show, write
 from torch import Tensor, nn
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
+from zero_offload.hardware.probe import peak_resident_bytes
 
 WIDTH, SHARE = 1536, 3
 """A block of this width has 27 MiB in bf16; one part in `SHARE` of the model fits."""
@@ -75,7 +76,7 @@ def measure(directory: Path, num_blocks: int, num_rounds: int) -> Sequence[Row]:
     for _ in range(num_rounds):
         seconds, read = token_seconds(model, 6)
         taken.append((seconds, read, disk_rates(directory).read_bytes_per_s))
-    peak = peak_rss_bytes() - at_start
+    peak = peak_resident_bytes() - at_start
     zo.close(model)
     whole = build(num_blocks, directory / "whole", 2 * nbytes)
     token_seconds(whole, 3)

@@ -16,12 +16,13 @@ from typing import Any, ClassVar, Protocol
 
 from harness import command
 from harness.disks import Rates
-from harness.processes import MemoryGroup, NoGroupError, disk_bytes, memory_group, peak_rss_bytes
+from harness.processes import MemoryGroup, NoGroupError, disk_bytes, memory_group
 from harness.rows import Row, missing, row, ungraded
 from torch import Tensor, nn
 
 import zero_offload as zo
 from zero_offload.base.types import MIB, format_bytes
+from zero_offload.hardware.probe import peak_resident_bytes
 
 Step = dict[str, Any]
 KILL_AFTER = 0.2
@@ -73,7 +74,7 @@ def train_steps(
         made: Step = {"step": step, "step_s": time.perf_counter() - start}
         made |= {"read_bytes": stats.read_bytes["nvme"], "written_bytes": stats.written_bytes["nvme"]}
         made |= {"disk_read_bytes": after[0] - moved[0], "disk_written_bytes": after[1] - moved[1]}
-        made |= {"resident_bytes": dict(stats.resident_bytes), "peak_rss_bytes": peak_rss_bytes()}
+        made |= {"resident_bytes": dict(stats.resident_bytes), "peak_rss_bytes": peak_resident_bytes()}
         print(json.dumps(made | figures()), flush=True)
     zo.close(model)
 
@@ -156,7 +157,7 @@ def killed_and_resumed(comparison: str, job: Job, limit_bytes: int) -> Lives:
         before = _live(group, comparison, job, kill_in=job.num_steps // 2)
         print("  killed; resuming", flush=True)
         after = _live(group, comparison, job, kill_in=None)
-        return Lives(before, after, group.peak_bytes, limit_bytes)
+        return Lives(before, after, group.group_peak_bytes, limit_bytes)
 
 
 def _live(group: MemoryGroup, comparison: str, job: Job, kill_in: int | None) -> Life:

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import command
-from harness.processes import peak_rss_bytes, reset_peak, rss_bytes, take_turns
+from harness.processes import reset_peak, rss_bytes, take_turns
 from harness.rows import Row, row, show, write
 from torch import Tensor, nn
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
+from zero_offload.hardware.probe import peak_resident_bytes
 
 VOCAB, WIDTH, TILES = 50257, 768, 8
 LONG, SHORT = 2048, 64
@@ -94,7 +95,7 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
         model(hidden, targets).backward()
         update()
         hidden.grad = None
-        step_s, peak_bytes = time.perf_counter() - begin, peak_rss_bytes() - at_start
+        step_s, peak_bytes = time.perf_counter() - begin, peak_resident_bytes() - at_start
         print(json.dumps({"step_s": step_s, "peak_bytes": peak_bytes}), flush=True)
 
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.processes import disk_bytes, peak_rss_bytes, reset_peak
+from harness.processes import disk_bytes, reset_peak
 from torch import Tensor
 
 import zero_offload as zo
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss
+from zero_offload.hardware.probe import peak_resident_bytes
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
@@ -323,7 +324,7 @@ def serve(name: str, case: Case) -> None:
         with torch.no_grad():
             system.forward(inputs)  # waits for the last update, which must not run in the next one's turn
         grown = {f"{key}_growth": now - settled[key] for key, now in _taken(system).items()}
-        print(json.dumps({"steps": steps[1:], "peak_rss_bytes": peak_rss_bytes(), **grown}), flush=True)
+        print(json.dumps({"steps": steps[1:], "peak_rss_bytes": peak_resident_bytes(), **grown}), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import zero_offload as zo
 from zero_offload.base.types import GIB, MIB
 from zero_offload.hardware import probe
 
@@ -149,3 +151,28 @@ def test_find_compiler_prefers_the_users(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probe.find_compiler() is None
+
+
+def test_the_peak_is_that_of_this_process(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmPeak:\t 9000 kB\nVmHWM:\t  1234 kB\nVmRSS:\t  1000 kB\n")
+    assert probe.peak_resident_bytes(status) == 1234 << 10
+
+
+def test_without_a_peak_of_the_kernel_it_is_the_most_that_was_met(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = iter([5, 9, 7])
+    monkeypatch.setattr(probe, "resident_bytes", lambda: (next(sizes) << 40, 0))
+    assert [probe.peak_resident_bytes(tmp_path / "none") >> 40 for _ in range(3)] == [5, 9, 9]
+
+
+def test_stats_have_the_peak_of_the_kernel() -> None:
+    model = torch.nn.Linear(4, 4)
+    zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    ballast = bytearray(b"x" * (64 << 20))
+    held = zo.stats(model).peak_rss_bytes
+    del ballast
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    zo.close(model)
+    assert held - probe.peak_resident_bytes() > 32 << 20

@@ -11,7 +11,6 @@ the end is repeated by the same command.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -24,7 +23,7 @@ from torch import nn
 import zero_offload as zo
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError, ZeroOffloadError
-from zero_offload.base.types import KIB, Existing
+from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
 from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder, recompute_blocks
@@ -37,6 +36,7 @@ from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, request
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.train import Ending
 from zero_offload.cli.saved import has_generation
+from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 
@@ -224,7 +224,7 @@ def _train(
     # The smaller one first: what is left is the other's.
     has_reference = config.method == "dpo" and not config.lora
     beside = reading(job.folder, offload, is_first=job.ranks.is_first) if has_reference else nullcontext()
-    baseline_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    baseline_bytes = peak_resident_bytes()
     with beside as reference, _closing(build_model(job.folder, offload, config.adapters(), config.seed)) as model:
         if config.recompute == "block":
             recompute_blocks(model)

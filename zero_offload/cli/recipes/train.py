@@ -12,7 +12,6 @@ and a line too many is dropped on resume.
 from __future__ import annotations
 
 import math
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero_offload as zo
 from zero_offload.base.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.base.host import host_empty
-from zero_offload.base.types import KIB, Durability, Existing
+from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
 from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
@@ -37,6 +36,7 @@ from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopReques
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.settings import TrainConfig
 from zero_offload.cli.terminal import printable
+from zero_offload.hardware.probe import peak_resident_bytes
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -149,7 +149,7 @@ def _set_up(
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
         raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
     ranks.wait()  # every rank has looked before the first one writes
-    baseline_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    baseline_bytes = peak_resident_bytes()
     gpt = config.gpt()
     with zo.deferred_init():
         model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
