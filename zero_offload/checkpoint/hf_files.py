@@ -3,9 +3,10 @@
 Owns the words of the format (names of dtypes, header, names of files), reading, and the one error that lists everything
 that does not fit. A file is 8 bytes with the length of the header, a JSON header (name -> dtype, shape, range of
 bytes), and the tensors' bytes. A folder has one file `model.safetensors`, or shards and an index that says which file a
-tensor is in; diffusers calls them `diffusion_pytorch_model`. Sizes and ranges are checked before a byte is believed;
-nothing is executed, and files are not mapped. A range is read into memory of its own, so that what a caller holds is
-all there is. The calls: `open_weights`, `match`, then `StoredTensor.read` as often as wanted.
+tensor is in; diffusers calls them `diffusion_pytorch_model`. The safetensors library says whether a header is right; a
+name that stands twice is refused. Nothing is executed, and files are not mapped. A range is read into memory of its
+own, so that a caller holds that range alone. The calls: `open_weights`, `match`, then `StoredTensor.read` as often as
+wanted.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from zero_offload.base.errors import CheckpointError, IntegrityError, StorageError
 from zero_offload.base.host import host_empty
@@ -57,6 +60,9 @@ DTYPES: dict[str, torch.dtype] = {
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Convert into each other; what is narrower is meaningless without scales."""
+_METADATA = "__metadata__"
+_FIELDS = ("dtype", "shape", "data_offsets")
+"""Of a header's entry, in the library's order."""
 NAMES_SHOWN = 10
 
 
@@ -304,36 +310,69 @@ def _open(path: Path, cleanup: contextlib.ExitStack) -> dict[str, StoredTensor]:
     cleanup.callback(os.close, fd)
     try:
         return _tensors_of(path, fd)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise StorageError(f"reading the header of {path} failed: {error.strerror}") from error
+    except ValueError as error:
         raise IntegrityError(f"{path} is not a safetensors file, or damaged: {error}; get it again") from error
 
 
 def _tensors_of(path: Path, fd: int) -> dict[str, StoredTensor]:
-    """Raises ValueError and its like for anything that the format does not allow."""
+    """Raises ValueError for anything that the format does not allow, and OSError."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, LENGTH_NBYTES, 0), "little")
     begin = LENGTH_NBYTES + length
     if size < LENGTH_NBYTES or length > HEADER_NBYTES_MAX or begin > size:
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    header = json.loads(os.pread(fd, length, LENGTH_NBYTES))
-    header.pop("__metadata__", None)
+    header = os.pread(fd, length, LENGTH_NBYTES)
+    try:
+        _check_header(header, size)
+    except SafetensorError as error:
+        end = _last_byte(header)
+        cut = (
+            f", and the file is cut short: it should have {begin + end} bytes and has {size}"
+            if begin + end > size
+            else ""
+        )
+        raise ValueError(f"{error}{cut}") from error
+    entries = json.loads(header, object_pairs_hook=_without_twins)
+    entries.pop(_METADATA, None)
     tensors = {}
-    for name, entry in header.items():
-        low, high = entry["data_offsets"]
-        tensor = StoredTensor(path, fd, str(entry["dtype"]), tuple(entry["shape"]), begin + low)
-        _check(tensor, entry, size - begin, name)
-        tensors[name] = tensor
+    for name, entry in entries.items():
+        # The library takes an entry as the list of its values, too.
+        fields = entry if isinstance(entry, dict) else dict(zip(_FIELDS, entry, strict=True))
+        dtype, shape, (low, _) = (fields[field] for field in _FIELDS)
+        tensors[name] = StoredTensor(path, fd, dtype, tuple(shape), begin + low)
     return tensors
 
 
-def _check(tensor: StoredTensor, entry: dict[str, Any], data_nbytes: int, name: str) -> None:
-    low, high = entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*tensor.shape, low, high)):
-        raise ValueError(f"{name} has shape {entry['shape']} and bytes {entry['data_offsets']}")
-    if not low <= high <= data_nbytes:
-        raise ValueError(f"{name} lies in bytes {low} to {high}, but there are {data_nbytes}: the file is cut short")
-    if tensor.dtype is not None and high - low != tensor.numel * tensor.dtype.itemsize:
-        raise ValueError(f"{name} is {tensor.dtype_name} of shape {entry['shape']} in {high - low} bytes")
+def _check_header(header: bytes, size: int) -> None:
+    """Raises SafetensorError where the safetensors library refuses a file of `size` bytes with this header.
+
+    The library maps a file, and a drive that fails under a map ends the process. So it gets the header in a file in
+    memory, whose data is a hole.
+    """
+    with open(os.memfd_create("safetensors"), "wb", buffering=0) as file:
+        file.write(len(header).to_bytes(LENGTH_NBYTES, "little") + header)
+        file.truncate(size)
+        with safe_open(f"/proc/self/fd/{file.fileno()}", framework="np"):
+            pass
+
+
+def _last_byte(header: bytes) -> int:
+    """Where the data ends by a header that may be wrong; 0 where it does not say."""
+    try:
+        return max(int(entry["data_offsets"][1]) for name, entry in json.loads(header).items() if name != _METADATA)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return 0
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two tensors of one name the library takes the later one. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twins = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"its header has the name {twins[0]!r} twice")
+    return found
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,14 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
             tensors["t"].read(0, 4)
 
 
+def test_a_file_that_is_cut_short_says_so(tmp_path: Path) -> None:
+    raw = _with_header(lambda header: None)
+    (tmp_path / SINGLE_NAME).write_bytes(raw[:-1])
+    _fails(tmp_path, zo.IntegrityError, f"cut short: it should have {len(raw)} bytes and has {len(raw) - 1}")
+
+
 def test_an_unknown_dtype_is_listed_but_not_read(tmp_path: Path) -> None:
-    raw = _with_header(lambda header: header["t"].update(dtype="F4", data_offsets=[0, 2]))
+    raw = _with_header(lambda header: header["t"].update(dtype="F4", shape=[2, 16]))
     (tmp_path / SINGLE_NAME).write_bytes(raw)
     with open_weights(tmp_path) as tensors:
         assert tensors["t"].dtype is None and tensors["t"].dtype_name == "F4"
