@@ -529,7 +529,8 @@ def test_a_run_that_is_another_is_refused(place: Place, tmp_path: Path, capsys: 
     data = place.chat.read_bytes()
     place.chat.write_bytes(data[: data.rindex(b"\n", 0, -1) + 1])
     run(place, out, "--lora", RANK, code=2, steps=2)
-    assert "its data or the model's tokenizer have changed since it began" in capsys.readouterr().err
+    assert re.search("began with other --data: file 1 of it had the digest .*, and now has", capsys.readouterr().err)
+    assert {each.name: each.read_bytes() for each in (out / "tokens").iterdir()} == tokens
     place.chat.write_bytes(data)
     assert main(words(place, tmp_path / "other", "--nvme", out / "nvme")) == 2
     assert f"{out}/nvme holds the states of a run, and {tmp_path}/other none" in capsys.readouterr().err

@@ -22,7 +22,7 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
 from zero_offload.cli.finetune.folder import ModelFolder, open_folder, quiet_libraries
-from zero_offload.cli.reading import add_tier_flags, open_for_reading
+from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime, stats
 
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     quiet_libraries()
     folder = open_folder(args.dir, quantize=args.quantize)
+    print_checked(folder)
     if args.system is not None and folder.tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {args.dir} has no chat template, so --system has no place; leave it out")
     model = open_for_reading(folder, args)

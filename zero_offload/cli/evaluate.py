@@ -19,7 +19,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
 from zero_offload.cli.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.cli.finetune.settings import TASKS
-from zero_offload.cli.reading import add_tier_flags, open_for_reading
+from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime
 
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} {value} is below {least}")
     quiet_libraries()
     folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
+    print_checked(folder)
     from zero_offload.cli.finetune.data import prepare
 
     seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq

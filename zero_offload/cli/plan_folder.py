@@ -17,6 +17,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure
 from zero_offload.cli.finetune import settings
 from zero_offload.cli.finetune.folder import check_training, open_folder, quiet_libraries
+from zero_offload.cli.finetune.identity import check_outputs
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.folder_text import as_json, as_text, command
@@ -114,7 +115,9 @@ def _job(
         needs_tokenizer=args.finetune_data is not None,
     )
     check_training(opened, has_adapter=config.lora > 0 or opened.adapter is not None, merge=config.merge)
-    if not opened.has_weights:
+    if opened.has_weights:
+        note += check_outputs(opened)
+    else:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     if args.measure:
         width = Hints(opened.config).number("hidden_size") or _WIDTH_MAX

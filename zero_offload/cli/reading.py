@@ -16,6 +16,7 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
 from zero_offload.cli.finetune.folder import ModelFolder, build_model
+from zero_offload.cli.finetune.identity import check_outputs
 from zero_offload.integrations.quantize import QUANTIZATIONS
 
 
@@ -28,6 +29,13 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantize", metavar="KIND", help=f"make linear layers {', '.join(QUANTIZATIONS)}, as an adapter's base was"
     )
+
+
+def print_checked(folder: ModelFolder) -> None:
+    """Say what a folder that a run has left is on now, where that differs. Raises ConfigError where numbers would."""
+    lines = check_outputs(folder)
+    for line in lines if os.environ.get("RANK", "0") == "0" else ():
+        print(line, file=sys.stderr)
 
 
 def open_for_reading(folder: ModelFolder, args: argparse.Namespace) -> nn.Module:

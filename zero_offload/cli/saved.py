@@ -1,13 +1,15 @@
 """What a command is given as RUN: a run directory of `train`, an NVMe directory, or a checkpoint.
 
-Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, and `described` for what
-`train` wrote about its run; `base_of` for files of others that it reads; `read_object` for its other files.
+Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, or `states_home` of what a
+run says of itself; `described` for what `train` wrote about its run; `base_of` for files of others that it reads;
+`read_object` for its other files.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,23 @@ def find_home(path: Path) -> Path:
     if has_generation(path):
         return path.absolute()
     identity = described(path).get("identity")
-    identity = identity if isinstance(identity, dict) else {}
-    nvme = identity.get("offload.nvme")
-    if not isinstance(nvme, list) or not nvme:
+    home = states_home(path.absolute(), identity if isinstance(identity, dict) else {})
+    if home is None:
         damaged = f", and its {RUN_FILE} does not say where the run's states are" * os.path.lexists(path / RUN_FILE)
         raise ConfigError(f"{path} holds no generation and no run{damaged}; give a {RUN_HELP}")
-    home = Path(str(nvme[0]))
-    out = Path(str(identity.get("out")))
-    if home.is_relative_to(out):
-        home = path.absolute() / home.relative_to(out)  # wherever the run directory has been moved or copied to
     if not home.is_dir() or not has_generation(home):
         raise ConfigError(f"the run in {path} has no generation in {home}: it has not committed, or was cleaned")
     return home
+
+
+def states_home(path: Path, identity: Mapping[str, Any]) -> Path | None:
+    """Where the generations are of a run that lies in `path` now; None of one that keeps none."""
+    nvme = identity.get("offload.nvme")
+    if not isinstance(nvme, list) or not nvme:
+        return None
+    home, out = Path(str(nvme[0])), Path(str(identity.get("out")))
+    # Below the run directory they go where that is moved or copied to.
+    return path / home.relative_to(out) if home.is_relative_to(out) else home
 
 
 def base_of(path: Path) -> BaseState | None:

@@ -286,6 +286,7 @@ def _describe(
         "host": platform.node(),
         "plan": planned_bytes(owner, micro_batches),
         "versions": _versions(),
+        "run_id": None if owner.keeper is None else owner.keeper.run_id,
         "rss_bytes_at_start": peak_resident_bytes(),
     }
 

@@ -41,8 +41,7 @@ from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import EXPERT_COUNTS
 
 CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
-CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
-_GENERATION_NAME = "generation_config.json"
+CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_NAME = "config.json", "adapter_config.json", "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
 _LOUD = ("torchao", "bitsandbytes", "torch.utils._pytree")
 """Loggers that warn when they are imported."""
@@ -175,7 +174,7 @@ def open_folder(
         raise ConfigError(f"{folder} is quantized already, by bitsandbytes; leave --quantize {quantize} out")
     config = _read_config(folder, task)
     # A file that is missing or cut short is an error here, before anything takes time.
-    for weights in (*((folder,) if has_weights else ()), *(() if adapter is None else (_adapter_file(adapter),))):
+    for weights in (*((folder,) if has_weights else ()), *(() if adapter is None else (adapter_file(adapter),))):
         with open_weights(weights):
             pass
     tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config, needs_tokenizer)
@@ -265,7 +264,8 @@ def _base_of(adapter: Path) -> Path:
     )
 
 
-def _adapter_file(adapter: Path) -> Path:
+def adapter_file(adapter: Path) -> Path:
+    """The weights of an adapter."""
     file = adapter / "adapter_model.safetensors"
     if not file.is_file():
         raise ConfigError(
@@ -396,6 +396,21 @@ def _mapping(task: str) -> Any:
         MASKED: transformers.MODEL_FOR_MASKED_LM_MAPPING,
         CLASSIFY: transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     }[task]
+
+
+def class_name(folder: ModelFolder) -> str:
+    """The class of its model; of several for a config, as transformers chooses."""
+    found = _mapping(folder.task)[type(folder.config)]
+    names: list[str] = [each.__name__ for each in (found if isinstance(found, list | tuple) else (found,))]
+    return next((name for name in folder.config.architectures or () if name in names), names[0])
+
+
+def generation_config(folder: ModelFolder) -> Any:
+    """That of its adapter, or of its base; None where neither has one."""
+    from transformers import GenerationConfig
+
+    homes = [each for each in (folder.adapter, folder.path) if each is not None and (each / GENERATION_NAME).is_file()]
+    return GenerationConfig.from_pretrained(homes[0]) if homes else None
 
 
 _WORD_FILES = (
@@ -547,7 +562,7 @@ def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None 
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # others are computed from the base's weights; all values are in the file
     model = get_peft_model(base, config)
-    file = AdapterFile(_adapter_file(folder.adapter), adapter_file_names(model))
+    file = AdapterFile(adapter_file(folder.adapter), adapter_file_names(model))
     return _Built(model, replace(names, adapter=file))
 
 
@@ -559,15 +574,12 @@ def _from_config(folder: ModelFolder) -> Any:
         MASKED: transformers.AutoModelForMaskedLM,
         CLASSIFY: transformers.AutoModelForSequenceClassification,
     }[folder.task]
-    from transformers import GenerationConfig
-
     config = copy.deepcopy(folder.config)
     # What is drawn (heads, adapters) is drawn in fp32; values of the files become what `offload` computes with.
     model = auto.from_config(config, dtype=torch.float32)
     model.config.use_cache = False  # a cache keeps views of a block's values from one forward to the next
-    homes = [each for each in (folder.adapter, folder.path) if each is not None and (each / _GENERATION_NAME).is_file()]
-    if homes and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(homes[0])
+    if model.can_generate() and (found := generation_config(folder)) is not None:
+        model.generation_config = found
     return model
 
 

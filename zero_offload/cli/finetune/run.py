@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,15 @@ from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
 from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder, recompute_blocks
+from zero_offload.cli.finetune.identity import (
+    MADE_OF,
+    check_folder,
+    check_outputs,
+    check_ranks,
+    data_of,
+    made_of,
+    places_that_may_change,
+)
 from zero_offload.cli.finetune.outputs import BEST, CARD, MERGED, is_published, model_card, reading
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
@@ -41,7 +50,7 @@ from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
-_MAY_CHANGE = ("epochs", "patience", "samples", "merge", "recompute")
+MAY_CHANGE = ("epochs", "patience", "samples", "merge", "recompute")
 """What a run may go on with, beside what every run may."""
 _TOLD_BY_DATA = ("method", "text")
 _HOW_FAR = ("steps", "epochs", "patience")
@@ -78,9 +87,14 @@ def finetune(
         with run_dir.held() if ranks.is_first and not dry_run else nullcontext() as place:
             ranks.wait()  # the first one has made the directory
             config, folder = _open(config)
+            for line in check_outputs(folder):
+                progress.note(line)
+            made = made_of(folder, config.adapters()) | data_of(config)
+            check_ranks(ranks.of_first(made), made, folder)
             if existing is not Existing.DISCARD:
-                _refuse_another(config, run_dir)
-            job = _read(config, folder, ranks, None if dry_run else config.out / TOKENS)
+                for line in _refuse_another(config, folder, made, run_dir):
+                    progress.note(line)
+            job = _read(config, folder, made, ranks, None if dry_run else config.out / TOKENS)
             progress.note(job.prepared.note)
             existing = _look(job, run_dir, existing)
             ranks.wait()  # every rank has looked before the first one writes
@@ -117,16 +131,20 @@ def _is_adapter(config: FinetuneConfig, folder: ModelFolder) -> bool:
     return config.lora > 0 or folder.adapter is not None
 
 
-def _refuse_another(config: FinetuneConfig, run_dir: RunDir) -> None:
-    """Raise ConfigError for an OUT that this run may not write to, as far as the data need not be read for it.
+def _refuse_another(config: FinetuneConfig, folder: ModelFolder, made: Mapping[str, Any], run_dir: RunDir) -> list[str]:
+    """Lines to say of a run that goes on. Raise ConfigError for an OUT that this run may not write to, as far as the
+    data need not be tokenized for it.
 
     Tokens of other data would replace those of the run that is there.
     """
-    try:
-        if find_existing(run_dir, config.arguments(), (*_MAY_CHANGE, *_TOLD_BY_DATA)) is Existing.RESUME:
-            return
-    except IntegrityError:
-        return  # states are missing: `_look` knows whether the run is finished, and needs none
+    may_change = (*MAY_CHANGE, *_TOLD_BY_DATA, *places_that_may_change(config.out, made))
+    lines: list[str] = []
+    # A length may follow from the model's config, which is to be named then.
+    if _goes_on(config, run_dir, (*may_change, "seq")):
+        generates = config.samples > 0 and bool(config.eval_data or config.split)
+        lines += check_folder(config.out, folder, made, generates=generates)
+    if _goes_on(config, run_dir, may_change):
+        return lines
     if is_published(run_dir.path):
         raise ConfigError(
             f"{run_dir.path} holds a model, and no run that could go on; give another --out, or --discard to replace it"
@@ -142,30 +160,41 @@ def _refuse_another(config: FinetuneConfig, run_dir: RunDir) -> None:
             f"{run_dir.path} holds no run, and {' and '.join(names)}, which a run writes; give another --out, or "
             "--discard to replace what is there"
         )
+    return lines
 
 
-def _read(config: FinetuneConfig, folder: ModelFolder, ranks: Ranks, tokens: Path | None) -> Job:
+def _goes_on(config: FinetuneConfig, run_dir: RunDir, may_change: Sequence[str]) -> bool:
+    try:
+        return find_existing(run_dir, config.arguments(), may_change) is Existing.RESUME
+    except IntegrityError:
+        return True  # states are missing: `_look` knows whether the run is finished, and needs none
+
+
+def _read(
+    config: FinetuneConfig, folder: ModelFolder, made: Mapping[str, Any], ranks: Ranks, tokens: Path | None
+) -> Job:
     """The data; `tokens` is where their tokens are kept for the next start."""
     prepared = prepare(config.data, folder, **config.of_data(), cache=tokens)
     if prepared.labels:
         folder = folder.with_labels(prepared.labels)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
-    return Job(config, folder, prepared, ranks)
+    return Job(config, folder, prepared, ranks, made)
 
 
 def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
     """How this start meets what lies in OUT."""
     if existing is not Existing.DISCARD:
         try:
-            existing = find_existing(run_dir, _identity(job), (*_MAY_CHANGE, "text"))
+            may_change = (*MAY_CHANGE, "text", *places_that_may_change(job.config.out, job.made_of))
+            existing = find_existing(run_dir, _identity(job), may_change)
         except IntegrityError:
             if not _is_finished(job, _outputs(run_dir)):
                 raise
             existing = Existing.RESUME  # `clean` has deleted what a run would go on from
         if existing is Existing.RESUME and (earlier_identity(run_dir) or {}).get("text") != job.prepared.key:
             raise ConfigError(
-                f"the tokens of the run in {run_dir.path} are others: its data or the model's tokenizer have changed "
-                "since it began; put back what was there, or give another --out, or --discard to start over"
+                f"the tokens of the run in {run_dir.path} are others: its data, their columns or the tokenizer have "
+                "changed since it began; put back what was there, or give another --out, or --discard to start over"
             )
     if job.config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
@@ -239,7 +268,7 @@ def _train(
             model,
             settings=_identity(job),
             micro_batches=config.accumulate,
-            about={"outputs": outputs, "baseline_rss_bytes": baseline_bytes},
+            about={"outputs": outputs, "baseline_rss_bytes": baseline_bytes, MADE_OF: job.made_of},
             warn=progress.note,
         ) as log:
             if job.ranks.is_first:
@@ -329,8 +358,9 @@ def _publish(
     if job.ranks.is_first:
         run_dir = RunDir(config.out)
         described = read_json(config.out / RUN_FILE)
-        asked = {name: getattr(config, name) for name in _HOW_FAR}
-        run_dir.write(RUN_FILE, json.dumps(described | {"outputs": told | {"asked": asked}}, indent=1))
+        told |= {"asked": {name: getattr(config, name) for name in _HOW_FAR}}
+        told |= {MADE_OF: made_of(open_folder(config.out, job.folder.task))}
+        run_dir.write(RUN_FILE, json.dumps(described | {"outputs": told}, indent=1))
         _list_files(config.out, is_finished=True)
         weights.clear()
     merged = f", and merged into its base in {config.out / MERGED}" if config.merge else ""

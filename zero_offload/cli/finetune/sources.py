@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,8 +61,8 @@ class Source:
         """Changes when a byte of the data does."""
         if self.path is None:
             return str(_of_hub(self.name)._fingerprint)
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "blake2b").hexdigest()
+        info = self.path.stat()
+        return _digest_of(self.path, (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns))
 
     def _numbered(self, rows: Any) -> Iterator[tuple[str, Row]]:
         number = 0
@@ -72,6 +73,18 @@ class Source:
             raise
         except Exception as error:  # of several libraries
             raise ConfigError(f"{self.name} cannot be read behind row {number}: {error}") from error
+
+
+@cache
+def _digest_of(path: Path, state: tuple[int, ...]) -> str:
+    """Of a file, once in a `state` of it: a start asks twice."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def digests(words: Sequence[str]) -> list[str]:
+    """Of each source that `words` name, in order; wherever it lies. Raises ConfigError as `find_sources` does."""
+    return [source.digest()[:32] for source in find_sources(words)[0]]
 
 
 def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:

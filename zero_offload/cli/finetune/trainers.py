@@ -59,6 +59,8 @@ class Job:
     folder: ModelFolder
     prepared: Prepared
     ranks: Ranks
+    made_of: Mapping[str, Any]
+    """What decides numbers beside the settings; see identity.py."""
 
     @property
     def weights(self) -> Weights:

@@ -17,23 +17,30 @@ from typing import Any, TypeGuard
 from zero_offload.base.errors import ConfigError, IntegrityError
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import Existing, Tier
-from zero_offload.checkpoint.format import RUN_NAME
+from zero_offload.checkpoint.format import RUN_NAME, History
 from zero_offload.checkpoint.metrics import Line, Row, damage_notes, is_count, read_lines, show, sort_out
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, read_json, refuse
-from zero_offload.storage.files.directory import is_held
+from zero_offload.cli.saved import states_home
+from zero_offload.storage.files.directory import RunDirectory, is_held
 
-_MAY_CHANGE = ("ranks", "steps", "lr", "clip", "eval_every", "eval_batches", "sample_bytes")
+MAY_CHANGE = (
+    *("ranks", "steps", "lr", "clip", "recompute"),
+    *("eval_every", "eval_batches", "sample_bytes"),
+    "out",  # a run directory may move
+)
+"""Settings that any run may go on with."""
 _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
 """Settings of tiers and storage that decide numbers. A run may go on with other values of the rest, as long as
 generations are still kept, or still not kept."""
+_HOME = "offload.nvme"
 
 
 def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence[str] = ()) -> Existing:
     """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
     Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
-    many ranks, to which step it goes, how large its steps are and how it is measured may. Raises IntegrityError
-    where rows tell of a run whose description or whose states are gone: to start over would lose them.
+    many ranks, to which step it goes, how large its steps are, how it is measured, and `may_change` may. Raises
+    IntegrityError where rows tell of a run whose description or whose states are gone: to start over would lose them.
     """
     earlier = earlier_identity(run)
     if earlier is None:
@@ -44,23 +51,39 @@ def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence
             )
         return Existing.REFUSE
     for name in sorted({*identity, *earlier}):
+        if name == _HOME and _has_same_states(run, identity, earlier):
+            continue
         if name not in may_change and _fixed_part(name, identity) != _fixed_part(name, earlier):
             raise ConfigError(
                 f"{run.path} holds a run with {name}={show(earlier.get(name))}, this one has "
                 f"{name}={show(identity.get(name))}; give the same settings to resume it, "
                 "another --out, or --discard to delete it and start over"
             )
-    _check_states(run, earlier)
+    _check_states(run, earlier, identity)
     return Existing.RESUME
 
 
-def _check_states(run: RunDir, earlier: Mapping[str, Any]) -> None:
+def _has_same_states(run: RunDir, identity: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    """True if generations are where they were, have moved with the run directory, or are the run's at a new place."""
+    before, now = (states_home(run.path.absolute(), each) for each in (earlier, identity))
+    if before is None or now is None:
+        return before == now
+    if before.resolve() == now.resolve():
+        return True
+    run_id = read_json(run.path / RUN_FILE).get("run_id")
+    if run_id is None or not now.is_dir():
+        return False
+    with RunDirectory.look(now) as directory:
+        return any(each.run_id == run_id for each in History.read(directory).generations.values())
+
+
+def _check_states(run: RunDir, earlier: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raise IntegrityError when an earlier run has come to a step, and nothing is left of its states."""
-    nvme = earlier.get("offload.nvme")
-    if not isinstance(nvme, list) or not nvme or earlier.get("offload.durability") == "scratch":
+    home = states_home(run.path.absolute(), identity)
+    if home is None or earlier.get("offload.durability") == "scratch":
         return  # nothing was kept
     # It is there from the start of a run on, before its first commit.
-    if not os.path.lexists(home := Path(str(nvme[0])) / RUN_NAME) and (last_step := _last_step(run)):
+    if not os.path.lexists(home := home / RUN_NAME) and (last_step := _last_step(run)):
         raise IntegrityError(
             f"the run in {run.path} came to step {last_step}, and {home} is missing, as are its states: mount or "
             "put back the directory, or start over with --discard, or another --out"
@@ -200,9 +223,9 @@ def _problem(table: object, kinds: Mapping[str, Any]) -> str:
 def _fixed_part(name: str, identity: Mapping[str, Any]) -> object:
     """What of a setting must stay as it is."""
     value = identity.get(name)
-    if name == "offload.nvme" and isinstance(value, list):
+    if name == _HOME and isinstance(value, list):
         return value[:1]  # where the generations are found
     if name == "offload.durability":
         return value == "scratch"
-    may_change = name in _MAY_CHANGE or name.startswith("offload.")
+    may_change = name in MAY_CHANGE or name.startswith("offload.")
     return None if may_change and name not in _DECIDES_NUMBERS else value
