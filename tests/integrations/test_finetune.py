@@ -576,7 +576,7 @@ def test_the_length_and_the_rate_are_said_first(
     assert found is not None
     steps, rows, every = map(int, found.groups())
     assert steps == 2 * math.ceil(rows / 4) and every == max(1, steps // 10)
-    assert "\nlearning rate 0.001 at step 4, then down to 0 by a cosine\n" in said
+    assert "\nlearning rate 0 at step 1, up to 0.001 at step 4, then down to 0 by a cosine\n" in said
     lr = column(run(place, tmp_path / "out", "--warmup", 3), "lr")
     assert lr.index(max(lr)) + 1 == 4 and max(lr) == 0.001
 

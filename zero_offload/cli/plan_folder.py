@@ -18,6 +18,7 @@ from zero_offload.cli import measure
 from zero_offload.cli.finetune import settings
 from zero_offload.cli.finetune.folder import check_training, open_folder, quiet_libraries
 from zero_offload.cli.finetune.identity import check_outputs
+from zero_offload.cli.finetune.learning import Learning
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.folder_plan import FolderJob, plan_job
 from zero_offload.cli.folder_text import as_json, as_text, command
@@ -83,12 +84,12 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]) -> int:
     """Print the plan; `places` are the settings of tiers and storage that were given."""
     quiet_libraries()
-    job, out, note = _job(args, folder, drives, places)
+    job, out, note, learning = _job(args, folder, drives, places)
     plan = plan_job(job, out, tokens=True)
     if args.json:
-        print(json.dumps(as_json(plan), indent=2))
+        print(json.dumps(as_json(plan) | {"learning": learning and learning.to_dict()}, indent=2))
     else:
-        lines = [*note, as_text(plan)]
+        lines = [*note, *(learning.lines() if learning is not None else ()), as_text(plan)]
         where = " on that machine" if job.is_elsewhere else ""
         lines += [f"the run{where}:", f"  {command(plan)}"] if plan.fits else []
         print("\n".join(lines))
@@ -97,7 +98,8 @@ def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: M
 
 def _job(
     args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]
-) -> tuple[FolderJob, Path | None, list[str]]:
+) -> tuple[FolderJob, Path | None, list[str], Learning | None]:
+    """The run, where it writes, lines to say first, and what it learns, which data tell."""
     given = _given(args, (*_OF_RUNS, *_SHARED))
     is_elsewhere = args.gpu is not None or args.ram is not None or drives is not None
     note = []
@@ -123,12 +125,14 @@ def _job(
         width = Hints(opened.config).number("hidden_size") or _WIDTH_MAX
         directories = () if is_elsewhere else config.offload.nvme_dirs
         measure.measure(config.offload, directories, min(width, _WIDTH_MAX))
-    config, prepared = config.with_length(opened.num_positions), None
+    config, prepared, learning = config.with_length(opened.num_positions), None, None
     if args.finetune_data is not None:
         from zero_offload.cli.finetune.data import prepare  # brings datasets and TRL
 
         prepared = prepare(config.data, opened, **config.of_data())
         note.append(prepared.note)
+        is_adapter = config.lora > 0 or opened.adapter is not None
+        learning = Learning.of(config.with_method(prepared.method, is_adapter=is_adapter), prepared, args.ranks)
     job = replace(
         FolderJob.of(config, opened, prepared, args.ranks),
         nodes=args.nodes,
@@ -138,7 +142,7 @@ def _job(
         drives=drives,
         tbw=args.tbw,
     )
-    return job, None if is_elsewhere else config.out, note
+    return job, None if is_elsewhere else config.out, note, learning
 
 
 def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:

@@ -29,6 +29,8 @@ class Counts:
     median: int
     longest: int
     """Of the samples, in tokens."""
+    cut: int = 0
+    """Tokens that no step sees: behind `seq`, and of samples that are left out. Files of before have no such count."""
 
     def to_dict(self) -> dict[str, int]:
         """For JSON."""
@@ -46,6 +48,7 @@ class Tally:
     unfolded: int = 0
     empty: int = 0
     trained: int = 0
+    cut: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
 
     def counts(self) -> Counts:
@@ -61,4 +64,5 @@ class Tally:
             trained=self.trained,
             median=int(statistics.median(self.lengths)) if self.lengths else 0,
             longest=max(self.lengths, default=0),
+            cut=self.cut,
         )

@@ -117,6 +117,7 @@ class _Sft(Maker):
             return []
         ids = list(self.tokenizer(self._ended(text), verbose=False)["input_ids"])
         pieces = [ids[begin : begin + self.seq] for begin in range(0, len(ids), self.seq)]
+        tally.cut += sum(len(piece) == 1 for piece in pieces)
         pieces = [piece for piece in pieces if len(piece) > 1]
         tally.divided += len(pieces) > 1
         return [made for piece in pieces for made in self._cut(Sample(piece, [True] * len(piece)), tally)]
@@ -127,6 +128,7 @@ class _Sft(Maker):
     def _cut(self, sample: Sample, tally: Tally) -> list[Row]:
         ids, trained = sample.ids[: self.seq], sample.trained[: self.seq]
         num_trained = sum(trained[1:])  # nothing predicts the first
+        tally.cut += len(sample.ids) - (len(ids) if num_trained else 0)
         if not num_trained:
             tally.empty += 1
             return []
@@ -162,9 +164,11 @@ class _Dpo(Maker):
         before, *wholes = self._lengths(prompt, answers)
         if answers[0] == answers[1] or before >= self.seq:
             tally.empty += 1
+            tally.cut += sum(wholes)
             return []
         cut = [min(whole, self.seq) for whole in wholes]
         tally.truncated += cut != wholes
+        tally.cut += sum(wholes) - sum(cut)
         tally.trained += sum(cut) - 2 * before
         tally.lengths.append(sum(cut))
         return [{"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}]
@@ -241,7 +245,10 @@ class _Classify(Maker):
             tally.empty += 1
             return []
         ids = self.tokenizer(text, truncation=True, max_length=self.seq, verbose=False)["input_ids"]
-        tally.truncated += len(ids) == self.seq and len(self.tokenizer(text, verbose=False)["input_ids"]) > self.seq
+        if len(ids) == self.seq:
+            num_cut = len(self.tokenizer(text, verbose=False)["input_ids"]) - self.seq
+            tally.truncated += num_cut > 0
+            tally.cut += num_cut
         tally.lengths.append(len(ids))
         tally.trained += 1
         return [{"input_ids": ids, "labels": self._numbers[label]}]

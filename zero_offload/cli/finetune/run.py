@@ -24,7 +24,8 @@ import zero_offload as zo
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.types import Existing
-from zero_offload.checkpoint.run_dir import FILES_FILE, RUN_FILE, RunDir, read_json
+from zero_offload.checkpoint.metrics import read_lines
+from zero_offload.checkpoint.run_dir import FILES_FILE, METRICS_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
 from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder, recompute_blocks
 from zero_offload.cli.finetune.identity import (
@@ -44,13 +45,15 @@ from zero_offload.cli.folder_text import as_json, as_text
 from zero_offload.cli.recipes.loop import Progress, Ranks, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.train import Ending
-from zero_offload.cli.saved import has_generation
+from zero_offload.cli.saved import described, has_generation
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
-MAY_CHANGE = ("epochs", "patience", "samples", "merge", "recompute")
+SHRINKS = "warmup_shrinks"
+"""The entry of `run.json` that says by which rule the run's warm-up is counted, in the words of `Job`."""
+MAY_CHANGE = ("epochs", "patience", "samples", "merge")
 """What a run may go on with, beside what every run may."""
 _TOLD_BY_DATA = ("method", "text")
 _HOW_FAR = ("steps", "epochs", "patience")
@@ -104,9 +107,13 @@ def finetune(
                 if ranks.is_first and not dry_run:
                     job.weights.clear()  # a kill may have come before
                 progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
+                _say_if_untrained(job, progress)
                 return FinetuneResult(Ending.FINISHED, outputs["last_step"], outputs["best"], config.out)
             begins = existing is not Existing.RESUME
+            job = replace(job, shrinks=begins or described(config.out).get(SHRINKS) is True)
             plan, offload = _plan(job, progress if begins or dry_run else None)
+            if begins:
+                job.learning.check()
             if dry_run:
                 return FinetuneResult(Ending.PLANNED, 0, None, config.out, plan)
             if begins and not plan["fits"]:
@@ -224,21 +231,10 @@ def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadC
             FolderJob.of(config, job.folder, job.prepared, job.ranks.size), config.out, tries=progress is not None
         )
         if progress is not None:
-            progress.note(f"{_schedule_text(job)}\n{as_text(plan)}")
-        found = as_json(plan), plan.offload if plan.fits else config.offload
+            progress.note("\n".join([*job.learning.lines(), as_text(plan)]))
+        found = as_json(plan) | {"learning": job.learning.to_dict()}, plan.offload if plan.fits else config.offload
     planned: tuple[dict[str, Any], OffloadConfig] = job.ranks.of_first(found)
     return planned
-
-
-def _schedule_text(job: Job) -> str:
-    """How long the run is, and at which rate it learns."""
-    config, steps, rows = job.config, job.num_steps, len(job.prepared.train)
-    epochs = f"{steps / config.steps_per_epoch(rows, job.ranks.size):.3g}"
-    many = "sequences" if "seq_lengths" in job.prepared.train.column_names else "samples"
-    length = f"{steps:,} step{'s'[: steps != 1]}, {epochs} epoch{'s'[: epochs != '1']} of {rows:,} {many}"
-    evaluated = f"; evaluated every {job.eval_every:,}" if job.prepared.evaluation is not None else ""
-    rate = f"learning rate {config.lr:g} at step {config.warmup_steps(steps) + 1:,}, then down to 0 by a cosine"
-    return f"{config.method}: {length}{evaluated}\n{rate}"
 
 
 def _train(
@@ -268,7 +264,12 @@ def _train(
             model,
             settings=_identity(job),
             micro_batches=config.accumulate,
-            about={"outputs": outputs, "baseline_rss_bytes": baseline_bytes, MADE_OF: job.made_of},
+            about={
+                "outputs": outputs,
+                "baseline_rss_bytes": baseline_bytes,
+                MADE_OF: job.made_of,
+                SHRINKS: job.shrinks,
+            },
             warn=progress.note,
         ) as log:
             if job.ranks.is_first:
@@ -357,15 +358,26 @@ def _publish(
     job.ranks.wait()
     if job.ranks.is_first:
         run_dir = RunDir(config.out)
-        described = read_json(config.out / RUN_FILE)
+        description = read_json(config.out / RUN_FILE)
         told |= {"asked": {name: getattr(config, name) for name in _HOW_FAR}}
         told |= {MADE_OF: made_of(open_folder(config.out, job.folder.task))}
-        run_dir.write(RUN_FILE, json.dumps(described | {"outputs": told}, indent=1))
+        run_dir.write(RUN_FILE, json.dumps(description | {"outputs": told}, indent=1))
         _list_files(config.out, is_finished=True)
         weights.clear()
+    _say_if_untrained(job, progress)
     merged = f", and merged into its base in {config.out / MERGED}" if config.merge else ""
     progress.note(f"the model of step {chosen} is in {config.out}{merged}")
     return FinetuneResult(Ending.FINISHED, last_step, best, config.out)
+
+
+def _say_if_untrained(job: Job, progress: Progress) -> None:
+    rows = (line.row for line in read_lines(job.config.out / METRICS_FILE) if line.row is not None)
+    if job.ranks.is_first and not any((row.get("lr") or 0) > 0 and (row.get("grad_norm") or 0) > 0 for row in rows):
+        progress.note(
+            "warning: in no step were learning rate and gradient above 0, so the weights are those that the run began "
+            f"with; {METRICS_FILE} has both of each step: look at --lr, --warmup and the data, and begin anew with "
+            "--discard"
+        )
 
 
 def _list_files(out: Path, *, is_finished: bool) -> None:

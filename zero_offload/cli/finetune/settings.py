@@ -70,7 +70,7 @@ class FinetuneConfig:
     lr: float = 0.0
     """Peak learning rate, reached after `warmup`, then a cosine down to 0. 0: as usual for the method."""
     warmup: float = 0.03
-    """Steps until the peak; below 1 a share of all steps."""
+    """Steps until the peak; below 1 a share of all steps, and none where that is less than one."""
     weight_decay: float = 0.0
     clip: float = 1.0
     seed: int = 0
@@ -144,9 +144,19 @@ class FinetuneConfig:
         num_batches = math.ceil(num_rows / (self.batch * num_ranks))
         return max(1, math.ceil(num_batches / self.accumulate))
 
-    def warmup_steps(self, num_steps: int) -> int:
+    def eval_steps(self, num_steps: int) -> int:
+        """Steps between evaluations."""
+        return self.eval_every or max(1, num_steps // 10)
+
+    def warmup_of(self, num_steps: int, *, shrinks: bool) -> float:
+        """What Trainer is given. It rounds a share up, and its first step of warm-up has rate 0: where the share is
+        less than a step, that step would train nothing, so warm-up `shrinks` to none. Older runs keep theirs."""
+        return 0 if shrinks and self.warmup < 1 and num_steps * self.warmup < 1 else self.warmup
+
+    def warmup_steps(self, num_steps: int, *, shrinks: bool) -> int:
         """Steps until the peak, as Trainer counts them."""
-        return int(self.warmup) if self.warmup >= 1 else math.ceil(num_steps * self.warmup)
+        warmup = self.warmup_of(num_steps, shrinks=shrinks)
+        return int(warmup) if warmup >= 1 else math.ceil(num_steps * warmup)
 
     def adapters(self) -> Lora | None:
         if not self.lora:
@@ -323,7 +333,7 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
         "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
         type=_above_zero(float),
     )
-    add("--warmup", "steps until the peak; below 1 a share of all steps", type=float)
+    add("--warmup", "steps until the peak; below 1 a share of all steps, none if that is less than one", type=float)
     add("--weight-decay", "decay of the matrices (default 0)", type=float)
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of new weights and of the data's order (default 0)", type=int)

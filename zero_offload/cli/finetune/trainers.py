@@ -35,6 +35,7 @@ from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.checkpoint.format import History
 from zero_offload.cli.finetune.data import Prepared
 from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder
+from zero_offload.cli.finetune.learning import Learning
 from zero_offload.cli.finetune.outputs import Weights
 from zero_offload.cli.finetune.scores import has_loss, loss_of_labels, mean_loss
 from zero_offload.cli.finetune.settings import FinetuneConfig
@@ -61,6 +62,8 @@ class Job:
     ranks: Ranks
     made_of: Mapping[str, Any]
     """What decides numbers beside the settings; see identity.py."""
+    shrinks: bool = True
+    """True if warm-up of less than a step is none; False of a run that began when it was one, of rate 0."""
 
     @property
     def weights(self) -> Weights:
@@ -74,7 +77,11 @@ class Job:
     @property
     def eval_every(self) -> int:
         """Steps between evaluations."""
-        return self.config.eval_every or max(1, self.num_steps // 10)
+        return self.config.eval_steps(self.num_steps)
+
+    @property
+    def learning(self) -> Learning:
+        return Learning.of(self.config, self.prepared, self.ranks.size, shrinks=self.shrinks)
 
 
 def best_of(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -352,7 +359,7 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "gradient_accumulation_steps": config.accumulate,
         "learning_rate": config.lr,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": config.warmup,
+        "warmup_steps": config.warmup_of(job.num_steps, shrinks=job.shrinks),
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.clip,
         "seed": config.seed,

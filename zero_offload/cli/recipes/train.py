@@ -31,12 +31,14 @@ from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
 from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
-from zero_offload.cli.recipes.gpt import GPT, Recompute, generate, next_token_loss
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, generate, next_token_loss
 from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.settings import TrainConfig
+from zero_offload.cli.saved import described
 from zero_offload.cli.terminal import printable
 from zero_offload.hardware.probe import peak_resident_bytes
+from zero_offload.integrations.identity import first_difference
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -107,6 +109,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
             before = {} if existing is Existing.DISCARD else earlier_identity(run_dir) or {}
             job, identity, about = _set_up(config, corpus, ranks, existing)
             with _closed_on_error(job.model):
+                progress.note(_schedule_text(job))
                 _resume(job, progress, before)
                 log = zo.RunLog(
                     place or config.out,
@@ -143,14 +146,15 @@ def _set_up(
     Also returns what the run is, and what else `run.json` says of it.
     """
     identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
+    gpt = config.gpt()
     if existing is not Existing.DISCARD:
-        existing = find_existing(RunDir(config.out), identity)
+        existing = find_existing(RunDir(config.out), identity, ("data",))  # its text is compared
+        _check_model(config.out, existing, gpt)
     if config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
         raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = peak_resident_bytes()
-    gpt = config.gpt()
     with zo.deferred_init():
         model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
     if gpt.recompute is Recompute.BLOCK:
@@ -175,6 +179,30 @@ def _set_up(
         "baseline_rss_bytes": baseline_bytes,
     }
     return job, identity, about
+
+
+def _check_model(out: Path, existing: Existing, gpt: GPTConfig) -> None:
+    """Raise ConfigError where a preset was another model when the run in `out` began."""
+    before = described(out).get("gpt") if existing is Existing.RESUME else None
+    if isinstance(before, dict) and (found := first_difference(before | {"recompute": gpt.recompute}, asdict(gpt))):
+        raise ConfigError(
+            f"{out} holds a run of a model with {found.name}={found.before}, which this version makes with "
+            f"{found.name}={found.now}; go on with the version that began it, give another --out, or --discard"
+        )
+
+
+def _schedule_text(job: _Job) -> str:
+    """How long the run is, and at which rates it learns."""
+    config = job.config
+    rates = [config.lr * _lr_factor(step, config.warmup, config.steps) for step in range(config.steps)]
+    highest_at = rates.index(max(rates)) + 1
+    text = f"{config.steps:,} step{'s'[: config.steps != 1]} of {job.tokens_per_step:,} tokens; "
+    text += f"learning rate {rates[0]:g} at step 1, {max(rates):g} at step {highest_at:,}, {rates[-1]:g} at the last"
+    if max(rates) < config.lr:
+        text += (
+            f"\nwarning: warm-up takes {config.warmup:,} steps, more than the run has: give --warmup 0, or more --steps"
+        )
+    return text
 
 
 def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> None:
