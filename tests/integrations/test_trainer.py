@@ -25,6 +25,7 @@ import zero_offload as zo
 from tests.helpers import tools
 from tests.helpers.resident import peak_bytes, reset_peak
 from tests.helpers.tool_runs import Outcome, Spec, in_processes, on_ranks, train
+from zero_offload.integrations import transformers as transformers_module
 from zero_offload.integrations.transformers import OffloadTrainer, RunLogCallback, StatsCallback
 
 UNCLIPPED = {"max_grad_norm": 0.0}
@@ -436,6 +437,63 @@ def test_a_generation_of_another_program_is_refused(tmp_path: Path) -> None:
     zo.close(model)
     with pytest.raises(zo.ConfigError, match="was not made by an OffloadTrainer"):
         train(spec(tmp_path, "nvme"))
+
+
+def of_eps(eps: float) -> Any:
+    def make(spec: Spec) -> Any:
+        return runs.make(spec, tools.llama(attention_dropout=0.1, rms_norm_eps=eps))
+
+    return make
+
+
+def of_alpha(alpha: int) -> Any:
+    def make(spec: Spec) -> Any:
+        config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        return runs.make(spec, get_peft_model(tools.llama(), config))
+
+    return make
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "generation"])
+@pytest.mark.parametrize(
+    ("make", "was", "has", "name"),
+    [(of_eps, 1e-6, 0.5, "config.rms_norm_eps"), (of_alpha, 8, 16, "default.lora_alpha")],
+)
+def test_another_model_of_the_same_shapes_is_refused(
+    tmp_path: Path, by: str, make: Any, was: float, has: float, name: str
+) -> None:
+    args, is_file = SAVES | {"max_steps": 4}, by == "checkpoint"
+    train(spec(tmp_path, "cpu" if is_file else "nvme", args=args, stop_after=2), None, make(was))
+    again = spec(tmp_path, "cpu" if is_file else "nvme", args=args)
+    with pytest.raises(
+        zo.ConfigError, match=f"made by a model with [a-z.]*{name}={was:g}.*, and this one has .*={has:g}"
+    ):
+        train(again, is_file, make(has))
+    assert len(train(again, is_file, make(was)).rows) == 8
+
+
+def test_other_arguments_are_a_warning_that_names_the_first(tmp_path: Path) -> None:
+    args = SAVES | {"max_steps": 4}
+    train(spec(tmp_path, "nvme", args=args, stop_after=2))
+    with pytest.warns(
+        UserWarning, match=r"made with TrainingArguments\(weight_decay=0.1\).*goes on with weight_decay=0.2"
+    ):
+        train(spec(tmp_path, "nvme", args=args | {"weight_decay": 0.2, "logging_steps": 1, "eval_steps": 7}))
+
+
+def test_a_generation_from_before_goes_on_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SAVES | {"max_steps": 4}
+    with monkeypatch.context() as patch:
+        kept = transformers_module.commit
+
+        def without(model: Any, optimizer: Any, extra: Any) -> None:
+            said = {name: each for name, each in extra["zero_offload"].items() if name not in ("made_of", "args")}
+            kept(model, optimizer, extra={"zero_offload": said})
+
+        patch.setattr(transformers_module, "commit", without)
+        train(spec(tmp_path, "nvme", args=args, stop_after=2))
+    with pytest.warns(UserWarning, match="from before configs were kept with it: the model's is not compared"):
+        assert len(train(spec(tmp_path, "nvme", args=args)).rows) == 8
 
 
 @pytest.mark.parametrize(

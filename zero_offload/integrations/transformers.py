@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint, rotate_checkpoints
@@ -43,6 +43,7 @@ from zero_offload.base.problems import warn_user
 from zero_offload.base.stats import DeviceParams, Stats
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.extras import capture_rng, from_json, restore_rng
+from zero_offload.integrations.identity import adapter_values, config_values, first_difference, plain
 from zero_offload.integrations.peft import is_peft
 from zero_offload.integrations.pretrained import export_pretrained, replace_weights
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
@@ -59,6 +60,14 @@ _SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors")
 _WEIGHTS = (*_SAFETENSORS, "model.safetensors.index.json", "adapter_model.safetensors", "adapter_model.bin")
 _ADAMS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.PAGED_ADAMW)
 _LIONS = (OptimizerNames.LION, OptimizerNames.PAGED_LION)
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DECIDING = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps"),
+    *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "train_sampling_strategy"),
+    *("label_smoothing_factor", "neftune_noise_alpha"),
+)
 
 _Base: Any = object
 """To mypy: the Trainer class that comes behind."""
@@ -117,6 +126,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         self._generators = ""
         super().__init__(*args, **kwargs)
         self._take(self.model)
+        self._made_of = _made_of(self.model)
         if getattr(self.args, "sync_ref_model", False):
             raise ConfigError("sync_ref_model copies the parameters of the model while they are away; leave it out")
         if offload_reference is not None and getattr(self, "_reference", None) is None:
@@ -237,8 +247,29 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 f"{found} in {owner.config.nvme} was not made by an OffloadTrainer, so it does not say where Trainer "
                 "was; go on with the program that made it, or pass OffloadConfig(existing='discard')"
             )
+        self._check_same(said, f"{found} in {owner.config.nvme}")
         history = json.loads(f"[{said['history']}]")
         return {**said, "state": json.loads(said["state"]) | {"log_history": history}}
+
+    def _check_same(self, said: dict[str, Any], where: str) -> None:
+        """Compare what decides numbers, but for the weights, with what was `said` when a step was kept.
+
+        Raises ConfigError for another model, and warns of other arguments, which Trainer goes on with.
+        """
+        if "made_of" not in said:
+            warn_user(f"{where} is from before configs were kept with it: the model's is not compared")
+            return
+        if found := first_difference(said["made_of"], self._made_of):
+            raise ConfigError(
+                f"{where} was made by a model with {found.name}={found.before}, and this one has "
+                f"{found.name}={found.now}; build the model as it was, or begin anew with "
+                "OffloadConfig(existing='discard') and without resume_from_checkpoint"
+            )
+        if found := first_difference(said["args"], _deciding(self.args)):
+            warn_user(
+                f"{where} was made with TrainingArguments({found.name}={found.before}), and the run goes on with "
+                f"{found.name}={found.now}: its numbers are others from here on"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -267,6 +298,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             self._save_rng_state(checkpoint)  # Trainer reads it when it has skipped the data
         elif (folder / STATES).is_dir():
             kept = load_checkpoint(self.model, self.optimizer, folder / STATES).extra
+            self._check_same(kept, str(folder))
             self.lr_scheduler.load_state_dict(kept["scheduler"])
         else:
             if not (folder / OPTIMIZER_NAME).is_file():
@@ -350,6 +382,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             "history": ",".join(self._history),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "made_of": self._made_of,
+            "args": _deciding(self.args),
         }
         commit(self.model, self.optimizer, extra={STATES: said})
 
@@ -458,7 +492,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         rotate_checkpoints(str(target.parent), self.args.save_total_limit, best, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        kept = {"scheduler": self.lr_scheduler.state_dict()}
+        kept = {"scheduler": self.lr_scheduler.state_dict(), "made_of": self._made_of, "args": _deciding(self.args)}
         save_checkpoint(self.model, self.optimizer, Path(output_dir, STATES), extra=kept)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -486,6 +520,23 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 if words is not None:
                     words.save_pretrained(str(folder))
                 torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+
+def _made_of(model: Any) -> dict[str, Any]:
+    """Class, config and adapters of a model. Trainer itself gives its config the tokenizer's special tokens."""
+    base = model.get_base_model() if is_peft(model) else model
+    found: dict[str, Any] = {"class": type(base).__name__}
+    if isinstance(config := getattr(base, "config", None), PreTrainedConfig):
+        values = config_values(config)
+        found["config"] = {name: each for name, each in values.items() if name not in _SPECIAL_TOKENS}
+    if is_peft(model):
+        found["adapters"] = {name: adapter_values(each) for name, each in model.peft_config.items()}
+    return found
+
+
+def _deciding(args: Any) -> dict[str, Any]:
+    """Arguments that decide numbers, by their names."""
+    return {name: plain(getattr(args, name, None)) for name in _DECIDING}
 
 
 def _has_safetensors(folder: Path) -> bool:

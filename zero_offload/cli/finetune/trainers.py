@@ -102,6 +102,9 @@ class FinetuneMixin(OffloadMixin):
         self.remove_callback(PrinterCallback)
         self.add_callback(_EvaluatesAtTheEnd())
 
+    def _check_same(self, said: Any, where: str) -> None:
+        """The run has compared more, and said what changed, before the model was built."""
+
     # The order of a start and of a step
 
     def _prepare_for_training(self, *args: Any) -> Any:
