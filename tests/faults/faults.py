@@ -37,6 +37,7 @@ EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
 KEPT = "tests/formats/test_kept_files.py::"
 DCP = "tests/integrations/test_dcp.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
+IDENTITY = "tests/integrations/test_identity.py::"
 FINETUNE = "tests/integrations/test_finetune.py::"
 CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
 
@@ -951,5 +952,47 @@ FAULTS = [
         "_READ_FLAGS if self._is_read_only else _OPEN_FLAGS",
         "_OPEN_FLAGS",
         "tests/cli/test_read_only.py::test_files_of_another_user",
+    ),
+    fault(
+        "a run goes on with another config of its base",
+        "cli/finetune/identity.py",
+        "    elif found := _difference(before, now, folder, description, () if generates else (GENERATION,)):\n",
+        "    elif found := _difference(before, before, folder, description, () if generates else (GENERATION,)):\n",
+        IDENTITY + "test_every_command_names_what_is_another[config]",
+    ),
+    fault(
+        "an attention that a config's file names is not compared",
+        "integrations/identity.py",
+        '    words |= {name: getattr(config, f"_{name}", None) for name in _IMPLEMENTATIONS}\n',
+        "",
+        IDENTITY + "test_each_field_of_a_config_is_named_or_in_the_list[llama]",
+    ),
+    fault(
+        "states of another run are taken for those that have moved",
+        "cli/recipes/run_dir.py",
+        "any(each.run_id == run_id for",
+        "any(each for",
+        IDENTITY + "test_states_that_have_moved_are_known",
+    ),
+    fault(
+        "a run of few steps begins at learning rate 0",
+        "cli/finetune/settings.py",
+        "return 0 if shrinks and self.warmup < 1 and num_steps * self.warmup < 1 else self.warmup",
+        "return self.warmup",
+        "tests/integrations/test_learning.py::test_few_chats_train_with_all_defaults",
+    ),
+    fault(
+        "a run that was begun with a step at rate 0 gets another schedule",
+        "cli/finetune/run.py",
+        "shrinks=begins or described(config.out).get(SHRINKS) is True",
+        "shrinks=True",
+        "tests/integrations/test_learning.py::test_a_run_that_was_begun_keeps_its_schedule",
+    ),
+    fault(
+        "another model of the same shapes goes on from a Trainer's generation",
+        "integrations/transformers.py",
+        '        self._check_same(said, f"{found} in {owner.config.nvme}")\n',
+        "",
+        "tests/integrations/test_trainer.py::test_another_model_of_the_same_shapes_is_refused[of_eps-1e-06-0.5-config.rms_norm_eps-generation]",
     ),
 ]
