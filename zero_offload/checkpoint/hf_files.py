@@ -338,10 +338,10 @@ def _tensors_of(path: Path, fd: int) -> dict[str, StoredTensor]:
     entries.pop(_METADATA, None)
     tensors = {}
     for name, entry in entries.items():
-        # The library takes an entry as the list of its values, too.
+        # The library takes an entry as the list of its values, too, and a dtype as the key of an object.
         fields = entry if isinstance(entry, dict) else dict(zip(_FIELDS, entry, strict=True))
         dtype, shape, (low, _) = (fields[field] for field in _FIELDS)
-        tensors[name] = StoredTensor(path, fd, dtype, tuple(shape), begin + low)
+        tensors[name] = StoredTensor(path, fd, "".join(dtype), tuple(shape), begin + low)
     return tensors
 
 
