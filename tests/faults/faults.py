@@ -517,6 +517,13 @@ FAULTS = [
         "tests/integrations/test_quantized_files.py::test_state_dicts_and_folders",
     ),
     fault(
+        "a folder of an unknown quantization is taken for one that transformers reads",
+        "integrations/quantize.py",
+        "    return method in AUTO_QUANTIZATION_CONFIG_MAPPING\n",
+        "    return True\n",
+        "tests/integrations/test_unknown_quantization.py::test_a_method_that_nobody_knows",
+    ),
+    fault(
         "a weight is quantized from the dtype of its file",
         "integrations/quantize.py",
         ".view(weight.original.shape).to(weight.original.dtype)",

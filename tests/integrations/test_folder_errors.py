@@ -71,7 +71,7 @@ WEIGHTS = {
         "lacks 1 of the .* files",
         "get them",
     ),
-    "a shard is cut": (_cut, "model-00002-of-.*: the file is cut short", "get it again"),
+    "a shard is cut": (_cut, "model-00002-of-.*the file is cut short", "get it again"),
     "another file in the index": (
         _words(lambda words: words["weight_map"].update({"model.norm.weight": "model-9.safetensors"}), INDEX),
         "model-9.safetensors",

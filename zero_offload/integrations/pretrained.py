@@ -70,6 +70,7 @@ from zero_offload.integrations.quantize import (
     PartRecipe,
     need_library,
     quantize_layers,
+    refuse_unknown_method,
     stored_layers,
     stored_quantization,
 )
@@ -118,7 +119,8 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
 
     Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
     damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again. Raises
-    ConfigError for a `quantize` that cannot be, CapacityError where its library is not installed.
+    ConfigError for a `quantize` that cannot be and for a folder that is quantized in an unknown way, CapacityError
+    where its library is not installed.
     """
     names = FileNames(prefix=prefix)
     if not _is_deferred(model):
@@ -127,6 +129,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
                 f"zo.load_pretrained(quantize={quantize!r}) comes before zo.offload, of a model that is built in "
                 "'with zo.deferred_init(values=\"skip\"):'"
             )
+        refuse_unknown_method(Path(path))
         load_weights(model, path, names)
         return
     with contextlib.ExitStack() as undo:

@@ -33,6 +33,10 @@ from zero_offload.storage.shards.registry import keep_recipe
 
 NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
 """4 bit (NormalFloat), the same with scales that are quantized too, 8 bit integers, 8 bit floats."""
+_CONFIG, _MODELOPT = "config.json", "hf_quant_config.json"
+"""Where folders say how they are quantized. transformers does not read ModelOpt's file, which may be there alone."""
+_FOUR_BIT_KINDS = ("nf4", "fp4")
+_NAME_SHOWN = 60
 _WEIGHT = "weight"
 _KEPT_BYTES = 64 * MIB
 """Scales that wait until their section is filled, at most."""
@@ -60,26 +64,106 @@ def find_missing(quantize: object) -> list[str]:
 def stored_quantization(path: Path) -> dict[str, Any] | None:
     """How bitsandbytes has quantized the weights of a folder, in the words of its config; None where they are not.
 
-    Raises ConfigError for another library's folder, CapacityError where bitsandbytes is not installed.
+    Raises ConfigError for another library's folder and for words that transformers refuses, CapacityError where
+    bitsandbytes is not installed.
     """
-    file = (path if path.is_dir() else path.parent) / "config.json"
-    try:
-        words = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None  # no folder of transformers, or one that other checks refuse
-    if not words:
+    refuse_unknown_method(path)
+    words, file = _quantization_words(path)
+    if words is None:
         return None
-    method = str(words.get("quant_method", "")) if isinstance(words, dict) else str(words)
-    if isinstance(words, dict) and (method == "bitsandbytes" or words.get("load_in_4bit") or words.get("load_in_8bit")):
-        need_library(NF4)
-        return words
+    if not _is_bitsandbytes(words):
+        raise ConfigError(
+            f"{_read_alone(path, words)}. {_INSTEAD}. Or, in a program, where memory holds it: from_pretrained, then "
+            "zo.offload"
+        )
+    need_library(NF4)
+    _check_words(file, words)
+    found: dict[str, Any] = words
+    return found
+
+
+def refuse_unknown_method(path: Path) -> None:
+    """Raise ConfigError for a folder that is quantized in a way which transformers does not know, and would skip with a
+    line in its log: codes would become weights."""
+    words, file = _quantization_words(path)
+    if words is None or (file.name == _CONFIG and (_is_bitsandbytes(words) or _is_known(words))):
+        return
     raise ConfigError(
-        f"{file.parent} is quantized ({method or 'a quantization without quant_method'}), and of such folders those of "
-        f"bitsandbytes are read. Give the folder of the model that was quantized, which its model card names, and "
-        "quantize it while it is loaded: --lora 16 --quantize nf4 for a command, "
-        'zo.load_pretrained(model, folder, quantize="nf4") in a program. Or, in a program, where memory holds it: '
-        "from_pretrained, then zo.offload"
+        f"{_read_alone(path, words)}: {file} says so in a way that transformers does not know either, and it would "
+        f"take codes for weights. {_INSTEAD}"
     )
+
+
+_INSTEAD = (
+    "Give the folder of the model that was quantized, which its model card names, and quantize it while it is loaded: "
+    '--lora 16 --quantize nf4 for a command, zo.load_pretrained(model, folder, quantize="nf4") in a program'
+)
+
+
+def _read_alone(path: Path, words: Any) -> str:
+    method = words.get("quant_method") if isinstance(words, dict) else words
+    named = "a quantization without quant_method" if method is None else f"{method}"[:_NAME_SHOWN]
+    return f"{path} is quantized ({named}), and of such folders those of bitsandbytes are read"
+
+
+def _is_bitsandbytes(words: Any) -> bool:
+    """As transformers tells."""
+    return isinstance(words, dict) and bool(
+        words.get("quant_method") == "bitsandbytes" or words.get("load_in_4bit") or words.get("load_in_8bit")
+    )
+
+
+def _quantization_words(path: Path) -> tuple[Any, Path]:
+    """What a folder says of its weights' quantization, or None, and the file that says it."""
+    folder = path if path.is_dir() else path.parent
+    file = folder / _CONFIG
+    words = _settings_in(file)
+    for each in (words, *(value for value in words.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config"):
+            if each.get(key) is not None:
+                # transformers looks for it at the top alone.
+                is_read = each is words and key == "quantization_config"
+                return each[key], file if is_read else Path(f"{file}, {key}")
+    beside = folder / _MODELOPT
+    said = _settings_in(beside).get("quantization", {})
+    is_quantized = not isinstance(said, dict) or said.get("quant_algo") is not None
+    return ({"quant_method": "modelopt"}, beside) if is_quantized else (None, file)
+
+
+def _settings_in(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no file."""
+    try:
+        words = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON: {error}; get it again") from error
+    if not isinstance(words, dict):
+        raise ConfigError(f"{file} holds no settings: it is a {type(words).__name__}; get it again")
+    return words
+
+
+def _is_known(words: Any) -> bool:
+    """True if transformers has a class for the method."""
+    method = words.get("quant_method") if isinstance(words, dict) else None
+    if not isinstance(method, str) or importlib.util.find_spec("transformers") is None:
+        return False
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    return method in AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+def _check_words(file: Path, words: Mapping[str, Any]) -> None:
+    """Raise ConfigError where transformers cannot use the words of bitsandbytes."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    kind = words.get("bnb_4bit_quant_type", "fp4")
+    try:
+        AutoQuantizationConfig.from_dict(dict(words))
+    except (ValueError, TypeError, AttributeError) as error:  # of its own checks of a setting
+        raise ConfigError(f"{file}, quantization_config: {str(error).partition(' - ')[0]}; get it again") from error
+    if words.get("load_in_4bit") and kind not in _FOUR_BIT_KINDS:
+        raise ConfigError(f"{file}, quantization_config: bnb_4bit_quant_type is {kind!r}, not nf4 or fp4; get it again")
 
 
 def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
