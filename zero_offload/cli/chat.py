@@ -22,6 +22,7 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
 from zero_offload.cli.finetune.folder import ModelFolder, open_folder, quiet_libraries
+from zero_offload.cli.finetune.rendering import Renderer, RenderError
 from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
 from zero_offload.cli.terminal import printable
 from zero_offload.model.api import close, need_runtime, stats
@@ -140,7 +141,7 @@ class Conversation:
     def __init__(
         self, model: Any, folder: ModelFolder, system: str | None, max_new_tokens: int, temperature: float | None
     ) -> None:
-        self._model, self._tokenizer = model, folder.tokenizer
+        self._model, self._tokenizer, self._renderer = model, folder.tokenizer, Renderer(folder.tokenizer)
         self._system, self._max_new_tokens = system, max_new_tokens
         self._num_positions = folder.num_positions
         self._settings = _sampling(temperature) | {"eos_token_id": _end_tokens(model, folder.tokenizer)}
@@ -192,12 +193,13 @@ class Conversation:
     def _encoded(self, turns: list[dict[str, str]]) -> Any:
         if self._tokenizer.chat_template is None:
             return self._tokenizer(turns[-1]["content"], return_tensors="pt")
+        from transformers import BatchEncoding
+
         try:
-            return self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # a template is a program, and raises what it likes
+            found = self._renderer.apply(turns, add_generation_prompt=True, return_dict=True)
+        except RenderError as error:
             raise ConfigError(f"the chat template does not take this conversation: {error}") from error
+        return BatchEncoding({name: [values] for name, values in found.items()}, tensor_type="pt")
 
     def _streamer(self, show: Any) -> Any:
         from transformers import TextStreamer

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import json
 import logging
 import re
 import sys
@@ -31,6 +30,7 @@ from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weigh
 from zero_offload.cli.finetune.targets import Targets
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
+from zero_offload.integrations.gate import check_sizes, culprit_of, read_object, reading
 from zero_offload.integrations.peft import adapter_file_names
 from zero_offload.integrations.pretrained import plan_weights, state_names
 from zero_offload.integrations.quantize import need_library, quantize_layers, stored_layers, stored_quantization
@@ -50,6 +50,8 @@ _FOR_PEFT = ("is_loaded_in_4bit", "is_loaded_in_8bit")
 dtype."""
 _PEFT_SAYS = ("The following (rank|alpha)_pattern keys did not match", "Setting `save_embedding_layers` to `True`")
 """Of ranks of experts, which it looks for among layers alone and uses; and of what an embedding's adapter needs."""
+_TRIAL_TOKENS = 4
+"""Of the forward that a config is tried with."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -245,7 +247,7 @@ def _gguf(path: Path) -> ConfigError:
 
 def _base_of(adapter: Path) -> Path:
     """The folder of an adapter's base."""
-    words = _read_json(adapter / ADAPTER_CONFIG_NAME)
+    words = read_object(adapter / ADAPTER_CONFIG_NAME)
     name = words.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -272,16 +274,6 @@ def adapter_file(adapter: Path) -> Path:
             f"{adapter} has an {ADAPTER_CONFIG_NAME} and no {file.name}; get it, or save it with peft anew"
         )
     return file
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}; get it again") from error
-    if not isinstance(words, dict):
-        raise ConfigError(f"{path} holds no settings: it is a {type(words).__name__}; get it again")
-    return words
 
 
 def _check_files(folder: Path, needs_weights: bool) -> bool:
@@ -332,30 +324,88 @@ def _read_config(folder: Path, task: str) -> Any:
     import transformers
     from transformers import AutoConfig
 
-    words = _read_json(folder / CONFIG_NAME)
-    version = transformers.__version__
-    kind = words.get("model_type")
-    try:
+    file = folder / CONFIG_NAME
+    words = read_object(file)
+    check_sizes(file, words)
+    kind, classes = words.get("model_type"), words.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(each, str) for each in classes)):
+        raise ConfigError(f"{file}: architectures is {classes!r}, not a list of names of classes; mend it")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(_unknown_kind(file, kind, words, transformers.__version__))
+    with reading(str(file), "mend it, or get it again", lambda: culprit_of(words, _usual(kind), _config_of)):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        if "auto_map" in words:
-            raise ConfigError(
-                f"{folder} brings its own code for {kind!r} models, which is not run; transformers {version} has no "
-                "class for it. Use a version of the model that transformers knows (pip install -U transformers may "
-                "have it)"
-            ) from error
-        if kind is None:
-            raise ConfigError(
-                f"{folder / CONFIG_NAME} has no model_type, so its kind is unknown; get the folder again"
-            ) from error
-        if kind not in transformers.CONFIG_MAPPING:
-            raise ConfigError(
-                f"{folder} is a {kind!r} model, which transformers {version} does not know; "
-                "pip install -U transformers, or give another model"
-            ) from error
-        raise ConfigError(f"{folder / CONFIG_NAME} cannot be used: {error}") from error
     _check_task(folder, config, task)
+    _check_model(folder, words, config, task)
     return config
+
+
+def _unknown_kind(file: Path, kind: Any, words: Mapping[str, Any], version: str) -> str:
+    if kind is None:
+        return f"{file} has no model_type, so its kind is unknown; get the folder again"
+    if "auto_map" in words:
+        return (
+            f"{file.parent} brings its own code for {kind!r} models, which is not run; transformers {version} has no "
+            "class for it. Use a version of the model that transformers knows (pip install -U transformers may "
+            "have it)"
+        )
+    return (
+        f"{file.parent} is a {kind!r} model, which transformers {version} does not know; pip install -U transformers, "
+        "or give another model"
+    )
+
+
+def _config_of(words: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**words)
+
+
+def _usual(kind: str) -> dict[str, Any]:
+    """What fields of a config are without a file."""
+    import transformers
+
+    found: dict[str, Any] = transformers.CONFIG_MAPPING[kind]().to_dict()
+    return found
+
+
+def _check_model(folder: Path, words: Mapping[str, Any], config: Any, task: str) -> None:
+    """Raise ConfigError where a config's values make no model, or one that does not compute: a trial without memory.
+
+    A model that asks for values cannot be tried so. What it raises is the config's fault if one usual value mends it.
+    """
+    file, kind = folder / CONFIG_NAME, str(words["model_type"])
+
+    def trial(given: Mapping[str, Any]) -> None:
+        _forward(_model_of(_config_of(given), task))
+
+    def culprit() -> str:
+        return culprit_of(words, _usual(kind), trial)
+
+    with reading(str(file), "mend it, or get it again", culprit), torch.device("meta"):
+        model = _model_of(config, task)
+    try:
+        _forward(model)
+    except Exception as error:  # of any model's code
+        if name := culprit():
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{file}, {name}: {said} ({type(error).__name__}); mend it, or get it again") from error
+
+
+def _forward(model: Any) -> None:
+    with torch.device("meta"), torch.no_grad():
+        model.to("meta")(input_ids=torch.zeros((1, _TRIAL_TOKENS), dtype=torch.int64, device="meta"))
+
+
+def _model_of(config: Any, task: str) -> Any:
+    import transformers
+
+    auto: Any = {
+        CAUSAL: transformers.AutoModelForCausalLM,
+        MASKED: transformers.AutoModelForMaskedLM,
+        CLASSIFY: transformers.AutoModelForSequenceClassification,
+    }[task]
+    # What is drawn (heads, adapters) is drawn in fp32; values of the files become what `offload` computes with.
+    return auto.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 OWN_LOSS = frozenset((
@@ -410,7 +460,12 @@ def generation_config(folder: ModelFolder) -> Any:
     from transformers import GenerationConfig
 
     homes = [each for each in (folder.adapter, folder.path) if each is not None and (each / GENERATION_NAME).is_file()]
-    return GenerationConfig.from_pretrained(homes[0]) if homes else None
+    if not homes:
+        return None
+    file = homes[0] / GENERATION_NAME
+    read_object(file)
+    with reading(str(file), "mend it, or delete it: the model's usual values are taken then"):
+        return GenerationConfig.from_pretrained(homes[0])
 
 
 _WORD_FILES = (
@@ -422,12 +477,11 @@ _WORD_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_TOKENIZER_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> Any:
     """Of the first folder that has one; None if none has, and it is not needed."""
-    from transformers import AutoTokenizer
-
     found = [folder for folder in folders if any((folder / name).is_file() for name in _WORD_FILES)]
     if not found:
         if not is_needed:
@@ -436,10 +490,7 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
             f"{folders[-1]} has no tokenizer (none of {', '.join(_WORD_FILES)}); get its files from where the weights "
             f"are from: hf download ORG/NAME --include '*token*' 'vocab*' 'merges.txt' --local-dir {folders[-1]}"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(found[0], local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of several libraries
-        raise ConfigError(f"the tokenizer in {found[0]} cannot be loaded ({error}); get its files again") from error
+    tokenizer = _tokenizer_of(found[0])
     num_rows = Hints(config).number("vocab_size")
     if num_rows and len(tokenizer) > num_rows:
         raise ConfigError(
@@ -455,6 +506,24 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _tokenizer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    for name in _TOKENIZER_SETTINGS:
+        if (folder / name).is_file():
+            read_object(folder / name)
+    with reading(f"the tokenizer in {folder} cannot be loaded", "get its files again"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer("a")  # what settings say beside the words is taken now
+        len(tokenizer), tokenizer.get_added_vocab(), tokenizer.special_tokens_map
+    template = tokenizer.chat_template
+    if not (template is None or isinstance(template, str)) and not (
+        isinstance(template, dict) and all(isinstance(each, str) for each in template.values())
+    ):
+        raise ConfigError(f"the tokenizer in {folder}: chat_template is a {type(template).__name__}, not text; mend it")
     return tokenizer
 
 
@@ -557,26 +626,18 @@ def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None 
         )
     from peft import PeftConfig, get_peft_model
 
-    config: Any = PeftConfig.from_pretrained(str(folder.adapter))
-    config.inference_mode = False
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others are computed from the base's weights; all values are in the file
-    model = get_peft_model(base, config)
+    with reading(str(folder.adapter / ADAPTER_CONFIG_NAME), "mend it, or save the adapter with peft anew"):
+        config: Any = PeftConfig.from_pretrained(str(folder.adapter))
+        config.inference_mode = False
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # others are computed from the base's weights; all values are in the file
+        model = get_peft_model(base, config)
     file = AdapterFile(adapter_file(folder.adapter), adapter_file_names(model))
     return _Built(model, replace(names, adapter=file))
 
 
 def _from_config(folder: ModelFolder) -> Any:
-    import transformers
-
-    auto: Any = {
-        CAUSAL: transformers.AutoModelForCausalLM,
-        MASKED: transformers.AutoModelForMaskedLM,
-        CLASSIFY: transformers.AutoModelForSequenceClassification,
-    }[folder.task]
-    config = copy.deepcopy(folder.config)
-    # What is drawn (heads, adapters) is drawn in fp32; values of the files become what `offload` computes with.
-    model = auto.from_config(config, dtype=torch.float32)
+    model = _model_of(folder.config, folder.task)
     model.config.use_cache = False  # a cache keeps views of a block's values from one forward to the next
     if model.can_generate() and (found := generation_config(folder)) is not None:
         model.generation_config = found

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.integrations.gate import parse
 
 CONVERSATIONS, PAIRS, TEXT, PREFERENCES, LABELLED = (
     "conversations",
@@ -248,9 +249,9 @@ def _checked(messages: list[Message]) -> list[Message]:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
-        raise BadRow(f"{what!r} is text that is not JSON: {_shown(text)}") from None
+        return parse(text)
+    except ValueError as error:
+        raise BadRow(f"{what!r} is text that is not JSON: {error}: {_shown(text)}") from None
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,7 @@ from urllib.request import getproxies
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.cli.finetune.rows import Form, form_of
+from zero_offload.integrations.gate import parse
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
@@ -182,14 +183,14 @@ def _of_json(path: Path) -> Iterator[tuple[str, Row]]:
 def _is_object(line: bytes) -> bool:
     """True if a line is an object of its own, as in JSON lines."""
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse(line.decode("utf-8-sig")), dict)
     except ValueError:
         return False
 
 
 def _object_of(line: bytes, place: str) -> Row:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = parse(line.decode("utf-8-sig"))
     except ValueError as error:
         is_part = line.strip() in (b"[", b"{")
         hint = "a file of one array has the ending .json" if is_part else "mend the line, or delete it"
@@ -202,12 +203,14 @@ def _object_of(line: bytes, place: str) -> Row:
 
 def _of_array(path: Path) -> Iterator[tuple[str, Row]]:
     try:
-        whole = json.loads(_text_of(path))
+        whole = parse(_text_of(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if isinstance(whole, dict):
         arrays = [value for value in whole.values() if isinstance(value, list) and value]
         whole = arrays[0] if len(arrays) == 1 else [whole]
+    if not isinstance(whole, list):
+        raise ConfigError(f"{path} holds {_kind(whole)}, not an array of rows; give one, or JSON lines")
     for number, row in enumerate(whole, 1):
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, row {number}: {_kind(row)}, not an object")

@@ -37,6 +37,7 @@ from zero_offload.cli.finetune.data import Prepared
 from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder
 from zero_offload.cli.finetune.learning import Learning
 from zero_offload.cli.finetune.outputs import Weights
+from zero_offload.cli.finetune.rendering import Renderer
 from zero_offload.cli.finetune.scores import has_loss, loss_of_labels, mean_loss
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.recipes.loop import Progress, Ranks, StopRequest
@@ -263,7 +264,7 @@ def _prompts(job: Job) -> list[list[int]]:
     rows, tokenizer = job.prepared.evaluation, job.folder.tokenizer
     if rows is None or job.folder.task != CAUSAL:
         return []
-    found = []
+    found, renderer = [], Renderer(tokenizer)
     for row in rows.select(range(min(len(rows), job.config.samples))):
         if "input_ids" in row:
             learned = [label != -100 for label in row["labels"]]
@@ -272,9 +273,7 @@ def _prompts(job: Job) -> list[list[int]]:
         elif isinstance(row["prompt"], str):
             ids = tokenizer(row["prompt"])["input_ids"]
         else:
-            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            ids = renderer.apply(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         found.append(ids[-_PROMPT_TOKENS:])
     return found
 

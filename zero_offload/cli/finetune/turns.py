@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_offload.base.errors import ConfigError
+from zero_offload.cli.finetune.rendering import Renderer, RenderError
 from zero_offload.cli.finetune.rows import BadRow, Message
 
 _WORD = "b5c1f9"
@@ -54,7 +55,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, written = tokenizer, tokenizer.get_chat_template()
+        self._tokenizer, self._renderer = tokenizer, Renderer(tokenizer)
+        written = tokenizer.get_chat_template()
         self._has_date = "strftime_now" in written
         self.is_marked = _MARK.search(written) is not None
         """True if the template says which tokens are the assistant's."""
@@ -182,8 +184,8 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **settings: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tools=tools, **settings)
-        except Exception as error:  # a template may raise anything
+            return self._renderer.apply(messages, tools=tools, **settings)
+        except RenderError as error:
             raise BadRow(f"the chat template refuses it: {error}") from error
 
     def _ids(self, text: str) -> list[int]:
