@@ -17,7 +17,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 # A file stays on one worker: what its tests share, such as a long run or a reference, is made once.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/test_distributed_checkpoint.py \
-  tests/fake_gpu/test_generate.py
+  tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
 .PHONY: train test test-tools nightly faults check native asan tsan neon bench clean

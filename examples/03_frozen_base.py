@@ -34,7 +34,7 @@ def fine_tune(directory: str) -> None:
     zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="cpu", nvme=directory))
     optimizer = zo.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     for step in range(1, 31):
-        x = torch.randn(32, 256, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).to(zo.device(model))
         loss = (model(x).float() - x.roll(1, dims=1)).square().mean()
         loss.backward()
         optimizer.step()

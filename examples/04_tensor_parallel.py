@@ -33,7 +33,8 @@ class Block(nn.Module):
 
 
 def train(directory: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    computes_on = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    mesh = init_device_mesh(computes_on.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)  # the same weights on every rank
     model = nn.Sequential(*(Block() for _ in range(4)))
     for block in model:
@@ -44,7 +45,7 @@ def train(directory: str) -> None:
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     place = mesh["dp"].get_local_rank()
     for step in range(1, 31):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * step + place))
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * step + place)).to(zo.device(model))
         loss = (model(x).float() - x.roll(1, dims=1)).square().mean()
         loss.backward()
         zo.clip_grad_norm_(model, 1.0)  # of the whole model: every part counts once
@@ -56,7 +57,7 @@ def train(directory: str) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group()
     directory = [sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()]
     dist.broadcast_object_list(directory)
     train(directory[0])

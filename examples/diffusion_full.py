@@ -21,11 +21,11 @@ tiers = zo.OffloadConfig(params="nvme", grads="nvme", optimizer="nvme", nvme=fol
 zo.offload(model, tiers)
 optimizer = zo.AdamW(model.parameters(), lr=2e-3)
 scheduler = DDPMScheduler()
-stripes = torch.linspace(0, 9, 16).sin().expand(8, 3, 16, 16)  # stands for images
+stripes = torch.linspace(0, 9, 16).sin().expand(8, 3, 16, 16).to(zo.device(model))  # stands for images
 
 for step in range(21):
     noise = torch.randn_like(stripes)
-    times = torch.randint(0, scheduler.config.num_train_timesteps, (len(stripes),))
+    times = torch.randint(0, scheduler.config.num_train_timesteps, (len(stripes),), device=stripes.device)
     guess = model(scheduler.add_noise(stripes, noise, times), times).sample
     loss = (guess.float() - noise).square().mean()
     loss.backward()

@@ -26,7 +26,7 @@ if os.path.isfile(f"{directory}/.metadata"):  # the checkpoint's last file
     dcp.load({"model": weights, "optim": states}, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)  # hyperparameters too
     print("loaded")
-x = torch.randn(16, 64)
+x = torch.randn(16, 64).to(zo.device(model))
 for _ in range(20):
     loss = (model(x).float() - x.roll(1, dims=1)).square().mean()
     loss.backward()

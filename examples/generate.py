@@ -19,7 +19,7 @@ zo.load_pretrained(model, folder)  # checks the folder
 model.eval().requires_grad_(False)  # before zo.offload: nothing is trained, so there are no optimizer states
 zo.offload(model, zo.OffloadConfig(params="nvme", nvme=directory, durability="scratch"))
 
-inputs = tokenizer(prompt, return_tensors="pt")
+inputs = tokenizer(prompt, return_tensors="pt").to(zo.device(model))
 before, start = zo.stats(model), time.perf_counter()
 with torch.no_grad():
     out = model.generate(**inputs, max_new_tokens=32, do_sample=False, streamer=TextStreamer(tokenizer))

@@ -31,6 +31,7 @@ from zero_offload.model.api import (
     clip_grad_norm_,
     clip_grad_value_,
     close,
+    device,
     no_sync,
     stats,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "close",
     "commit",
     "deferred_init",
+    "device",
     "export_pretrained",
     "gathered",
     "group_experts",

@@ -71,10 +71,11 @@ def load() -> None:
         return
     torch.utils.rename_privateuse1_backend(TYPE)
     library.load(build())
-    from tests.fake_gpu import torch_module
+    from tests.fake_gpu import operations, torch_module
 
     torch._register_device_module(TYPE, torch_module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    operations.register()
     _tell_zero_offload()
     if torch.distributed.is_available():
         from tests.fake_gpu import collectives

@@ -65,3 +65,21 @@ def test_parameters_come_back_and_the_next_call_works(
     loss.backward()
     assert loss.isfinite().item()
     zo.close(model)
+
+
+def test_what_was_on_the_device_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters that a failed call was to adopt."""
+    model: Any = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
+    model.late = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2)).to(TYPE)
+    before = {name: param.detach().cpu() for name, param in model.late.named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(move_in_module, "prepare", refusing(move_in_module.prepare, 0))
+        with pytest.raises(FullError):
+            zo.offload(model)
+    for name, param in model.late.named_parameters():
+        assert param.device.type == TYPE and torch.equal(param.detach().cpu(), before[name])
+    zo.offload(model)
+    for name, param in model.late.named_parameters():
+        with zo.gathered(param):
+            assert torch.equal(param.detach().cpu(), before[name])
+    zo.close(model)

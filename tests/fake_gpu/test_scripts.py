@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import zero_offload as zo
+from tests.fake_gpu.device import TYPE
 from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.pairwise import full
 from tests.helpers.scripts import run_offloaded, run_plain
@@ -24,6 +26,28 @@ def test_a_model_that_grows(settings: dict[str, Any], nvme: Path) -> None:
     script, make = test_adoption.grows_twice, test_adoption.make
     config = zo.OffloadConfig(precision="fp32", nvme=nvme, **settings)
     test_adoption.check(run_offloaded(script, make, config), run_plain(script, make))
+
+
+@pytest.mark.parametrize("settings", [{"activations": "cpu"}, STREAMED], ids=["cpu", "nvme"])
+def test_what_is_adopted_may_be_on_the_device(
+    settings: dict[str, Any], nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As peft leaves adapters: where their layer is."""
+    adapt = test_adoption.adapt
+
+    def adapt_there(model: Any, name: str) -> list[nn.Parameter]:
+        adapt(model, name)
+        adapters = [getattr(block, name) for block in model.blocks]
+        for each in adapters:
+            each.scale = nn.Parameter(each.scale.to(TYPE), requires_grad=False)
+            each.down.to(TYPE), each.up.to(TYPE)
+        return [param for each in adapters for param in (*each.down.parameters(), *each.up.parameters())]
+
+    script, make = test_adoption.grows_twice, test_adoption.make
+    expected = run_plain(script, make)
+    monkeypatch.setattr(test_adoption, "adapt", adapt_there)
+    config = zo.OffloadConfig(precision="fp32", nvme=nvme, **settings)
+    test_adoption.check(run_offloaded(script, make, config), expected)
 
 
 @pytest.mark.parametrize("params", ["cpu", "device", "nvme"])

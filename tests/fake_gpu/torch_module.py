@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.fake_gpu.library import call
 
@@ -75,6 +76,17 @@ def device(which: Device) -> Iterator[None]:
 
 def current_stream(device: Device = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
+
+
+@contextlib.contextmanager
+def stream(which: torch.Stream) -> Iterator[None]:
+    """Inside, this stream is the current one of its device."""
+    before = current_stream(which.device)
+    torch.accelerator.set_stream(which)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 def synchronize(device: Device = None) -> None:
@@ -149,11 +161,13 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
     """(2,) uint64 as bytes: the seed, and how many draws were made."""
     seed, num_draws = ctypes.c_uint64(), ctypes.c_uint64()
     call("get_random", _index(device), seed, num_draws)
-    return torch.tensor([seed.value, num_draws.value], dtype=torch.uint64, device="cpu").view(torch.uint8)
+    with _disable_current_modes():  # as a generator's own calls, which no mode of dispatch sees
+        return torch.tensor([seed.value, num_draws.value], dtype=torch.uint64, device="cpu").view(torch.uint8)
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
-    seed, num_draws = new_state.cpu().view(torch.uint64).tolist()
+    with _disable_current_modes():
+        seed, num_draws = new_state.cpu().view(torch.uint64).tolist()
     call("set_random", _index(device), seed, num_draws)
 
 

@@ -926,6 +926,20 @@ FAULTS = [
         FINETUNE + "test_each_moment_of_the_end_leaves_a_whole_model_or_none",
     ),
     fault(
+        "inputs of a forward that a backward runs again stay on the host",
+        "runtime/pass_tracker.py",
+        "            if module in self._brought:\n                inputs = bring(given, self._device)\n",
+        "",
+        "tests/fake_gpu/test_inputs.py::test_forwards_that_run_again_or_in_turns[checkpoint]",
+    ),
+    fault(
+        "inputs in containers stay on the host",
+        "runtime/bring.py",
+        "    elif isinstance(given, MutableMapping):\n",
+        "    elif isinstance(given, MutableMapping) and not given:\n",
+        "tests/fake_gpu/test_inputs.py::test_training",
+    ),
+    fault(
         "a config that raises where it is read for a plan stops zo.offload",
         "plan/hints.py",
         "            self._unread.setdefault(name, _said(error))\n            return 0\n",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import zero_offload as zo
+from tests.helpers import programs
 from zero_offload.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,21 @@ def test_links_between_pages_lead_to_files() -> None:
     links = [(page, link) for page in pages for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())]
     assert [f"{page}: {link}" for page, link in links if not (page.parent / link).is_file()] == []
     assert len(links) > len(pages)
+
+
+def test_every_program_is_run_or_listed() -> None:
+    """By test_programs.py and test_programs_of_tools.py of tests/fake_gpu; on a CPU by test_pages.py."""
+    for page, given in programs.GIVEN.items():
+        found = Counter(block.chapter for block in programs.blocks(page))
+        assert found == {chapter: len(each) for chapter, each in given.items()}, page
+    assert programs.GIVEN["docs/GUIDE.md"].keys() >= programs.OF_TOOLS
+    assert {f"docs/{name}" for name in PAGES} == {*programs.pages_of_tools()}
+    named = {*programs.PLAIN_EXAMPLES, *programs.ARGUMENTS, *programs.EXAMPLES_NOT_RUN}
+    assert named <= {*programs.EXAMPLES}
+    commands = [command for page in programs.PAGES for command in programs.commands(page)]
+    assert all(any(re.match(pattern, command) for command in commands) for pattern in programs.NOT_RUN)
+    strange = [each for each in commands if programs.reason(each) is None and not each.startswith("zero-offload ")]
+    assert strange == []
 
 
 def test_the_plan_that_is_shown_is_what_is_printed(

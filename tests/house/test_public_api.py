@@ -39,6 +39,7 @@ PUBLIC_NAMES = {
     "close",
     "commit",
     "deferred_init",
+    "device",
     "export_pretrained",
     "gathered",
     "group_experts",

@@ -24,6 +24,7 @@ TOOLS_TESTS = (
     "tests/fake_gpu/test_tools.py",
     "tests/fake_gpu/test_distributed_checkpoint.py",
     "tests/fake_gpu/test_generate.py",
+    "tests/fake_gpu/test_programs_of_tools.py",
 )
 """As in the Makefile."""
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "tests.nightly.plugin", "--no-loadscope-reorder")

@@ -755,7 +755,7 @@ def _by_arithmetic(work: Sequence[UnitWork], job: FolderJob, problem: str) -> Re
         unit.numel.name: unit.boundary_values * nbytes if unit.keeps_inputs(job.recompute) else inside[unit.numel.name]
         for unit in work
     }
-    tables = max((unit.numel.trained + unit.numel.frozen) for unit in work if not unit.attention_width)
+    tables = max((unit.numel.trained + unit.numel.frozen for unit in work if not unit.attention_width), default=0)
     return Rehearsal(rows, seq, sum(kept.values()) + max(inside.values()) + 8 * tables, {**kept, "": 0}, problem)
 
 

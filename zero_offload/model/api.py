@@ -235,6 +235,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def device(model: nn.Module) -> torch.device:
+    """Where an offloaded model computes, and its outputs are: `targets.to(zo.device(model))`.
+
+    Inputs of the outermost forward are brought there, as by FSDP2 and DistributedDataParallel: tensors in tuples, lists
+    and dicts, wherever they are. What a loss compares outputs with outside of the model has to be moved by hand. On
+    several ranks each has its own device.
+    """
+    return need_runtime(model, "zo.device").device.torch_device
+
+
 def stats(model: nn.Module) -> Stats:
     """Figures of the last step, or before the first one since `zo.offload`: bytes per tier, stalls, peak memory."""
     return need_runtime(model, "zo.stats").stats()

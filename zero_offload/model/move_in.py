@@ -54,7 +54,7 @@ def check_not_wrapped(model: nn.Module) -> None:
             )
 
 
-def param_problem(param: nn.Parameter) -> str | None:
+def param_problem(param: nn.Parameter, device: torch.device | None = None) -> str | None:
     """Why a parameter that is not offloaded cannot be, or None."""
     if recipe_of(param) is not None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -68,7 +68,7 @@ def param_problem(param: nn.Parameter) -> str | None:
         return "belongs to a lazy module, which gets its shape with its first input; run one forward before zo.offload"
     if type(param) is not nn.Parameter and (problem := problem_of(param)) is not None:
         return problem
-    if param.device.type != "cpu":
+    if param.device.type != "cpu" and param.device != device:
         return f"is on {param.device}; build the model on the CPU"
     return "has a gradient; call model.zero_grad() first" if param.grad is not None else None
 
@@ -110,7 +110,7 @@ def _word(name: str, param: torch.Tensor, values: bool) -> int:
         return described
     if recipe is not None:
         return zlib.crc32(recipe.drawn(), described)
-    return crc32c_of_tensor(local_part(param).detach().contiguous(), seed=described)
+    return crc32c_of_tensor(local_part(param).detach().contiguous().cpu(), seed=described)
 
 
 def _difference(names: Sequence[str], first: int, rank: int, every: Sequence[str]) -> ConfigError:
@@ -226,13 +226,15 @@ class Moved:
     recipe: Recipe | None
     """How its values are made, if it is deferred."""
     dtype: torch.dtype
+    device: torch.device
+    """Where it has been: the host, or the compute device for what is adopted."""
     holders: Sequence[Holder]
     """Where it stands."""
 
     @classmethod
     def of(cls, piece: ParamSlice, places: Sequence[Slot]) -> Moved:
         tensor = places[0].tensor
-        return cls(piece, tensor, recipe_of(tensor), tensor.dtype, [slot.holder for slot in places])
+        return cls(piece, tensor, recipe_of(tensor), tensor.dtype, tensor.device, [slot.holder for slot in places])
 
     def become(self, view: torch.Tensor) -> nn.Parameter:
         """The parameter that is `view`, in each place."""
@@ -277,7 +279,7 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[Moved]) -> No
             old = host_tensor(torch.nan, torch.float32).to(each.dtype).expand(piece.spec.shape)
         else:
             old = piece.spec.view(values[piece.begin : piece.end].to(each.dtype, copy=True))
-        each.leave(old)
+        each.leave(old if each.device.type == "meta" else old.to(each.device))
     if (
         values is not None
         and not section.layout.trainable
@@ -326,7 +328,7 @@ class _Values:
     def read(self, spec: ParamSpec, param: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         recipe = recipe_of(param)
         if recipe is None:
-            return spec.elements(local_part(param).detach())[begin:end]
+            return spec.elements(local_part(param).detach())[begin:end].cpu()
         if recipe.is_skipped:
             return host_zeros(1, param.dtype).expand(end - begin)
         if recipe.source is not None and not spec.order:

@@ -489,7 +489,8 @@ def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch
     check_not_wrapped(root)
     divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
     new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
-    _check_params(new_params, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
+    problems = [f"{name} is a DTensor, and the offloaded model has none" for name in divided]
+    _check_params(new_params, problems, owner.device.torch_device)  # peft moves adapters to where the base computes
     _check_names(owner.layout, added)
 
 
@@ -600,13 +601,16 @@ def _agree(hardware: HardwareProfile, ranks: CommitGroup) -> HardwareProfile:
     return HardwareProfile(num_cores, cpu, name, device, nvme)
 
 
-def _check_params(named: Iterable[tuple[str, nn.Parameter]], problems: Iterable[str] = ()) -> None:
+def _check_params(
+    named: Iterable[tuple[str, nn.Parameter]], problems: Iterable[str] = (), device: torch.device | None = None
+) -> None:
+    """Raise for parameters that cannot be offloaded; `device`: where they may be beside the host."""
     named, found = list(named), list(problems)
     tensor_mesh = mesh_of(param for _, param in named)
     for name, param in named:
         if tensor_mesh is not None and is_dtensor(param):
             found += dtensor_problems(name, param, tensor_mesh)
-        elif (problem := param_problem(param)) is not None:
+        elif (problem := param_problem(param, device)) is not None:
             found.append(f"{name} {problem}")
     if found:
         raise ConfigError("\n".join(found[:10] + ["..."] * (len(found) > 10)))

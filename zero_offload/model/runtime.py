@@ -173,7 +173,10 @@ class ModelRuntime:
                 self.places,
                 self._updates,
             )
-        self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward)
+        elsewhere = None if self.device.is_host else self.device.torch_device
+        self.tracker = PassTracker(
+            *(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward, elsewhere)
+        )
         self.experts = GroupedExperts(self.expert_groups, prefetcher, self.tracker, self.grads)
         shard_index = self.collectives.shard_index
         self.access = ParamAccess(

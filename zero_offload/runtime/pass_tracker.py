@@ -39,6 +39,7 @@ from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadErr
 from zero_offload.base.spans import Lane, Opened
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import MIB, format_bytes
+from zero_offload.runtime.bring import bring
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.prefetcher import ParamPrefetcher
@@ -256,9 +257,14 @@ class PassTracker:
         hole: HeapHole | None,
         life: ModelLife,
         updates: UpdatesInBackward | None,
+        device: torch.device | None = None,
     ) -> None:
-        """`updates`: if gradients are used by the backward that makes them."""
+        """`updates`: if gradients are used by the backward that makes them. `device`: where the model computes, if that
+        is not where a program's tensors are made."""
         self._units = units
+        self._device = device
+        self._brought = weakref.WeakSet[nn.Module]()
+        """Modules whose forward was the outermost one and had inputs elsewhere: a checkpoint may run it again."""
         self._life = life
         self._prefetcher = prefetcher
         self._streams = prefetcher.streams
@@ -325,16 +331,23 @@ class PassTracker:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> None:
-        """A hooked module's forward starts. Its graph keeps `runtime`: backward may come after the model is dropped."""
+    ) -> tuple[Any, Any] | None:
+        """A hooked module's forward starts; returns what replaces its inputs, or None.
+
+        The outermost forward's are brought to the compute device. The graph keeps `runtime`: backward may come after
+        the model is dropped.
+        """
         kind = type(module)
         if kind.__module__.startswith("torch.distributed.") and (what := wrapper_of(kind.__module__)):
             # It wraps without looking at a parameter.
             raise cannot_wrap(what, f"an offloaded {kind.__bases__[-1].__name__}")
-        scope, inputs = Scope(units, _module_call()), (args, kwargs)
+        given = inputs = (args, kwargs)
+        scope = Scope(units, _module_call())
         if torch._C._current_graph_task_id() != -1:
+            if module in self._brought:
+                inputs = bring(given, self._device)
             self._enter_in_backward(scope, inputs, runtime)
-            return
+            return None if inputs is given else inputs
         if self.round is not None:
             self.round.enter(units, inputs)
         thread = threading.get_ident()
@@ -352,9 +365,12 @@ class PassTracker:
                 raise ZeroOffloadError(f"a forward {_IN_ANOTHER_THREAD}")
             self._thread = thread
             self.forwards.append(scope)
-        if is_outermost and self.round is None:
+        if is_outermost:
             try:
-                self.begin(inputs)
+                if self.round is None:
+                    self.begin(inputs)
+                if self._device is not None and (inputs := bring(given, self._device)) is not given:
+                    self._brought.add(module)
             except BaseException:
                 self.forwards.clear()
                 raise
@@ -372,6 +388,7 @@ class PassTracker:
             watch_inputs(inputs, partial(self.end_backward_through, units))
         if self._watches and self._prefetcher.device_limit is not None:
             refuse_graph_modes(module)
+        return None if inputs is given else inputs
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The forward ended, with a result or an exception; returns what replaces the result, or None."""

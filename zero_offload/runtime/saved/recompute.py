@@ -35,6 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.hardware.accelerators import present_type
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.runtime.ranks.group import all_gather
 from zero_offload.runtime.saved.activations import VersionCheck
@@ -164,6 +165,8 @@ class Region:
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
         }
         device_types = {"cpu", *(leaf.device.type for leaf in self._inputs if isinstance(leaf, Tensor))}
+        if (computes_on := present_type()) is not None:
+            device_types.add(computes_on)  # of an offloaded model the inputs may come from the host
         self._autocasts = [Autocast.of(kind) for kind in sorted(device_types)]
         self._generators = generators()
         self.caller: FrameType | None = None
