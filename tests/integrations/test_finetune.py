@@ -43,7 +43,10 @@ from zero_offload.cli.finetune.outputs import Weights, is_published
 from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig
 from zero_offload.cli.finetune.trainers import FinetuneSFT
 from zero_offload.cli.main import main
+from zero_offload.cli.recipes.run_dir import read_run
 from zero_offload.cli.recipes.settings import read_tables
+from zero_offload.cli.report.summary import summarize
+from zero_offload.plan.table import PlanTable
 
 pytestmark = pytest.mark.tools
 
@@ -579,6 +582,14 @@ def test_the_length_and_the_rate_are_said_first(
     assert "\nlearning rate 0 at step 1, up to 0.001 at step 4, then down to 0 by a cosine\n" in said
     lr = column(run(place, tmp_path / "out", "--warmup", 3), "lr")
     assert lr.index(max(lr)) + 1 == 4 and max(lr) == 0.001
+    # The plan that was printed is what the report compares with, and what the run was placed by.
+    told = json.loads((tmp_path / "out" / "run.json").read_text())
+    planned = PlanTable.from_dict(told["planned"])
+    assert planned.states["memory"] == told["plan"]["cpu"] + told["plan"]["device"]
+    assert planned.states["nvme"] == told["plan"]["nvme"]
+    summary = summarize(read_run(tmp_path / "out"))
+    assert summary["memory"]["process"]["planned_bytes"] == summary["planned_rss_bytes"] == planned.total["memory"]
+    assert "\n".join(planned.lines()) in capsys.readouterr().out
 
 
 def test_settings_come_back_from_the_file_of_the_run(place: Place, tmp_path: Path) -> None:

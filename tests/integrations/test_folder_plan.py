@@ -23,7 +23,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import GIB, MIB, Tier
 from zero_offload.cli.finetune import folder as folder_module
-from zero_offload.cli.finetune.folder import Lora, ModelFolder, build_model, meta_model, open_folder
+from zero_offload.cli.finetune.folder import CAUSAL, Lora, ModelFolder, build_model, meta_model, open_folder
 from zero_offload.cli.finetune.rehearsal import rehearse
 from zero_offload.cli.folder_plan import FolderJob, FolderPlan, plan_job
 from zero_offload.cli.folder_text import as_json, as_text
@@ -109,6 +109,20 @@ def test_adapters_are_trained_and_the_base_is_frozen(folder: ModelFolder) -> Non
     products = sum(p.numel() for name, p in plain.named_parameters() if p.dim() == 2 and "embed" not in name)
     assert sum(unit.frozen_matmul_numel for unit in work) == products
     assert sum(unit.matmul_numel for unit in work) == products + adapters
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "mixtral-8x7b", "deepseek-v3"])
+def test_adapters_of_the_table_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = layers = 4
+    config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(tmp_path)
+    opened = open_folder(tmp_path, CAUSAL, needs_weights=False, needs_tokenizer=False)
+    model = meta_model(opened, Lora(4, 8.0))
+    units = replace(SHAPES[name], layers=layers).units(lora=4)
+    trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
+    assert sum(unit.numel.trained for unit in units) == sum(trained.values())
+    assert sum(unit.numel.frozen for unit in units) == replace(SHAPES[name], layers=layers).numel
 
 
 # What a step keeps
@@ -332,7 +346,7 @@ def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("zero_offload.cli.folder_plan.nvme_free_bytes", lambda _: 4 * MIB)
     plan = plan_job(_job(folder, tmp_path / "nvme"), tmp_path)
     (place,) = plan.places  # swap files and outputs are on one disk, whose free space counts once
-    assert set(place.needed) == {"swap files", "model"} and place.free_bytes == 4 * MIB
+    assert set(place.needed) == {"swap files", "activations", "model"} and place.free_bytes == 4 * MIB
     assert not plan.fits and f"{place.name}: needs" in plan.shortages[0]
     assert [way.flags for way in plan.ways][-1] == ("--lora", "16")
 

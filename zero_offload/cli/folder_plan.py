@@ -47,12 +47,23 @@ from zero_offload.integrations.quantize import INT8, NF4, find_missing
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import NOTICED, Bottleneck, break_even_tokens, find_bottleneck
 from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
-from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, resting, value_bytes
+from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import weight
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import Batch, Prediction, kept_bytes, predict
+from zero_offload.plan.table import (
+    ACTIVATIONS,
+    GPU,
+    MEMORY,
+    NVME,
+    PROGRAM,
+    REFERENCE,
+    PlanTable,
+    by_place,
+    shortage,
+)
 from zero_offload.plan.wear import TBW_USUAL, Wear
 from zero_offload.runtime.hooks import experts_in
 
@@ -283,55 +294,55 @@ class FolderPlan:
 
     # Sizes
 
+    @functools.cached_property
+    def table(self) -> PlanTable:
+        """Bytes of one rank; disks hold more than that, see `places`."""
+        shared = self.planned.memory.budget.shared_memory
+        beside = {
+            ACTIVATIONS: by_place(self.activations, shared_memory=shared),
+            # What it has on drives is among the outputs.
+            REFERENCE: by_place({**self.reference_bytes, Tier.NVME: 0}, shared_memory=shared),
+            PROGRAM: {MEMORY: self.program_bytes + BESIDE_BYTES},
+        }
+        swap = self.planned.memory.budget.nvme_bytes + self.activations[Tier.NVME]
+        available = {MEMORY: self.host_bytes, GPU: self.device_bytes, NVME: swap * bool(self.offload.nvme_dirs)}
+        return self.planned.memory.as_table(beside, available)
+
     @property
     def used(self) -> dict[str, int]:
         """Bytes of one rank by memory: "host", and "device" where a GPU computes."""
-        beside, host = self.reference_bytes, self.program_bytes + BESIDE_BYTES + self.states_bytes
-        host += self.activations[Tier.CPU] + beside[Tier.CPU]
-        device = self.activations[Tier.DEVICE] + beside[Tier.DEVICE]
-        if not self.device_bytes:
-            return {"host": host + device}
-        return {"device": self.planned.memory.used_bytes(Tier.DEVICE) + device, "host": host}
+        return {name: self.table.total[place] for name, place in self._memories.items()}
+
+    @property
+    def _memories(self) -> dict[str, str]:
+        return {"device": GPU, "host": MEMORY} if self.device_bytes else {"host": MEMORY}
 
     @property
     def states_bytes(self) -> int:
         """Memory of the host for what tiers hold: what `cpu_memory` bounds."""
-        memory = self.planned.memory
-        return memory.used_bytes(Tier.CPU) + (0 if self.device_bytes else memory.used_bytes(Tier.DEVICE))
-
-    @property
-    def generation_bytes(self) -> dict[StateKind, int]:
-        """On NVMe, of what is there for generations: second slots, and copies of what rests in memory."""
-        planned, kinds = self.planned, (StateKind.PARAMS, StateKind.OPTIMIZER)
-        partition = planned.job.partition
-        found = {kind: planned.memory.rest_bytes[Tier.NVME, kind] for kind in kinds}
-        for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
-            for tier, kind, nbytes in resting(unit, at, partition, planned.memory.budget.shared_memory):
-                if tier is Tier.NVME and kind in found:
-                    found[kind] -= nbytes
-        return found
+        return self.table.states[MEMORY]
 
     @property
     def available(self) -> dict[str, int]:
-        return {"host": self.host_bytes} | ({"device": self.device_bytes} if self.device_bytes else {})
+        return {name: self.table.available[place] for name, place in self._memories.items()}
 
     @property
     def shortages(self) -> tuple[str, ...]:
         """One line for each place that has too little; none where it fits."""
         names = {"host": "memory", "device": "memory of the GPU"}
         found = [
-            _shortage(names[name], self.used[name], self.available[name])
+            shortage(names[name], self.used[name], self.available[name])
             for name in self.used
             if self.used[name] > self.available[name]
         ]
         given = self.job.offload.budget_bytes(Tier.CPU)
         if given is not None and self.states_bytes > given:
-            found.append(_shortage(f"--cpu-memory {format_bytes(given)}", self.states_bytes, given))
+            found.append(shortage(f"--cpu-memory {format_bytes(given)}", self.states_bytes, given))
         limit, least = self.offload.budget_bytes(Tier.DEVICE), self.planned.memory.least_bytes
         if limit is not None and least > limit:
-            found.append(_shortage("--device-memory for the units in use at once", least, limit))
+            found.append(shortage("--device-memory for the units in use at once", least, limit))
         found += [
-            _shortage(each.name, each.total, each.free_bytes) for each in self.places if each.total > each.free_bytes
+            shortage(each.name, each.total, each.free_bytes) for each in self.places if each.total > each.free_bytes
         ]
         return tuple(found)
 
@@ -392,11 +403,6 @@ class FolderPlan:
         """True if a token of this plan writes at most half as much as one of the other."""
         mine, others = (each.written_per_step / each.job.tokens_per_step for each in (self, other))
         return 2 * mine <= others
-
-
-def _shortage(where: str, needed: int, available: int) -> str:
-    missing = format_bytes(needed - available)
-    return f"{where}: needs {format_bytes(needed)}, {format_bytes(available)} available, {missing} missing"
 
 
 def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
@@ -575,7 +581,7 @@ class _Planner:
                 self._device_bytes - activations[Tier.DEVICE] - reference[Tier.DEVICE],
             )
         if config.nvme_dirs:
-            limits["nvme_capacity"] = (Tier.NVME, self._swap_bytes // self._here)
+            limits["nvme_capacity"] = (Tier.NVME, self._swap_bytes // self._here - activations[Tier.NVME])
         given = {name: config.budget_bytes(tier) for name, (tier, _) in limits.items()}
         budgets: dict[str, Any] = {name: max(min(given[name] or most, most), 1) for name, (_, most) in limits.items()}
         return replace(config, **budgets)
@@ -640,8 +646,9 @@ class _Planner:
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:
         job, swap = self._job, planned.memory.used_bytes(Tier.NVME) * self._here
+        kept = self._activations[Tier.NVME] * self._here
         if job.drives is not None:
-            needed = {"swap files": swap, **self._outputs}
+            needed = {"swap files": swap, "activations": kept, **self._outputs}
             return (Place("drives", needed, job.drives.count * DRIVE_BYTES),)
         places: dict[int, Place] = {}
 
@@ -653,7 +660,8 @@ class _Planner:
 
         dirs = job.offload.nvme_dirs
         for index, path in enumerate(dirs):
-            add(path, {"swap files": swap // len(dirs)}, reusable_bytes(dirs) if index == 0 else 0)
+            parts = {"swap files": swap // len(dirs), "activations": kept // len(dirs)}
+            add(path, parts, reusable_bytes(dirs) if index == 0 else 0)
         add(self._out or (dirs[0] if dirs else Path()), self._outputs)
         return tuple(places.values())
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from zero_offload.base.types import StateKind, Tier, format_bytes
-from zero_offload.cli.folder_plan import BESIDE_BYTES, FolderJob, FolderPlan
+from zero_offload.base.types import format_bytes
+from zero_offload.cli.folder_plan import FolderJob, FolderPlan
 from zero_offload.cli.human import format_duration, format_number, format_written
+from zero_offload.plan.table import TIER_PLACES, Row, table_lines
 
-_KINDS = {StateKind.PARAMS: "parameters", StateKind.GRADS: "gradients", StateKind.OPTIMIZER: "optimizer"}
 _DAY_S = 86400
 
 
@@ -34,7 +34,7 @@ def as_text(plan: FolderPlan) -> str:
 
 def _lines(plan: FolderPlan) -> Iterator[str]:
     yield from _what_lines(plan)
-    yield from _size_lines(plan)
+    yield from plan.table.lines("of one rank:" if plan.job.ranks > 1 else "")
     yield from _disk_lines(plan)
     if plan.fits:
         yield "it fits"
@@ -92,45 +92,9 @@ def _step_text(job: FolderJob) -> str:
     return f"{text}: {job.tokens_per_step:,} tokens"
 
 
-def _rows(plan: FolderPlan) -> dict[str, dict[Tier, int]]:
-    """Bytes of one rank by what they are, and by tier."""
-    memory = plan.planned.memory
-    rows = {name: {tier: memory.rest_bytes[tier, kind] for tier in Tier} for kind, name in _KINDS.items()}
-    for kind, nbytes in plan.generation_bytes.items():
-        rows[_KINDS[kind]][Tier.NVME] -= nbytes
-    rows["generations"] = {Tier.NVME: sum(plan.generation_bytes.values())}
-    rows["in flight"] = dict(memory.staging_bytes)
-    rows["activations"] = plan.activations
-    rows["reference"] = {tier: plan.reference_bytes[tier] for tier in (Tier.DEVICE, Tier.CPU)}
-    rows["program"] = {Tier.CPU: plan.program_bytes + BESIDE_BYTES}
-    return rows
-
-
-def _size_lines(plan: FolderPlan) -> Iterator[str]:
-    columns: list[tuple[str, tuple[Tier, ...]]] = [("memory", (Tier.DEVICE, Tier.CPU))]
-    if plan.device_bytes:
-        columns = [("gpu", (Tier.DEVICE,)), ("memory", (Tier.CPU,))]
-    nvme = [plan.planned.memory.used_bytes(Tier.NVME)] if plan.offload.nvme_dirs else []
-    columns += [("nvme", (Tier.NVME,))] if nvme else []
-    rows = [("of one rank:" if plan.job.ranks > 1 else "", *(name for name, _ in columns))]
-    for name, sizes in _rows(plan).items():
-        cells = [sum(sizes.get(tier, 0) for tier in tiers) for _, tiers in columns]
-        if any(cells):
-            rows.append((name, *(format_bytes(each) if each else "" for each in cells)))
-    rows.append(("total", *map(format_bytes, (*plan.used.values(), *nvme))))
-    rows.append(("available", *(format_bytes(plan.available[name]) for name in plan.used), *("" for _ in nvme)))
-    yield from _table(rows, left=0)
-
-
-def _table(rows: Sequence[Sequence[str]], left: int | None = None) -> Iterator[str]:
-    """Columns as wide as their widest cell, of which one is flush left."""
-    widths = [max(9, *map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            f"{cell:<{width}}" if index == left else f"{cell:>{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield f"  {'  '.join(cells)}".rstrip()
+def _by_tier(row: Row) -> dict[str, int]:
+    """Bytes by the tiers' names; where the CPU computes, all memory is its tier's."""
+    return {tier.value: row[place] for tier, place in TIER_PLACES.items() if place in row}
 
 
 def _disk_lines(plan: FolderPlan) -> Iterator[str]:
@@ -212,7 +176,7 @@ def _token_lines(plan: FolderPlan) -> Iterator[str]:
                 _life(each),
             )
         )
-    yield from _table(rows)
+    yield from table_lines(rows)
 
 
 def _percent(share: float) -> str:
@@ -234,7 +198,7 @@ def _way_lines(plan: FolderPlan) -> Iterator[str]:
                 " ".join(way.flags),
             )
         )
-    yield from _table(rows, left=len(what) + 3)
+    yield from table_lines(rows, left=len(what) + 3)
 
 
 def as_json(plan: FolderPlan) -> dict[str, Any]:
@@ -247,10 +211,8 @@ def as_json(plan: FolderPlan) -> dict[str, Any]:
         "parameters": sum(each.numel.trained + each.numel.frozen for each in units),
         "trained_parameters": sum(each.numel.trained for each in units),
         "adapted": list(plan.adapted),
-        "bytes": {
-            name: {tier.value: nbytes for tier, nbytes in sizes.items() if nbytes}
-            for name, sizes in _rows(plan).items()
-        },
+        "planned": plan.table.to_dict(),
+        "bytes": {name: _by_tier(row) for name, row in plan.table.rows.items()},
         "used_bytes": plan.used,
         "available_bytes": plan.available,
         "disks": [{"name": each.name, "needed": each.needed, "free_bytes": each.free_bytes} for each in plan.places],
@@ -265,6 +227,7 @@ def as_json(plan: FolderPlan) -> dict[str, Any]:
         "steps": job.steps or None,
         "run_s": plan.run_s,
         "written_bytes_per_step": plan.written_per_step,
+        "nvme_written_bytes_per_step": plan.planned.memory.nvme_written_bytes_per_step,
         "written_bytes": plan.written_bytes,
         "written_is_upper_bound": wear.is_bound,
         "drive_life_days": plan.life_days,

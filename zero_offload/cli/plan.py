@@ -152,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, *, has_gpu: bool) -> None:
     counts = {name: getattr(args, name) for name in ("ranks", "accumulate", "tokens", "sequence")}
+    counts["lora"] = args.finetune_lora or None  # 0 is finetune's word for none
     if wrong := [f"--{name} {value}" for name, value in counts.items() if value is not None and value < 1]:
         raise ConfigError(f"{' '.join(wrong)}: give 1 or more")
     if not (args.tbw > 0 and (args.step_time is None or args.step_time > 0)):

@@ -65,7 +65,8 @@ def folder_of(args: argparse.Namespace) -> Path | None:
     named = args.folder or args.model or ""
     # A name of a model, or a typo of it, is a folder only if there is one.
     is_folder = named not in (*PRESETS, *SHAPES) and (Path(named).expanduser().is_dir() or "/" in named)
-    strange = [flag_of(name) for name in _given(args, _OF_MODELS if named and is_folder else _OF_RUNS)]
+    others = _OF_MODELS if named and is_folder else [name for name in _OF_RUNS if name != "lora"]
+    strange = [flag_of(name) for name in _given(args, others)]
     if named and is_folder:
         if strange:
             raise ConfigError(f"{', '.join(strange)}: of a folder give --batch, --seq and --accumulate, as to finetune")

@@ -15,6 +15,7 @@ from zero_offload.cli.human import format_duration, format_number
 from zero_offload.cli.planning import Offer, Planned, Request, drive_wear
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.memory import PLACED_KINDS
+from zero_offload.plan.table import PlanTable
 from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
 
 _CAUSES = {
@@ -44,8 +45,16 @@ class Report:
     """Steps between generations that spare the drives; None where they make no difference."""
 
     @property
-    def num_parameters(self) -> int:
+    def num_trained(self) -> int:
         return sum(each.numel.trained for each in self.request.work)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_trained + sum(each.numel.frozen for each in self.request.work)
+
+    @property
+    def table(self) -> PlanTable:
+        return self.request.table(self.planned.memory)
 
     @property
     def step_s(self) -> float | None:
@@ -76,12 +85,12 @@ def as_text(report: Report) -> str:
     here = request.gpu_here
     automatic = [kind for kind in PLACED_KINDS if isinstance(request.config.placement_of(kind), str)]
     chosen = ", ".join(f"{kind.value} {_shares_text(_shares(report, kind))}" for kind in automatic)
+    lora = f", {report.num_trained:,} of them trained (LoRA of rank {request.lora})" if request.lora else ""
     lines = [
-        f"{request.model}: {report.num_parameters:,} parameters in {len(request.work)} units on {ranks}{where}",
+        f"{request.model}: {report.num_parameters:,} parameters in {len(request.work)} units on {ranks}{where}{lora}",
         *([] if here is None else [f"on this machine's {here.name}, {format_bytes(here.free_bytes)} free"]),
         *([f"auto: {chosen}"] if automatic else []),
-        "bytes of one rank:",
-        memory.table(),
+        *memory.lines(report.table, "of one rank:"),
         *report.ways,
         *_forecast_lines(report),
         *_wear_lines(report.wear, report.tbw, report.step_s),
@@ -240,14 +249,26 @@ def as_json(report: Report) -> dict[str, Any]:
         }
     wear, tbw, step_s = report.wear, report.tbw, report.step_s
     is_written = wear.bytes_per_step > 0
+    batch = report.planned.job.batch
+    life_days = wear.days_to(tbw, step_s) if is_written and step_s is not None else None
     return {
+        "planned": report.table.to_dict(),
         "fits": memory.fits,
-        "reasons": memory.reasons,
+        "reasons": memory.shortages(report.table),
         "suggestions": list(report.ways),
         "bytes": tiers,
         "nvme_written_bytes_per_step": memory.nvme_written_bytes_per_step,
         "model": report.request.model,
         "parameters": report.num_parameters,
+        "trained_parameters": report.num_trained,
+        "tokens_per_step": batch.tokens * batch.micro_batches * report.request.cluster.ranks,
+        "step_s": step_s,
+        "tokens_per_s": found and found.prediction.tokens_per_s,
+        "bottleneck": found and found.bottleneck.title,
+        "rates": report.planned.machine.source,
+        "written_bytes_per_step": wear.bytes_per_step * max(len(report.request.config.nvme_dirs), 1),
+        "written_is_upper_bound": wear.is_bound,
+        "drive_life_days": life_days,
         "placement": {kind.value: _shares(report, kind) for kind in PLACED_KINDS},
         "activation_bytes": report.request.activation_bytes(),
         "step": None if found is None else _step_json(report, found),
@@ -262,7 +283,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "tbw": tbw,
             "steps_to_tbw": wear.steps_to(tbw) if is_written else None,
             "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
-            "days_to_tbw": wear.days_to(tbw, step_s) if is_written and step_s is not None else None,
+            "days_to_tbw": life_days,
         },
     }
 

@@ -30,7 +30,7 @@ from zero_offload.hardware.machines import (
     gpu_memory_bytes,
     share_of_rank,
 )
-from zero_offload.hardware.probe import probe_hardware
+from zero_offload.hardware.probe import probe_hardware, resident_bytes
 from zero_offload.hardware.rates import with_measured
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, UnitNumel, estimate_memory, value_bytes
@@ -46,6 +46,7 @@ from zero_offload.plan.step_time import (
     kept_bytes,
     predict,
 )
+from zero_offload.plan.table import ACTIVATIONS, MEMORY, NVME, PROGRAM, PlanTable, by_place
 from zero_offload.plan.wear import Wear
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
@@ -92,12 +93,17 @@ class Request:
     """This machine's, where the plan is for it."""
     drives: Drives | None
     """None where they are directories of this machine."""
+    lora: int = 0
+    """Rank of adapters on all linear layers; 0 trains all parameters."""
+    program_bytes: int = 0
+    """Of this process; 0 where the memory that is planned with leaves room for it."""
 
     @classmethod
     def of(
         cls, args: argparse.Namespace, config: OffloadConfig, drives: Drives | None, gpu_here: GpuHere | None = None
     ) -> Request:
-        work, vocab, recompute = find_work(args.model)
+        lora = args.finetune_lora or 0
+        work, vocab, recompute = find_work(args.model, lora)
         if args.recompute is not None:
             recompute = args.recompute == "block"
         tokens = args.tokens or TOKENS_UNKNOWN
@@ -109,7 +115,8 @@ class Request:
         batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
         gpu = None if args.gpu is None else find_gpu(args.gpu)[0]
         gpu_here = None if gpu else gpu_here
-        found = cls(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives)
+        program = resident_bytes()[0] if args.ram is None and config.cpu_memory is None else 0
+        found = cls(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives, lora, program)
         return replace(found, config=found._with_budgets(args.ram))
 
     def _with_budgets(self, ram: str | None) -> OffloadConfig:
@@ -136,7 +143,7 @@ class Request:
 
     def _beside_activations(self, cpu_bytes: int) -> int:
         """What is left of a rank's share of the host's memory."""
-        kept = self.kept_bytes(Tier.CPU) if self.has_gpu or self.config.device_memory is not None else 0
+        kept = self.activations(shared_memory=self.computes_on_host)[MEMORY]
         if kept >= cpu_bytes:
             raise CapacityError(
                 f"activations of {self.batch.tokens * self.batch.num_together:,} tokens on cpu take "
@@ -153,6 +160,21 @@ class Request:
     def kept_bytes(self, tier: Tier) -> int:
         """Bytes of what is saved for backward, on this tier at once."""
         return kept_bytes(self.work, self.config, self.batch, tier)
+
+    @property
+    def computes_on_host(self) -> bool:
+        """True if the CPU computes: no GPU has a name or a size."""
+        return not self.has_gpu and self.config.device_memory is None
+
+    def activations(self, *, shared_memory: bool) -> dict[str, int]:
+        """The most bytes of activations at once, by place; see [Note: one memory on a CPU] in plan/table.py."""
+        sizes = {tier: self.kept_bytes(tier) for tier in Tier} | {Tier.DEVICE: self.activation_bytes()}
+        return by_place(sizes, shared_memory=shared_memory)
+
+    def table(self, memory: MemoryPlan) -> PlanTable:
+        """What `memory` was planned for, with what stands beside states."""
+        activations = self.activations(shared_memory=memory.budget.shared_memory)
+        return memory.as_table({ACTIVATIONS: activations, PROGRAM: {MEMORY: self.program_bytes}})
 
     def activation_bytes(self) -> int:
         """The most bytes of activations on the device, with some logits."""
@@ -206,19 +228,23 @@ class Request:
         config, here = self.config, self.cluster.ranks_per_node
         directories = () if self.drives else config.nvme_dirs
         machine = count_reusable(probe_hardware(directories), directories)
-        cpu_memory = config.budget_bytes(Tier.CPU) or machine.cpu_memory_bytes // here
+        # Budgets that are given are for states; what a machine has is for activations too.
+        activations = self.activations(shared_memory=self.computes_on_host)
+        cpu_memory = config.budget_bytes(Tier.CPU) or max(machine.cpu_memory_bytes // here - activations[MEMORY], 1)
+        nvme_bytes = max(machine.nvme_free_bytes // here - activations[NVME], 0)
         return HardwareProfile(
             num_cores=max(machine.num_cores // here, 1),
             cpu_memory_bytes=cpu_memory,
             # Without a device's size the CPU computes, in the same memory.
             device_name="cpu" if config.device_memory is None else "device",
             device_memory_bytes=config.budget_bytes(Tier.DEVICE) or cpu_memory,
-            nvme_free_bytes=config.budget_bytes(Tier.NVME) or machine.nvme_free_bytes // here,
+            nvme_free_bytes=config.budget_bytes(Tier.NVME) or nvme_bytes,
         )
 
 
-def find_work(model: str) -> tuple[tuple[UnitWork, ...], int, bool]:
-    """The units of a model, its vocabulary, and whether its blocks are usually recomputed."""
+def find_work(model: str, lora: int = 0) -> tuple[tuple[UnitWork, ...], int, bool]:
+    """The units of a model, its vocabulary, and whether its blocks are usually recomputed. With `lora`, a rank, the
+    model is frozen, and its linear layers have adapters."""
     if model in gpt.PRESETS:
         preset = gpt.PRESETS[model]
         tied = preset.head is gpt.Head.TIED
@@ -231,14 +257,14 @@ def find_work(model: str) -> tuple[tuple[UnitWork, ...], int, bool]:
             matrices=2,
             tied=tied,
         )
-        return shape.units(), preset.vocab_size, preset.recompute is gpt.Recompute.BLOCK
+        return shape.units(lora), preset.vocab_size, preset.recompute is gpt.Recompute.BLOCK
     if match := _COUNT.fullmatch(model):
         numel = int(float(match[1]) * _MULTIPLE[match[2].lower()])
         if numel == 0:
             raise ConfigError(f"--model {model}: a model has parameters; write for example 8B")
-        return equal_blocks(numel, usual_layers(numel)), 0, True
+        return equal_blocks(numel, usual_layers(numel), lora), 0, True
     shape = find_shape(model, tuple(gpt.PRESETS))
-    return shape.units(), shape.vocab, True
+    return shape.units(lora), shape.vocab, True
 
 
 @dataclass(frozen=True)
@@ -283,6 +309,8 @@ def _variants(request: Request) -> Iterator[Variant]:
         units = Job.of(request.work, smaller, partition, batch).units
         words = f"--states compact (precision=zo.Precision({compact.compute!r}, states='compact'))"
         yield Variant(words, units, smaller)
+    if request.lora:
+        return
     frozen = [replace(each, numel=_with_adapters(each.numel)) for each in request.work]
     words = "LoRA, parameters frozen and adapters of 1% of them trained (peft.get_peft_model, then zo.offload)"
     yield Variant(words, Job.of(frozen, config, partition, batch).units, config)

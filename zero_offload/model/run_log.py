@@ -32,7 +32,8 @@ from zero_offload.hardware.device import read_memory
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.api import need_runtime, stats
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.plan.memory import Budget, Placement, UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.memory import MemoryPlan, Placement, UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.table import PlanTable
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.system import read_file
 
@@ -78,6 +79,8 @@ class RunLog:
         self._model, self._owner, self._pid = model, owner, os.getpid()
         self._is_first = owner.ranks.rank == 0
         self._tokens_per_step = tokens_per_step
+        self._planned_bytes: dict[str, int] = {}
+        """The total of the plan, by place."""
         self._figures: Row = {}
         """Measured, and not written yet."""
         self._metrics: Metrics | None = None
@@ -120,6 +123,7 @@ class RunLog:
             **about,
             "starts": [*starts[-_STARTS_MAX:], self._started] if self._goes_on else [self._started],
         }
+        self._planned_bytes = PlanTable.from_dict(self._description["planned"]).total
         run_dir.create(self._description)
         if not self._goes_on:
             run_dir.drop_traces()
@@ -152,7 +156,7 @@ class RunLog:
             raise ConfigError(f"zo.RunLog measures {', '.join(known)} by itself; give that figure another name")
         row: Row = {"step": step}
         row |= {name: _figure(name, value) for name, value in figures.items() if value is not None}
-        row |= measured
+        row |= measured | {"planned_bytes": self._planned_bytes}
         if (tokens := row.get("tokens")) is not None:
             row["tokens_per_s"] = tokens / (row["step_s"] * (step - last))
         elif self._tokens_per_step is not None:
@@ -226,7 +230,7 @@ def _earlier_starts(file: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
-_OWN = ("step", "tokens_per_s", "resumed", MODEL_STEP, NUM_STEPS)
+_OWN = ("step", "planned_bytes", "tokens_per_s", "resumed", MODEL_STEP, NUM_STEPS)
 
 
 def _row_of(found: Stats) -> Row:
@@ -274,6 +278,7 @@ def _describe(
     counts = {True: 0, False: 0}
     for param in model.parameters():
         counts[param.requires_grad] += param.numel()
+    plan = planned_memory(owner, micro_batches)
     own = offload_settings(owner.config) | {"ranks": owner.ranks.world_size, "out": str(path)}
     return {
         "identity": {str(name): _plain(value) for name, value in settings.items()} | _plain(own),
@@ -284,7 +289,8 @@ def _describe(
         "device": owner.device.torch_device.type,
         "device_name": owner.device.name,
         "host": platform.node(),
-        "plan": planned_bytes(owner, micro_batches),
+        "plan": {tier.value: plan.used_bytes(tier) for tier in Tier},
+        "planned": plan.as_table().to_dict(),
         "versions": _versions(),
         "run_id": None if owner.keeper is None else owner.keeper.run_id,
         "rss_bytes_at_start": peak_resident_bytes(),
@@ -308,8 +314,8 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def planned_bytes(owner: ModelRuntime, micro_batches: int) -> dict[str, int]:
-    """Bytes of one rank that the plan gives each tier, with the placement that was made."""
+def planned_memory(owner: ModelRuntime, micro_batches: int) -> MemoryPlan:
+    """The plan of one rank, with the placement that was made."""
     partition, config = owner.collectives.partition, owner.config
     in_base = {
         section.layout.index for unit in owner.units for section in unit.sections if section.shard.base is not None
@@ -320,6 +326,4 @@ def planned_bytes(owner: ModelRuntime, micro_batches: int) -> dict[str, int]:
     tiers = tuple(
         {StateKind.PARAMS: at.params, StateKind.GRADS: at.grads, StateKind.OPTIMIZER: at.optimizer} for at in chosen
     )
-    placement = Placement(tiers, Budget(0, 0, 0, owner.device.is_host))
-    plan = estimate_memory(unit_bytes, placement, config, partition)
-    return {tier.value: plan.used_bytes(tier) for tier in Tier}
+    return estimate_memory(unit_bytes, Placement(tiers, owner.sizes.plan.budget), config, partition)

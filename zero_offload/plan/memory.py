@@ -44,6 +44,18 @@ from zero_offload.hardware.abi import STATE_BLOCK
 from zero_offload.plan.groups import GROUPS_IN_FLIGHT, group_bytes
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
+from zero_offload.plan.table import (
+    GENERATIONS,
+    IN_FLIGHT,
+    MEMORY,
+    NVME,
+    STATE_ROWS,
+    PlanTable,
+    Row,
+    by_place,
+    place_of,
+    shortage,
+)
 from zero_offload.plan.wear import Wear
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
@@ -306,7 +318,10 @@ class MemoryPlan:
     pass through are counted."""
 
     rest_bytes: Mapping[tuple[Tier, StateKind], int]
-    """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
+    """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory. Values that are a part of
+    an optimizer's extents, and have no copy elsewhere, are parameters."""
+    generation_bytes: Mapping[StateKind, int]
+    """The part on NVMe that is there for generations: second slots, and copies of what rests in memory."""
     staging_bytes: Mapping[Tier, int]
     """Buffers that data passes through on its way to the compute device and the update."""
     wear: Wear
@@ -337,15 +352,17 @@ class MemoryPlan:
     @property
     def reasons(self) -> tuple[str, ...]:
         """One line per budget exceeded; none when the plan fits."""
-        checks = [(f"{tier.value} tier", self.used_bytes(tier), self.budget.of(tier)) for tier in Tier]
-        if self.budget.shared_memory:
-            both = self.used_bytes(Tier.DEVICE) + self.used_bytes(Tier.CPU)
-            checks[:2] = [("memory (the compute device is the CPU)", both, self.budget.cpu_bytes)]
+        return self.shortages(self.as_table())
+
+    def shortages(self, table: PlanTable) -> tuple[str, ...]:
+        """The same of a table of this plan."""
+        shared = self.budget.shared_memory
+        names = {place_of(tier, shared_memory=False): f"{tier.value} tier" for tier in Tier}
+        names |= {MEMORY: "memory (the compute device is the CPU)"} if shared else {}
         return tuple(
-            f"{where}: needs {format_bytes(needed)}, {format_bytes(limit)} available, "
-            f"{format_bytes(needed - limit)} missing"
-            for where, needed, limit in checks
-            if needed > limit
+            shortage(names[place], needed, table.available[place])
+            for place, needed in table.total.items()
+            if needed > table.available[place]
         )
 
     @property
@@ -355,14 +372,34 @@ class MemoryPlan:
     def __str__(self) -> str:
         return self.table()
 
+    def as_table(self, beside: Mapping[str, Row] | None = None, available: Row | None = None) -> PlanTable:
+        """By what it is and by place; see [Note: one memory on a CPU] in table.py.
+
+        `beside`: rows of what is no state, such as activations. Budgets are for states: what stands beside them is
+        available too, unless `available` says it all.
+        """
+        shared, beside = self.budget.shared_memory, beside or {}
+        rows: dict[str, Row] = {}
+        for kind, name in STATE_ROWS.items():
+            sizes = {tier: self.rest_bytes[tier, kind] for tier in Tier}
+            sizes[Tier.NVME] -= self.generation_bytes.get(kind, 0)
+            rows[name] = by_place(sizes, shared_memory=shared)
+        rows[GENERATIONS] = {NVME: sum(self.generation_bytes.values())}
+        rows[IN_FLIGHT] = by_place(self.staging_bytes, shared_memory=shared)
+        if available is None:
+            budgets = {place_of(tier, shared_memory=shared): self.budget.of(tier) for tier in Tier}  # cpu's, if shared
+            available = {
+                place: nbytes + sum(row.get(place, 0) for row in beside.values()) for place, nbytes in budgets.items()
+            }
+        return PlanTable.of({**rows, **beside}, available)
+
     def table(self) -> str:
-        """A text table: one line per kind, one column per tier, then totals, budgets and wear."""
-        lines = [_row("", [tier.value for tier in Tier])]
-        for kind in PLACED_KINDS:
-            lines.append(_row(kind.value, [format_bytes(self.rest_bytes[tier, kind]) for tier in Tier]))
-        lines.append(_row("in flight", [format_bytes(self.staging_bytes[tier]) for tier in Tier]))
-        lines.append(_row("total", [format_bytes(self.used_bytes(tier)) for tier in Tier]))
-        lines.append(_row("available", [format_bytes(self.budget.of(tier)) for tier in Tier]))
+        """A text table: one line per kind, one column per place, then totals, budgets and wear."""
+        return "\n".join(self.lines(self.as_table()))
+
+    def lines(self, table: PlanTable, title: str = "") -> list[str]:
+        """The lines of a table of this plan, and what is to be said of it."""
+        lines = list(table.lines(title))
         if self.kept_params_bytes:
             lines.append(
                 f"parameters on the device: up to {format_bytes(self.kept_params_bytes)}, less what activations take"
@@ -370,7 +407,7 @@ class MemoryPlan:
         lines.append(f"written to NVMe per step: {format_bytes(self.nvme_written_bytes_per_step)}")
         if self.least_bytes and self.fits and self.used_bytes(Tier.DEVICE) > self.budget.device_bytes:
             lines.append(self._of_units_at_once())
-        return "\n".join([*lines, *self.reasons, "it fits" if self.fits else "it does not fit"])
+        return [*lines, *self.shortages(table), "it fits" if self.fits else "it does not fit"]
 
     def _of_units_at_once(self) -> str:
         needed, given = format_bytes(self.least_bytes), format_bytes(self.budget.device_bytes)
@@ -399,31 +436,37 @@ def estimate_memory(
 ) -> MemoryPlan:
     """Add up what one rank needs on every tier."""
     rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
+    generations = {StateKind.PARAMS: 0, StateKind.OPTIMIZER: 0}
     keeps_generations = config.effective_durability is not Durability.SCRATCH
     shared = placement.budget.shared_memory
     written = committed = grads = 0
     for unit, tiers in zip(units, placement.tiers, strict=True):
         for tier, kind, nbytes in resting(unit, tiers, partition, shared):
             rest[tier, kind] += nbytes
+        inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
+        if inside:
+            rest[tiers[StateKind.OPTIMIZER], StateKind.PARAMS] += unit.trained_bytes
+            rest[tiers[StateKind.OPTIMIZER], StateKind.OPTIMIZER] -= unit.trained_bytes
         if tiers[StateKind.OPTIMIZER] is Tier.NVME:
             written += unit.optimizer_bytes
-            rest[Tier.NVME, StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
+            generations[StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
         elif keeps_generations:
             committed += unit.optimizer_bytes
-            rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
+            generations[StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
         if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations:
             # Of frozen values one slot, written once.
             whole = (unit.frozen_bytes - unit.base_bytes) * partition.param_shards
-            rest[Tier.NVME, StateKind.PARAMS] += divide_up(whole, partition.optimizer_shards)
+            generations[StateKind.PARAMS] += divide_up(whole, partition.optimizer_shards)
         if tiers[StateKind.PARAMS] is Tier.NVME:
-            inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
             written += 0 if inside else unit.trained_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             grads += unit.grads_bytes
+    for kind, nbytes in generations.items():
+        rest[Tier.NVME, kind] += nbytes
     wear = Wear(written + grads, committed, config.commit_every, grads)
     staging = _staging_bytes(units, placement, config, partition)
     least = _least_bytes(units, placement, partition)
-    plan = MemoryPlan(rest, staging, wear, placement.budget, least, 0)
+    plan = MemoryPlan(rest, generations, staging, wear, placement.budget, least, 0)
     if shared:
         return plan
     return replace(plan, kept_params_bytes=_kept_params_bytes(plan, units, placement, config, partition))
@@ -635,7 +678,3 @@ def in_flight_sum(sizes: Sequence[int], units: Sequence[UnitBytes | UnitLayout])
 def sum_of_largest(sizes: Iterable[int], count: int) -> int:
     """The sum of the `count` largest sizes."""
     return sum(sorted(sizes)[-count:])
-
-
-def _row(label: str, cells: Sequence[str]) -> str:
-    return f"{label:<10}" + "".join(f"{cell:>12}" for cell in cells)

@@ -143,14 +143,44 @@ class Shape:
     experts: Experts | None = None
     latent: Latent | None = None
 
-    def units(self) -> tuple[UnitWork, ...]:
-        """In order of use: the embedding, the blocks, the norm and the head."""
+    def units(self, lora: int = 0) -> tuple[UnitWork, ...]:
+        """In order of use: the embedding, the blocks, the norm and the head. With `lora` they are frozen, and the
+        linear layers of blocks have adapters of this rank; see `with_adapters`."""
         table = self.vocab * self.width
         norm = self.width * (2 if self.positions else 1)
         first = UnitWork(UnitNumel("embedding", table + self.positions * self.width), 0.0, 0, 0, self.width)
         head_numel = norm + (0 if self.tied else table)
         head = UnitWork(UnitNumel("head", head_numel), float(table), 0, self.width, 2 * self.width)
-        return (first, *(self._block(index) for index in range(self.layers)), head)
+        blocks = (self._block(index) for index in range(self.layers))
+        if not lora:
+            return (first, *blocks, head)
+        adapted = [part for index, block in enumerate(blocks) for part in with_adapters(block, lora, self._sums(index))]
+        return (*with_adapters(first, lora), *adapted, *with_adapters(head, lora))
+
+    def _sums(self, index: int) -> tuple[float, float]:
+        """Of the linear layers of a block, inputs and outputs added up: of all, and of those that a token meets."""
+        width, experts = self.width, self.experts
+        if self.latent is not None:
+            latent = self.latent
+            both, query = self.heads * 2 * latent.plain_width, latent.plain_width + latent.rotary_width
+            attention = width + 2 * latent.query_rank + self.heads * query  # queries
+            attention += width + latent.value_rank + latent.rotary_width + latent.value_rank + both  # keys and values
+            attention += self.heads * latent.plain_width + width
+        else:
+            head_width = self.head_width or width // self.heads
+            q, kv = self.heads * head_width, (self.kv_heads or self.heads) * head_width
+            # A GPT-2 has queries, keys and values in one layer.
+            attention = (width if self.positions else 3 * width) + q + 2 * kv + q + width
+        if experts is None:
+            whole = attention + self.matrices * (width + self.intermediate)
+            return whole, whole
+        if index < experts.dense_layers:
+            return attention, attention
+        # peft takes the names of such layers for those of experts, whose gate and first product are one tensor: it has
+        # adapters of twice the rank, and the router one. Dense layers and shared experts of the same names have none.
+        one = 2 * (width + 2 * experts.intermediate) + (experts.intermediate + width)
+        rest = attention + width + experts.count
+        return rest + one * experts.count, rest + one * experts.active
 
     @property
     def numel(self) -> int:
@@ -290,13 +320,32 @@ def usual_layers(numel: int) -> int:
     return min(SHAPES.values(), key=lambda shape: abs(math.log(max(numel, 1) / shape.numel))).layers
 
 
-def equal_blocks(numel: int, count: int) -> tuple[UnitWork, ...]:
-    """A model of which only the size is known: so many blocks, equal to one parameter."""
+def equal_blocks(numel: int, count: int, lora: int = 0) -> tuple[UnitWork, ...]:
+    """A model of which only the size is known: so many blocks, equal to one parameter; `lora` as in `Shape.units`."""
     ends = [numel * index // count for index in range(count + 1)]
-    return tuple(
+    blocks = [
         plain_block(UnitNumel(f"block {index}", end - begin))
         for index, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]
+    if not lora:
+        return tuple(blocks)
+    # Four layers of width x width, and two of 4 x width.
+    return tuple(part for block in blocks for part in with_adapters(block, lora, (18 * block.boundary_values,) * 2))
+
+
+def with_adapters(block: UnitWork, rank: int, sums: tuple[float, float] = (0, 0)) -> tuple[UnitWork, ...]:
+    """The block, frozen, and its adapters, a unit of their own as in `zo.offload`. `sums`: of the layers that have
+    some, inputs and outputs added up; of all, and of those that a token meets."""
+    numel, all_of, met = block.numel, round(rank * sums[0]), float(rank * sums[1])
+    frozen = replace(
+        block,
+        numel=replace(numel, trained=0, frozen=numel.trained + numel.frozen, sizes=None),
+        frozen_matmul_numel=block.matmul_numel,
     )
+    if not all_of:
+        return (frozen,)
+    part = UnitNumel(f"{numel.name} (trained)", all_of, is_trained_part=True)
+    return (frozen, UnitWork(part, met, last_numel=met / 2))
 
 
 def plain_block(numel: UnitNumel) -> UnitWork:

@@ -20,6 +20,8 @@ from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import Failure, RankPool
 from zero_offload.checkpoint.run_dir import RunDir
 from zero_offload.cli.recipes.run_dir import read_run
+from zero_offload.cli.report.summary import summarize, tables
+from zero_offload.plan.table import PlanTable
 
 
 def offloaded(nvme: Path | None, **settings: Any) -> tuple[nn.Module, zo.AdamW]:
@@ -69,6 +71,28 @@ def test_a_row_has_the_figures_and_those_of_stats(tmp_path: Path) -> None:
     assert start["step"] == 0 and start["last_step"] == 3 and start["error"] == ""
     assert start["began_at"] <= rows[0]["at"] <= start["ended_at"]
     assert len(read_run(tmp_path / "run").rows) == 3
+
+
+def test_one_plan_is_in_run_json_in_every_row_in_the_report_and_in_zo_plan(tmp_path: Path) -> None:
+    model, optimizer = offloaded(tmp_path / "nvme")
+    with zo.RunLog(tmp_path / "run", model) as log:
+        train(model, optimizer, log, 2)
+        config = zo.OffloadConfig(optimizer="nvme", params="cpu", nvme=tmp_path / "other")
+    zo.close(model)
+    expected = zo.plan(build(partial(TinyLM, NARROW)), config).as_table()
+    told = PlanTable.from_dict(json.loads((tmp_path / "run" / "run.json").read_text())["planned"])
+    assert told.rows == expected.rows and told.total == expected.total
+    assert [row["planned_bytes"] for row in rows_of(tmp_path / "run")] == [expected.total] * 2
+    run = read_run(tmp_path / "run")
+    summary = summarize(run)
+    assert summary["planned"] == told.to_dict()
+    assert {name: each["planned_bytes"] for name, each in summary["memory"].items()} == {
+        "cpu": expected.states["memory"],
+        "nvme": expected.states["nvme"],
+        "process": 0,  # a loop of one's own does not say what the program takes: that is not compared
+    }
+    (table,) = [each for each in tables(run, summary) if each.title == "plan"]
+    assert [[row[0], *row[1:]] for row in table.rows] == told.cells()[1:]
 
 
 def test_frozen_parameters_are_counted(tmp_path: Path) -> None:

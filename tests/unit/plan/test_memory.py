@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from zero_offload.plan.memory import (
 )
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
+from zero_offload.plan.table import PlanTable
 from zero_offload.storage.shards.shard import planned_components, shard_bytes
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
@@ -65,7 +67,11 @@ def test_fp16_has_a_master_beside_its_value() -> None:
         ("cpu", "optimizer"): 12 * 3 * N,
     }
     nvme = estimate(("nvme", "cpu", "nvme"), precision="fp16")
-    assert used(nvme) == {("cpu", "grads"): 2 * 3 * N, ("nvme", "optimizer"): 2 * 14 * 3 * N}
+    assert used(nvme) == {
+        ("cpu", "grads"): 2 * 3 * N,
+        ("nvme", "params"): 2 * 3 * N,  # in the optimizer's extents
+        ("nvme", "optimizer"): (2 * 14 - 2) * 3 * N,
+    }
     assert nvme.nvme_written_bytes_per_step == 14 * 3 * N
     assert nvme.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * 18 * MIB
 
@@ -112,7 +118,12 @@ def test_without_a_directory_nothing_is_on_nvme() -> None:
 
 def test_params_on_nvme_live_in_the_optimizers_extents_or_in_a_cache() -> None:
     both = estimate(("nvme", "cpu", "nvme"), durability="scratch")
-    assert used(both) == {("cpu", "grads"): 2 * 3 * N, ("nvme", "optimizer"): 12 * 3 * N}
+    assert used(both) == {
+        ("cpu", "grads"): 2 * 3 * N,
+        ("nvme", "params"): 2 * 3 * N,
+        ("nvme", "optimizer"): 10 * 3 * N,
+    }
+    assert both.used_bytes(Tier.NVME) == 12 * 3 * N
     cache = estimate(("nvme", "cpu", "cpu"), durability="scratch")
     assert used(cache)["nvme", "params"] == 2 * 3 * N
     assert used(cache)["cpu", "optimizer"] == 12 * 3 * N
@@ -140,7 +151,7 @@ def test_frozen_parameters_have_a_value_only() -> None:
         ("cpu", "optimizer"): 10 * 3 * N,
     }
     nvme = estimate(("nvme", "cpu", "nvme"), frozen=500, durability="scratch")
-    assert used(nvme)["nvme", "params"] == 2 * 500
+    assert used(nvme)["nvme", "params"] == 2 * (3 * N + 500)
     assert nvme.nvme_written_bytes_per_step == 12 * 3 * N
     cache = estimate(("nvme", "cpu", "cpu"), frozen=500, durability="scratch")
     assert used(cache)["nvme", "params"] == 2 * (3 * N + 500)
@@ -163,7 +174,8 @@ def test_what_a_gpu_updates_has_its_value_there() -> None:
     for tier in ("cpu", "nvme"):
         plan = estimate((tier, "cpu", "device"), GPU, frozen=500, durability="scratch")
         assert used(plan) == {
-            ("device", "optimizer"): 12 * 3 * N,
+            ("device", "params"): 2 * 3 * N,
+            ("device", "optimizer"): 10 * 3 * N,
             (tier, "params"): 2 * 500,
             ("cpu", "grads"): 2 * 3 * N,
         }
@@ -335,12 +347,35 @@ def test_on_a_cpu_device_both_memory_tiers_fill_the_same_memory() -> None:
 def test_the_table_shows_every_number() -> None:
     text = str(estimate(("cpu", "cpu", "nvme"), durability="scratch"))
     lines = {line.split()[0]: line for line in text.splitlines()}
-    assert "device" in text.splitlines()[0] and "nvme" in text.splitlines()[0]
-    assert "5.86 KiB" in lines["params"]
+    assert text.splitlines()[0].split() == ["memory", "nvme"]  # a CPU computes: its memory is one place
+    assert "5.86 KiB" in lines["parameters"]
     assert "35.2 KiB" in lines["optimizer"]
     assert "written to NVMe per step: 35.2 KiB" in text
     assert text.endswith("it fits")
-    assert {kind.value for kind in StateKind} - {"activations"} <= set(lines)
+    assert {"parameters", "gradients", "optimizer", "in", "total", "available"} <= set(lines)
+    assert str(estimate(("cpu", "cpu", "nvme"), GPU)).splitlines()[0].split() == ["gpu", "memory", "nvme"]
+
+
+def test_generations_are_a_row_of_their_own() -> None:
+    plan = estimate(("nvme", "cpu", "nvme"))
+    rows = plan.as_table().rows
+    assert rows["generations"] == {"nvme": 12 * 3 * N}  # second slots
+    assert (rows["parameters"], rows["optimizer"]) == ({"nvme": 2 * 3 * N}, {"nvme": 10 * 3 * N})
+    assert plan.as_table().total["nvme"] == plan.used_bytes(Tier.NVME)
+
+
+def test_on_a_cpu_device_a_table_has_one_memory_that_is_counted_once() -> None:
+    budget = Budget(device_bytes=20_000, cpu_bytes=30_000, nvme_bytes=0, shared_memory=True)
+    plan = estimate(("device", "cpu", "cpu"), budget=budget, nvme=None)
+    table = plan.as_table({"activations": {"memory": 5_000}, "program": {"memory": 7_000}})
+    both = plan.used_bytes(Tier.DEVICE) + plan.used_bytes(Tier.CPU)
+    assert table.available == {"memory": 30_000 + 12_000}  # budgets are for states
+    assert table.states == {"memory": both} and table.total == {"memory": both + 12_000}
+    assert PlanTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+    # What is missing is the same with what stands beside states, and without.
+    tight = replace(plan, budget=replace(budget, cpu_bytes=both - 1))
+    beside = tight.as_table({"activations": {"memory": 5_000}})
+    assert [line.rpartition(", ")[2] for line in (*tight.reasons, *tight.shortages(beside))] == ["1 B missing"] * 2
 
 
 def many(count: int, budget: Budget, world_size: int = 1, **settings: Any) -> MemoryPlan:

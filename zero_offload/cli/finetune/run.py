@@ -124,7 +124,7 @@ def finetune(
             for line in _changes(earlier or {}, _identity(job)):
                 progress.note(line)
             offload = replace(offload, existing=existing.value)
-            return _train(job, offload, outputs, place, progress, Progress(stream, job.num_steps))
+            return _train(job, offload, plan["planned"], outputs, place, progress, Progress(stream, job.num_steps))
 
 
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
@@ -240,6 +240,7 @@ def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadC
 def _train(
     job: Job,
     offload: OffloadConfig,
+    planned: Mapping[str, Any],
     outputs: Mapping[str, Any],
     place: RunDirectory | None,
     progress: Progress,
@@ -269,6 +270,7 @@ def _train(
                 "baseline_rss_bytes": baseline_bytes,
                 MADE_OF: job.made_of,
                 SHRINKS: job.shrinks,
+                "planned": planned,
             },
             warn=progress.note,
         ) as log:

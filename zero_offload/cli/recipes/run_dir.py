@@ -176,17 +176,24 @@ _ROW = {
     **dict.fromkeys(("stall_s", "update_s", "commit_s", "peak_rss_bytes"), _is_number),
     **dict.fromkeys(("step_s", "tokens_per_s?"), _is_positive),
     **dict.fromkeys(("at?", "tokens?", "skipped_steps?", "peak_device_bytes?"), _is_number),
-    **dict.fromkeys(("read_bytes", "written_bytes", "resident_bytes", "activation_bytes?"), _are_numbers),
+    **dict.fromkeys(
+        ("read_bytes", "written_bytes", "resident_bytes", "activation_bytes?", "planned_bytes?"), _are_numbers
+    ),
     **dict.fromkeys(("loss?", "val_loss?", "lr?", "grad_norm?"), lambda value: value is None or _is_number(value)),
     "whole_s?": lambda value: _is_number(value) and value >= 0,
     "commit_wait_s?": _is_number,
     "exposed_s?": partial(_has_numbers_of, Cause),
 }
 """What a report needs of a row; with a question mark, where it is there."""
+_PLANNED: dict[str, Any] = {
+    "rows": lambda value: isinstance(value, dict) and all(map(_are_numbers, value.values())),
+    "available": _are_numbers,
+}
 _DESCRIPTION = {
     **dict.fromkeys(("num_parameters", "unigram_nats?", "baseline_rss_bytes?"), _is_number),
     "identity": lambda value: isinstance(value, dict),
     "plan": partial(_has_numbers_of, Tier),
+    "planned?": lambda value: _problem(value, _PLANNED) == "",
     "device": _is_text,
     "starts?": lambda value: isinstance(value, list) and all(_problem(each, _START) == "" for each in value),
 }

@@ -30,6 +30,7 @@ from zero_offload.base.host import host_empty
 from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
+from zero_offload.cli.planning import GpuHere, Request, find_work
 from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, generate, next_token_loss
 from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
@@ -37,8 +38,13 @@ from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.settings import TrainConfig
 from zero_offload.cli.saved import described
 from zero_offload.cli.terminal import printable
+from zero_offload.hardware.machines import Cluster
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
+from zero_offload.model.api import need_runtime
+from zero_offload.model.run_log import planned_memory
+from zero_offload.plan.step_time import Batch
+from zero_offload.plan.table import MEMORY, PlanTable
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -108,6 +114,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         with run_dir.held() if ranks.is_first else nullcontext() as place:
             before = {} if existing is Existing.DISCARD else earlier_identity(run_dir) or {}
             job, identity, about = _set_up(config, corpus, ranks, existing)
+            progress.note("\n".join(PlanTable.from_dict(about["planned"]).lines("plan")))
             with _closed_on_error(job.model):
                 progress.note(_schedule_text(job))
                 _resume(job, progress, before)
@@ -177,6 +184,7 @@ def _set_up(
         "unigram_nats": corpus.unigram_nats,
         "data": corpus.description,
         "baseline_rss_bytes": baseline_bytes,
+        "planned": _planned(config, model, ranks, baseline_bytes).to_dict(),
     }
     return job, identity, about
 
@@ -203,6 +211,22 @@ def _schedule_text(job: _Job) -> str:
             f"\nwarning: warm-up takes {config.warmup:,} steps, more than the run has: give --warmup 0, or more --steps"
         )
     return text
+
+
+def _planned(config: TrainConfig, model: GPT, ranks: Ranks, program_bytes: int) -> PlanTable:
+    """What one rank takes: as `zero-offload plan --model` says it, of the model that is here."""
+    owner = need_runtime(model, "train")
+    work, vocab, _ = find_work(config.model)
+    recompute = config.gpt().recompute is Recompute.BLOCK
+    by_unit = config.accumulate > 1 and recompute
+    batch = Batch(config.batch * config.seq, config.accumulate, config.seq, recompute, by_unit)
+    gpu = None if owner.device.is_host else GpuHere(owner.device.name, 0)
+    request = Request(config.model, work, vocab, config.offload, Cluster(ranks.size), batch, None, gpu, None)
+    memory = planned_memory(owner, config.accumulate)
+    if config.offload.cpu_memory is None:  # what the machine has is for activations too
+        beside = request.activations(shared_memory=owner.device.is_host)[MEMORY]
+        memory = replace(memory, budget=replace(memory.budget, cpu_bytes=max(memory.budget.cpu_bytes - beside, 0)))
+    return replace(request, program_bytes=program_bytes).table(memory)
 
 
 def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> None:

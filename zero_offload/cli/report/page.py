@@ -28,11 +28,14 @@ from zero_offload.cli.report.summary import (
     WAITS,
     host_tiers,
     of_last_start,
+    planned_rss_bytes,
+    planned_table,
     summarize,
     tables,
     title_of,
     whole_s,
 )
+from zero_offload.plan.table import ACTIVATIONS, MEMORY, TIER_PLACES
 from zero_offload.plan.wear import TB, TBW_USUAL
 
 POINTS_MAX = 20_000
@@ -259,7 +262,7 @@ def _waits_panel(rows: Sequence[Row]) -> Panel | None:
 
 def _host_panel(run: Run, rows: Sequence[Row]) -> Panel | None:
     """The process's memory in parts, so that what is above the plan has a name."""
-    tiers, baseline = host_tiers(run), run.description.get("baseline_rss_bytes")
+    tiers, baseline, table = host_tiers(run), run.description.get("baseline_rss_bytes"), planned_table(run)
     states = _part(rows, "resident_bytes", *tiers)
     peak = _numbers(rows, "peak_rss_bytes")
     before = min(baseline or 0, min(value for value in peak if value is not None))
@@ -268,12 +271,12 @@ def _host_panel(run: Run, rows: Sequence[Row]) -> Panel | None:
     series.append(_series("states and buffers", states, _BLUE))
     what = "activations, autograd and the rest" if baseline is not None else "process, activations and the rest"
     series.append(_series(what, rest, _SKY))
-    planned = sum(run.description["plan"][tier] for tier in tiers)
-    level = planned + before
-    words = "process and plan" if baseline is not None else "plan of states and buffers"
+    level = planned_rss_bytes(run) or table.states[MEMORY] + before
+    words = "plan" if table.has_program else "plan of states and buffers"
     most = max(value for value in peak if value is not None)
-    note = f"the plan has no activations; the whole, {format_bytes(most)}, is the largest resident set so far"
-    if baseline is not None and most > level:
+    note = "" if ACTIVATIONS in table.rows else "the plan has no activations; "
+    note += f"the whole, {format_bytes(most)}, is the largest resident set so far"
+    if table.has_program and most > level:
         note += f", {format_bytes(most - level)} above the plan"
     return _panel(
         "host memory",
@@ -288,7 +291,7 @@ def _host_panel(run: Run, rows: Sequence[Row]) -> Panel | None:
 def _tier_panels(run: Run, rows: Sequence[Row]) -> Iterator[Panel | None]:
     tiers = [tier.value for tier in Tier if tier.value not in host_tiers(run)]
     for tier in tiers:
-        planned = run.description["plan"][tier]
+        planned = planned_table(run).states.get(TIER_PLACES[Tier(tier)], 0)
         series = []
         states = _part(rows, "resident_bytes", tier)
         if any(states):
@@ -507,7 +510,7 @@ def _headline(run: Run, summary: Mapping[str, Any], wear: _Wear | None) -> Itera
         yield "waited", f"{sum(waits.values()) / times['step']:.1%}", "; ".join(about)
     plan = summary["planned_rss_bytes"]
     peak = summary["peak_rss_bytes"]
-    yield "peak memory", format_bytes(peak), f"process and plan {format_bytes(plan)}" if plan else "of the process"
+    yield "peak memory", format_bytes(peak), f"plan {format_bytes(plan)}" if plan else "of the process"
     if wear is not None:
         yield "written to drives", format_written(wear.total), f"{format_written(wear.per_day)} per day at this rate"
 

@@ -18,6 +18,7 @@ from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import RunDir
 from zero_offload.cli.recipes.run_dir import Run
+from zero_offload.plan.table import IN_FLIGHT, MEMORY, PROGRAM, TIER_PLACES, PlanTable, by_place
 
 WAITS = {
     "params": "waiting for parameters",
@@ -28,7 +29,7 @@ WAITS = {
 }
 """For each cause."""
 
-IN_TABLES = ("step_time_s", "update_overlap", "bytes_per_step", "memory", "traced_steps")
+IN_TABLES = ("planned", "step_time_s", "update_overlap", "bytes_per_step", "memory", "traced_steps")
 """What of a summary `tables` has."""
 _WARM_UP_STEPS = 2
 
@@ -53,6 +54,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "nvme_written_bytes_per_step": _median_bytes(steady, "written_bytes", Tier.NVME),
         "peak_rss_bytes": max(row["peak_rss_bytes"] for row in rows),
         "planned_rss_bytes": planned_rss_bytes(run),
+        "planned": planned_table(run).to_dict() if "planned" in run.description else None,
         "resumes": sum(1 for row in rows if row.get("resumed")),
         "step_time_s": _step_time(of_last_start(steady)),
         "update_overlap": _update_overlap(of_last_start(steady)),
@@ -107,8 +109,11 @@ def tables(run: Run, summary: Mapping[str, Any]) -> Iterator[Table]:
         for place, each in summary["memory"].items()
         if any(each.values())
     ]
-    note = "process: its resident set, activations included, against what it was before the model and the plan"
+    note = "process: its resident set, against all that is planned in its memory"
     yield Table("memory" + of_rank, ("planned", "at most", "ratio"), memory, [note])
+    if summary["planned"] is not None:
+        head, *planned = PlanTable.from_dict(summary["planned"]).cells()
+        yield Table("plan" + of_rank, head[1:], planned)
 
 
 def _time_row(words: str, seconds: float, whole: float) -> Sequence[str]:
@@ -138,13 +143,13 @@ def _update_overlap(rows: Sequence[Row]) -> float | None:
 def _memory(run: Run) -> dict[str, dict[str, int]]:
     """Bytes that the plan gives a tier, and the most that states, buffers included, have taken there."""
     rows = of_last_start(run.rows)
-    plan, last = run.description["plan"], [row["resident_bytes"] for row in rows]
+    states, last = planned_table(run).states, [row["resident_bytes"] for row in rows]
     places = {tier.value: (tier.value,) for tier in Tier} | {Tier.CPU.value: host_tiers(run)}
     if run.description["device"] == "cpu":
         del places[Tier.DEVICE.value]
     found = {
         name: {
-            "planned_bytes": sum(plan[tier] for tier in tiers),
+            "planned_bytes": states.get(TIER_PLACES[Tier(name)], 0),
             "measured_bytes": max(sum(resident.get(tier, 0) for tier in tiers) for resident in last),
         }
         for name, tiers in places.items()
@@ -202,11 +207,19 @@ def _tier_text(request: object) -> str:
 
 
 def planned_rss_bytes(run: Run) -> int | None:
-    """The process before the model, where that is known, and what the plan puts into its memory."""
-    baseline_bytes = run.description.get("baseline_rss_bytes")
-    if baseline_bytes is None:
-        return None
-    return int(baseline_bytes) + sum(int(run.description["plan"][tier]) for tier in host_tiers(run))
+    """What the plan gives the process, itself included; None where the plan does not know that."""
+    table = planned_table(run)
+    return table.total[MEMORY] if table.has_program else None
+
+
+def planned_table(run: Run) -> PlanTable:
+    """The plan, as the run was told it. Of earlier builds: their sums, and the process before the model."""
+    if (planned := run.description.get("planned")) is not None:
+        return PlanTable.from_dict(planned)
+    is_shared = run.description["device"] == "cpu"
+    sizes = by_place({tier: int(run.description["plan"][tier.value]) for tier in Tier}, shared_memory=is_shared)
+    before = int(run.description.get("baseline_rss_bytes") or 0)
+    return PlanTable.of({IN_FLIGHT: sizes, PROGRAM: {MEMORY: before}}, {})
 
 
 def host_tiers(run: Run) -> tuple[str, ...]:
