@@ -69,7 +69,7 @@ def test_what_was_exported_loads(tmp_path: Path, capsys: Capture) -> None:
     zo.close(model)
     assert _export(tmp_path / "first", tmp_path / "out", "--json") == 0
     words = json.loads(capsys.readouterr().out)
-    assert (words["number"], words["step"], words["files"]) == (2, 2, ["model.safetensors"])
+    assert (words["number"], words["step"], words["files"]) == (2, 2, ["README.md", "model.safetensors"])
     other = build(TinyLM, seed=5)
     zo.offload(other, zo.OffloadConfig())
     zo.load_pretrained(other, tmp_path / "out")
@@ -148,7 +148,7 @@ def test_tensor_parallel_parts_are_refused(nvme: Path, tmp_path: Path) -> None:
         divided = replace(generation, payload={**generation.payload, "params": params})
         saved = SavedGeneration(divided, directories, engine)
         with pytest.raises(zo.ConfigError, match=f"tensor-parallel run.*{params[3]['name']}"):
-            export_saved(saved, tmp_path / "out", None, 10**9, {})
+            export_saved(saved, tmp_path / "out", None, 10**9)
     assert not (tmp_path / "out").exists()
 
 

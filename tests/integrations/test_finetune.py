@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import itertools
 import json
@@ -475,11 +476,17 @@ def test_an_end_that_failed_is_completed(place: Place, tmp_path: Path) -> None:
     flags = ["--eval-data", place.held_out, "--eval-every", 1, "--samples", 0, "--patience", 1, "--lr", "0.05"]
     whole = run(place, tmp_path / "whole", *flags, steps=12)
     out = tmp_path / "out"
-    (out / "tokenizer.json").mkdir(mode=0o700, parents=True)
-    out.chmod(0o700)
-    assert run(place, out, *flags, steps=12, code=4) == whole
+    replace_name = os.replace
+
+    def failing(source: Any, target: Any, **places: Any) -> None:
+        if Path(target) == out / "tokenizer.json":
+            raise OSError(errno.EIO, "the drive is gone")
+        replace_name(source, target, **places)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        assert run(place, out, *flags, steps=12, code=4) == whole
     assert not (out / "config.json").exists()
-    (out / "tokenizer.json").rmdir()
     assert run(place, out, *flags, steps=12) == whole
     assert names_of(out) == names_of(tmp_path / "whole")
     assert filecmp.cmp(out / "model.safetensors", tmp_path / "whole" / "model.safetensors", shallow=False)
@@ -659,6 +666,67 @@ def test_clean_deletes_an_unfinished_run_whole(place: Place, tmp_path: Path) -> 
         open_folder(out)
     assert main(["clean", str(out), "--yes"]) == 0
     assert not out.exists()
+
+
+def test_clean_and_discard_leave_what_a_user_has_put_there(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notes in folders that a run has made, or never made, and under names like its own."""
+    out = tmp_path / "out"
+    run(place, out, "--lora", RANK, "--merge", steps=2)
+    mine = (
+        "best/notes.txt",
+        "tokens/mine.txt",
+        "tokens/train-mine.arrow",
+        "merged/notes.txt",
+        "model-of-mine.safetensors",
+    )
+    for name in mine:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    with pytest.warns(UserWarning, match="merged keeps what no run has put there: notes.txt"):
+        run(place, out, "--seq", 64, "--discard", steps=1)
+    assert not list((out / "merged").glob("*.safetensors")) and (out / "model.safetensors").is_file()
+    assert not list((out / "tokens").glob(".tmp")) and len(list((out / "tokens").glob("*.arrow"))) == 2
+    capsys.readouterr()
+    assert main(["clean", str(out), "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "left best/notes.txt" in said or "left best: " in said
+    assert "left tokens/mine.txt" in said and "left tokens/train-mine.arrow" in said
+    assert [(out / name).read_text() for name in mine] == ["mine"] * len(mine)
+    assert sorted(os.listdir(out / "tokens")) == ["mine.txt", "train-mine.arrow"]
+
+
+def test_a_model_that_no_run_has_made_is_not_replaced(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folders.write_folder(tmp_path / "mine")
+    before = {each.name: each.read_bytes() for each in out.iterdir()}
+    for flags in ([], ["--discard"]):
+        assert main(words(place, out, *flags)) == 2
+        assert "--discard deletes what a run has made" in capsys.readouterr().err
+    assert {each.name: each.read_bytes() for each in out.iterdir()} == before
+
+
+def test_what_takes_a_name_of_the_model_meanwhile_is_kept(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that a user puts into OUT, and into OUT/best, while the run is at work."""
+    out, publish = tmp_path / "out", Weights.publish
+
+    def beside(self: Weights, step: int, *args: Any) -> None:
+        (out / "tokenizer.json").write_text("mine")
+        (self.folder(step) / "below").mkdir()
+        (self.folder(step) / "below" / "notes.txt").write_text("mine")
+        (out / "best" / "notes.txt").write_text("mine")
+        publish(self, step, *args)
+
+    monkeypatch.setattr(Weights, "publish", beside)
+    with pytest.warns(UserWarning, match="tokenizer.json was there, and no run has made it: it is tokenizer.json.kept"):
+        run(place, out, steps=1)
+    assert (out / "tokenizer.json.kept").read_text() == "mine"
+    assert (out / "best" / "notes.txt").read_text() == "mine"
+    AutoTokenizer.from_pretrained(out)
 
 
 def test_preferences_go_on_from_an_adapter_that_is_their_reference(place: Place, tmp_path: Path) -> None:

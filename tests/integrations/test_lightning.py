@@ -496,3 +496,25 @@ def test_two_ranks(
         alone, loader(), ckpt_path=tmp_path / f"{where}.ckpt", verbose=False
     )
     assert distance(values_of(alone), ours[0][2]) == 0
+
+
+def test_a_checkpoint_that_is_replaced_leaves_a_users_files(tmp_path: Path) -> None:
+    """In it, and under the names that a replacement takes for a moment."""
+    path, module = tmp_path / "last.ckpt", Net()
+    runner = trainer(OffloadStrategy(config("cpu", tmp_path)))
+    runner.fit(module, loader())
+    runner.save_checkpoint(path)
+    (path / "notes.txt").write_text("mine")
+    for name in ("last.ckpt.part", "last.ckpt.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text(name)
+    with pytest.warns(UserWarning, match="1 file that no list names stays: notes.txt"):
+        runner.save_checkpoint(path)
+    found = {str(each.relative_to(tmp_path)): each.read_text() for each in tmp_path.rglob("notes.txt")}
+    assert found == {
+        "last.ckpt.part.kept/notes.txt": "last.ckpt.part",
+        "last.ckpt.old.kept/notes.txt": "last.ckpt.old",
+        "last.ckpt.old/notes.txt": "mine",
+    }
+    assert {each.name for each in path.iterdir()} == {"states", "lightning.ckpt"}
+    zo.close(module)

@@ -586,3 +586,38 @@ def test_rows_of_some_steps_and_of_a_second_train(tmp_path: Path) -> None:
         (12, 3, True),
     ]
     zo.close(trainer.model)
+
+
+def test_rotation_leaves_what_a_user_has_put_there(tmp_path: Path) -> None:
+    """Notes in a checkpoint, a copy of one, a folder like one, and what a kill has left."""
+    out = tmp_path / "out"
+    args = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "save_total_limit": 1}
+    train(Spec(out, args=args | {"max_steps": 1}))
+    shutil.copytree(out / "checkpoint-1", out / "checkpoint-1-mine")
+    (out / "checkpoint-mine").mkdir()
+    staging = out / "tmp-checkpoint-7" / "checkpoint-7"
+    (staging / "zero_offload").mkdir(parents=True)
+    (staging / "zero_offload" / "rank0.swap").write_text("")
+    (staging / "model.safetensors").write_text("")
+    for folder in ("checkpoint-1", "checkpoint-1-mine", "checkpoint-mine", "tmp-checkpoint-7", "tmp-checkpoint-mine"):
+        (out / folder).mkdir(exist_ok=True)
+        (out / folder / "notes.txt").write_text("mine")
+    copy = files_of(out / "checkpoint-1-mine")
+    with pytest.warns(UserWarning, match="checkpoint-1: 1 file that no list names stays: notes.txt"):
+        train(Spec(out, args=args), True)
+    assert files_of(out / "checkpoint-1-mine") == copy
+    left = {name: sorted(each.name for each in (out / name).iterdir()) for name in ("checkpoint-1", "tmp-checkpoint-7")}
+    assert left == {"checkpoint-1": ["notes.txt"], "tmp-checkpoint-7": ["notes.txt"]}
+    assert {"checkpoint-mine", "tmp-checkpoint-mine", "checkpoint-2"} < {each.name for each in out.iterdir()}
+
+
+def test_a_checkpoint_that_is_written_anew_keeps_a_users_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    train(Spec(out, args=args))
+    (out / "checkpoint-2" / "notes.txt").write_text("mine")
+    before = files_of(out / "checkpoint-2")
+    train(Spec(out, args=args))
+    assert (out / "checkpoint-2" / "notes.txt").read_text() == "mine"
+    assert {name for name, _ in files_of(out / "checkpoint-2")} == {name for name, _ in before}
+    assert [each.name for each in out.iterdir()] == ["checkpoint-2"]

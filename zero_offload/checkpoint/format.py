@@ -19,7 +19,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -85,6 +85,8 @@ class StepRecord:
     """The loss scaler's state; None without one, and when `commit` was not called for this step."""
     buffers: dict[str, Any]
     """Persistent ones, by name; none when `commit` was not called for this step."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the model says it is; see `model/about.py`."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
@@ -92,8 +94,9 @@ class StepRecord:
         given = generation.payload
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
         return cls(
-            generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {})
-        )
+            generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {}),
+            generation.about,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,12 @@ class Generation:
         """Where it was written; the first one has the manifests."""
         found = self.payload.get("directories")
         return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the model said it is; empty of models without a config, and of earlier versions."""
+        found = self.payload.get("about")
+        return found if isinstance(found, dict) else {}
 
     @property
     def rank_entries(self) -> list[Any]:
@@ -160,13 +169,13 @@ class Generation:
             "edition": int,
         }
         given = {"edition": 0} | dict(payload)
-        for field, kind in fields.items():
-            if type(given.get(field)) is not kind or (kind is int and given[field] < 0):
-                raise IntegrityError(f"{name} has no valid {field}; load a checkpoint instead")
+        for key, kind in fields.items():
+            if type(given.get(key)) is not kind or (kind is int and given[key] < 0):
+                raise IntegrityError(f"{name} has no valid {key}; load a checkpoint instead")
         steps = given.get("param_steps")
         if not isinstance(steps, dict) or not all(type(step) is int and step >= 0 for step in steps.values()):
             raise IntegrityError(f"{name} has no valid param_steps; load a checkpoint instead")
-        return cls(**{field: given[field] for field in fields}, payload=payload)
+        return cls(**{key: given[key] for key in fields}, payload=payload)
 
 
 @dataclass(frozen=True)

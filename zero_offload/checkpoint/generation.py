@@ -409,6 +409,7 @@ class GenerationKeeper:
             "extra": record.extra,
             "scaler": record.scaler,
             "buffers": record.buffers,
+            "about": record.about,
             "ranks": [
                 {"manifest": rank_manifest_name(rank, number), "digest": digest} for rank, digest in enumerate(digests)
             ],

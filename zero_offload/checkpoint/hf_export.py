@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -240,13 +240,17 @@ class FolderWriter:
 
 
 def export_saved(
-    saved: SavedGeneration, path: Path, dtype: torch.dtype | None, max_shard_bytes: int, texts: Mapping[str, str]
+    saved: SavedGeneration,
+    path: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    complete: Callable[[Path, Sequence[TensorEntry]], None] = lambda folder, entries: None,
 ) -> int:
     """Write every parameter, and every persistent buffer as it is, to a new folder `path`; returns their number.
 
     `dtype` is what floating parameters are rounded to, from the fp32 masters; None is the compute dtype. Quantized
-    weights are written as they are, with the records that their library reads. `texts` are files by name, written
-    beside the weights. Raises ConfigError, StorageError, and IntegrityError when a block is damaged; after an error
+    weights are written as they are, with the records that their library reads. `complete` writes what belongs beside
+    these tensors. Raises ConfigError, StorageError, and IntegrityError when a block is damaged; after an error
     nothing is left.
     """
     specs = [piece.spec for section in saved.sections for piece in section.params]
@@ -259,8 +263,8 @@ def export_saved(
     if names := adapter_names(spec.name for spec in specs):
         raise ConfigError(
             f"{saved.generation} is of a model with adapters of peft; from_pretrained does not know {len(names)} "
-            f"of its names, such as {names[0]!r}. In the script that trained it call zo.export_pretrained(model, "
-            "path): that writes a folder for PeftModel.from_pretrained"
+            f"of its names, such as {names[0]!r}, and which adapters these are is not in its files. In the script that "
+            "trained it call zo.export_pretrained(model, path): that writes a folder for PeftModel.from_pretrained"
         )
     if held := [spec for spec in specs if spec.held_by]:
         raise ConfigError(f"{saved.generation}: {no_folder_text(held[0].name, held[0].held_by)}")
@@ -271,24 +275,29 @@ def export_saved(
         for piece in section.params
         if piece.spec.name not in numbers
     }
+    buffers = saved_buffers(saved)
     with reading(str(saved.generation)):
-        buffers = {name: decoded(each) for name, each in saved.generation.payload.get("buffers", {}).items()}
         buffers |= _records(saved)
     kept = [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     plans = plan_files([*entries.values(), *kept], max_shard_bytes)
     with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
         for section in saved.sections:
             for piece, entry in ((piece, entries[piece]) for piece in section.params if piece in entries):
                 for begin in range(piece.begin, piece.end, CHUNK_NUMEL):
                     span = begin, min(begin + CHUNK_NUMEL, piece.end)
-                    values = _values(saved, section, span, _target(piece, dtype))
+                    values = read_values(saved, section, span, _target(piece, dtype))
                     writer.write(entry.name, begin - piece.begin, values.to(entry.dtype))
         for name, buffer in buffers.items():
             writer.write(name, 0, buffer.reshape(-1))
         writer.finish()
+        complete(folder, [*entries.values(), *kept])
     return len(entries) + len(buffers)
+
+
+def saved_buffers(saved: SavedGeneration) -> dict[str, torch.Tensor]:
+    """Persistent buffers by name. Raises IntegrityError."""
+    with reading(str(saved.generation)):
+        return {name: decoded(each) for name, each in saved.generation.payload.get("buffers", {}).items()}
 
 
 def no_folder_text(name: str, held_by: str) -> str:
@@ -312,12 +321,12 @@ def _records(saved: SavedGeneration) -> dict[str, torch.Tensor]:
         number = 0.0
         if record.number:
             section, piece = places[record.number]
-            number = _values(saved, section, (piece.begin, piece.end), None).item()
+            number = read_values(saved, section, (piece.begin, piece.end), None).item()
         found[record.name] = record.pack(number)
     return found
 
 
-def _values(
+def read_values(
     saved: SavedGeneration, section: SectionLayout, span: tuple[int, int], dtype: torch.dtype | None
 ) -> torch.Tensor:
     """Elements of a section, in the dtype asked for or a wider one."""

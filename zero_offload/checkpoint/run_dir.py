@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -33,8 +35,10 @@ from zero_offload.storage.files.system import (
 RUN_FILE, METRICS_FILE, FILES_FILE = "run.json", "metrics.jsonl", "files.json"
 PAGE_FILE, PICTURE_FILE, SAMPLE_FILE = "report.html", "report.png", "sample.txt"
 TRACE_FILE = "trace.json"
-"""With several ranks: `_RANK_TRACES`, one each."""
-_RANK_TRACES = "trace.rank*.json"
+"""With several ranks: `_RANK_TRACE`, one each."""
+_RANK_TRACE = re.compile(r"trace\.rank\d+\.json")
+_SHOWN = (PAGE_FILE, PICTURE_FILE, SAMPLE_FILE, TRACE_FILE)
+"""Files that others have too; in a directory without a run they are theirs."""
 _FILES = (
     RUN_FILE,
     METRICS_FILE,
@@ -61,9 +65,15 @@ class RunDir:
         Raises LockError, and StorageError where it is not private or a name of ours is not a file's.
         """
         with RunDirectory.open(self.path) as directory:
-            for name in (*_FILES, *self._rank_traces()):
+            there = {*directory.names()}
+            for name in there.intersection((*_FILES, *self._rank_traces())):
                 with suppress(FileNotFoundError):
                     check_ours(self.path / name, REAL.lstat(name, directory.dir_fd))
+            if there.isdisjoint((RUN_FILE, FILES_FILE, METRICS_FILE)) and (others := there.intersection(_SHOWN)):
+                raise ConfigError(
+                    f"{self.path} holds no run, and {' and '.join(sorted(others))}, which a run writes; give another "
+                    "directory, or move that away"
+                )
             try:
                 yield directory
             finally:
@@ -71,7 +81,10 @@ class RunDir:
                     directory.close_and_remove()
 
     def _rank_traces(self) -> list[str]:
-        return sorted(path.name for path in self.path.glob(_RANK_TRACES))
+        try:
+            return sorted(filter(_RANK_TRACE.fullmatch, os.listdir(self.path)))
+        except FileNotFoundError:
+            return []
 
     def create(self, description: Mapping[str, Any]) -> None:
         """Write what this run is, and list every file the run puts here."""
@@ -98,7 +111,7 @@ class RunDir:
 
     def drop_traces(self) -> None:
         """A new run begins: what is here shows another one."""
-        for path in (self.path / TRACE_FILE, *self.path.glob(_RANK_TRACES)):
+        for path in (self.path / name for name in (TRACE_FILE, *self._rank_traces())):
             refuse_other_kinds(path)
             try:
                 path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """`zero-offload clean RUNDIR`: delete a run's files, and nothing else, once the user has seen which and said yes.
 
-Owns which files belong to a run: those named by `files.json` in the run directory, with whole directories in it, and by
-the manifests in its NVMe directories. Anything else stays and is listed. Refuses a directory that a run has locked.
+Owns which files belong to a run: those named by `files.json` in the run directory, by the lists in directories that it
+names, and by the manifests in its NVMe directories. Anything else stays and is listed. Refuses a directory that a run
+has locked.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.format import History
 from zero_offload.checkpoint.run_dir import FILES_FILE
 from zero_offload.cli.saved import described, read_object
+from zero_offload.storage.files import own_files
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest
-from zero_offload.storage.files.system import naming_errors
 
 NVME_SETTING = "offload.nvme"
 
@@ -121,22 +121,22 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
         tier_names = {name for directory in (*tier, home) for name in _manifest_names(directory)}
         home_names = tier_names if not tier else set(_manifest_names(home))
         listed = read_object(home.path / FILES_FILE)
-        trees = set(_trees(home, _strings(listed.get("directories"))))
-        home_names |= {*_strings(listed.get("files")), *trees}
-        if not tier_names | home_names:
+        home_names |= {*_strings(listed.get("files"))}
+        below = {name: own_files.listed(home.path / name) for name in _folders(home, listed)}
+        if not tier_names | home_names and not any(below.values()):
             raise _no_run(run_dir)
         # What lies in a directory that goes is gone when that one's turn comes.
         gone: list[Path] = []
         results = []
         for directory, names in (*((each, tier_names) for each in tier), (home, home_names)):
-            results.append(_measure(directory, names, gone))
+            results.append(_measure(directory, names, below if directory is home else {}, gone))
             if results[-1].is_gone:
                 gone.append(directory.path)
             if not dry_run:
-                directory.remove(sorted(names - trees if directory is home else names))
-                for name in trees if directory is home else ():
-                    with naming_errors("delete", home.path / name):
-                        shutil.rmtree(home.path / name)
+                directory.check_removable(names)
+                for name, files in below.items() if directory is home else ():
+                    own_files.delete(home.path / name, files)
+                directory.remove(sorted(names))
                 directory.close_and_remove()
         return results
 
@@ -191,21 +191,26 @@ def _strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _trees(home: RunDirectory, names: Sequence[str]) -> list[str]:
-    """Those that are directories of this one, and no links."""
-    return [name for name in names if (path := home.path_of(name)).is_dir() and not path.is_symlink()]
+def _folders(home: RunDirectory, listed: dict[str, Any]) -> list[str]:
+    """Directories of this one that a run names, and no links."""
+    names = _strings(listed.get("directories"))
+    return [name for name in dict.fromkeys(names) if (path := home.path_of(name)).is_dir() and not path.is_symlink()]
 
 
-def _bytes_of(directory: RunDirectory, name: str) -> int:
-    if not (path := directory.path / name).is_dir() or path.is_symlink():
-        return directory.measure([name])
-    return sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
-
-
-def _measure(directory: RunDirectory, names: set[str], gone: Sequence[Path]) -> Cleaned:
-    """What of a directory goes; `gone` are directories that go before it."""
+def _measure(
+    directory: RunDirectory, names: set[str], below: Mapping[str, Sequence[str]], gone: Sequence[Path]
+) -> Cleaned:
+    """What of a directory goes, and of those `below` it; `gone` are directories that go before it."""
     there = [name for name in directory.names() if directory.path / name not in gone]
-    present, left = tuple(n for n in there if n in names), tuple(n for n in there if n not in names)
-    file_bytes = {name: _bytes_of(directory, name) for name in present}
+    own = {name: [name] for name in there if name in names}
+    own |= {name: [f"{name}/{each}" for each in files] for name, files in below.items() if name in there}
+    left = [name for name in there if name not in own]
+    for name in below:
+        others = own_files.all_names(directory.path / name)
+        left += [f"{name}/{each}" for each in others if f"{name}/{each}" not in own[name]]
+    present = tuple(each for name in there for each in own.get(name, ()))
+    file_bytes = {name: (directory.path / name).lstat().st_blocks * 512 for name in present}
     steps = {name: str(each) for name, each in History.read(directory).generations.items() if name in present}
-    return Cleaned(str(directory.path), sum(file_bytes.values()), present, left, file_bytes, steps, not left)
+    return Cleaned(
+        str(directory.path), sum(file_bytes.values()), present, tuple(sorted(left)), file_bytes, steps, not left
+    )

@@ -1,6 +1,7 @@
-"""`zero-offload export RUN OUT`: the weights of a run or checkpoint as a Hugging Face folder, without its model's code.
+"""`zero-offload export RUN OUT`: the model of a run or checkpoint as a folder that `from_pretrained` loads, without the
+script that trained it.
 
-Owns the flags, and which file tells what the model is. Changes nothing in RUN, which may be alive.
+Owns the flags, where the files beside the weights come from, and the card. Changes nothing in RUN, which may be alive.
 """
 
 from __future__ import annotations
@@ -8,19 +9,70 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.format import Generation
-from zero_offload.checkpoint.hf_export import export_saved
+from zero_offload.checkpoint.hf_export import TensorEntry, export_saved, read_values, saved_buffers
 from zero_offload.checkpoint.saved import SavedGeneration, read_generation
-from zero_offload.cli.saved import RUN_HELP, alone, described, find_home
-from zero_offload.integrations.pretrained import EXPORT_DTYPES
+from zero_offload.cli.saved import RUN_HELP, alone, described, find_home, read_object
+from zero_offload.integrations.pretrained import ADAPTERS, EXPORT_DTYPES
+from zero_offload.integrations.saved_models import Values, config_words, write_merged, write_separate
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.system import naming_errors
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME, GENERATION_NAME, CARD = "config.json", "generation_config.json", "README.md"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""One of these is a tokenizer."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="a Hugging Face folder of a run's model",
+        description="Write the model of the newest generation of a run, or of a checkpoint, as a folder that "
+        "from_pretrained loads: weights as safetensors, config, generation config, tokenizer, card. Of a model with "
+        "adapters of peft the adapters, or the base with them merged. Non-persistent buffers are in no generation.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
+    parser.add_argument("--generation", type=int, metavar="N", help="this one (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=EXPORT_DTYPES, help="round the fp32 masters to this (default: what forward computes with)"
+    )
+    parser.add_argument(
+        "--adapters", choices=ADAPTERS, help="of a model with adapters: their folder, or the base with them (separate)"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default 5GB)")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True)
@@ -31,49 +83,174 @@ class Exported:
     user: str
     """The process that had the run meanwhile; empty without one."""
     num_tensors: int
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "export",
-        help="a Hugging Face folder of a run's weights",
-        description="Write the parameters of the newest generation of a run, or of a checkpoint, as safetensors files. "
-        "Buffers are in no generation and so not in the folder. Runs of `train` get their model's sizes as "
-        f"{CONFIG_NAME} too.",
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
-    parser.add_argument("--generation", type=int, metavar="N", help="this one (default: the newest)")
-    parser.add_argument(
-        "--dtype", choices=EXPORT_DTYPES, help="round the fp32 masters to this (default: what forward computes with)"
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default 5GB)")
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-    parser.set_defaults(run=run)
+    notes: tuple[str, ...]
+    """What the folder lacks."""
 
 
 def run(args: argparse.Namespace) -> int:
     run_dir, out = args.run_dir.expanduser(), args.out.expanduser()
-    max_shard_bytes = parse_bytes(args.max_shard_size)
-    sizes = described(run_dir).get("gpt")
-    texts = {CONFIG_NAME: json.dumps(sizes, indent=2) + "\n"} if isinstance(sizes, dict) else {}
     dtype = None if args.dtype is None else EXPORT_DTYPES[args.dtype]
-
-    def write(generation: Generation, directories: list[RunDirectory], cleanup: contextlib.ExitStack) -> Exported:
-        engine = open_engine(num_drives=len(directories))
-        cleanup.callback(engine.close)
-        saved = SavedGeneration(generation, directories, engine)
-        cleanup.callback(saved.close)
-        count = export_saved(saved, out, dtype, max_shard_bytes, texts)
-        return Exported(generation, directories[0].user, count)
-
+    nbytes_max = parse_bytes(args.max_shard_size)
+    write = partial(_write, run_dir=run_dir, out=out, dtype=dtype, adapters=args.adapters, max_shard_bytes=nbytes_max)
     done = read_generation(find_home(run_dir), alone(), args.generation, write)
     generation = done.generation
     if args.json:
         words = {"out": str(out), "number": generation.number, "step": generation.step, "tensors": done.num_tensors}
-        print(json.dumps(words | {"in_use": done.user, "files": sorted(path.name for path in out.iterdir())}))
-    else:
-        if done.user:
-            print(f"{run_dir} is in use by {done.user}: the run is alive, and was read beside it")
-        print(f"{out}: {done.num_tensors} tensors of {generation}")
+        files = sorted(path.name for path in out.iterdir())
+        print(json.dumps(words | {"in_use": done.user, "files": files, "notes": done.notes}))
+        return 0
+    if done.user:
+        print(f"{run_dir} is in use by {done.user}: the run is alive, and was read beside it")
+    print(f"{out}: {done.num_tensors} tensors of {generation}")
+    for note in done.notes:
+        print(f"note: {note}")
     return 0
+
+
+def _write(
+    generation: Generation,
+    directories: list[RunDirectory],
+    cleanup: contextlib.ExitStack,
+    *,
+    run_dir: Path,
+    out: Path,
+    dtype: torch.dtype | None,
+    adapters: str | None,
+    max_shard_bytes: int,
+) -> Exported:
+    engine = open_engine(num_drives=len(directories))
+    cleanup.callback(engine.close)
+    saved = SavedGeneration(generation, directories, engine)
+    cleanup.callback(saved.close)
+    sources = Sources(run_dir, generation)
+    about = sources.about
+    has_adapters = bool(about.get("adapters"))
+    if adapters is not None and not has_adapters:
+        raise ConfigError(f"--adapters {adapters} is of a model with adapters of peft, and {generation} has none")
+    complete = partial(_complete, sources=sources, is_adapter=has_adapters and adapters != "merged")
+    values = Values(saved, partial(read_values, saved))
+    if not has_adapters:
+        count = export_saved(saved, out, dtype, max_shard_bytes, complete)
+    elif adapters == "merged":
+        count = write_merged(values, about, saved_buffers(saved), out, dtype, max_shard_bytes, complete)
+    else:
+        count = write_separate(values, about, saved_buffers(saved), out, dtype, complete)
+    return Exported(generation, directories[0].user, count, tuple(sources.notes))
+
+
+class Sources:
+    """Where the files beside a run's weights come from."""
+
+    def __init__(self, run_dir: Path, generation: Generation) -> None:
+        self.generation = generation
+        self.notes: list[str] = []
+        # RUN may be a run directory, the states in it, or those of a trainer's checkpoint.
+        near = [run_dir.absolute(), run_dir.absolute().parent]
+        self._described = next((found for each in near if "identity" in (found := described(each))), {})
+        identity = self._described.get("identity")
+        identity = identity if isinstance(identity, dict) else {}
+        base = Path(str(identity["model"])) if "method" in identity and "model" in identity else None
+        self.base = base if base is not None and base.is_dir() else None
+        """The folder of which `finetune` has trained the model."""
+        self._folders = [*near, *([] if self.base is None else [self.base])]
+        self.about: Mapping[str, Any] = generation.about
+        if not self.about and base is not None and not identity.get("lora"):
+            self.about = self._of_base(base, str(identity["method"]))
+
+    def _of_base(self, base: Path, method: str) -> Mapping[str, Any]:
+        """Of a run of `finetune` before generations said what their model is: what its folder says."""
+        words = read_object(base / CONFIG_NAME)
+        classes = words.get("architectures")
+        if method not in ("auto", "sft", "dpo") or not isinstance(classes, list) or len(classes) != 1:
+            return {}
+        return {"package": "transformers", "class": classes[0], "config": words}
+
+    @property
+    def sizes(self) -> Mapping[str, Any] | None:
+        """Of the model of `train`."""
+        found = self._described.get("gpt")
+        return found if isinstance(found, dict) else None
+
+    def tokenizer(self) -> dict[str, Path]:
+        """Files of the tokenizer, by name."""
+        for folder in self._folders:
+            if any((folder / name).is_file() for name in _WORDS):
+                return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return {}
+
+
+def _complete(folder: Path, entries: Sequence[TensorEntry], *, sources: Sources, is_adapter: bool) -> None:
+    """Write what belongs beside the weights."""
+    about = sources.about
+    sources.notes.clear()
+    with naming_errors("write", folder):
+        if sources.sizes is not None:
+            _put(folder / CONFIG_NAME, sources.sizes)
+            sources.notes.append(_NO_CLASS)
+        elif not about:
+            sources.notes.append(_NO_CONFIG)
+        elif not is_adapter:
+            _put(folder / CONFIG_NAME, config_words(about, entries))
+        elif sources.base is not None:
+            words = read_object(folder / ADAPTER_CONFIG_NAME)
+            _put(folder / ADAPTER_CONFIG_NAME, words | {"base_model_name_or_path": str(sources.base.absolute())})
+        if "generation_config" in about:
+            _put(folder / GENERATION_NAME, about["generation_config"])
+        if about:
+            for name, path in (words := sources.tokenizer()).items():
+                shutil.copyfile(path, folder / name)
+            if not words and "vocab_size" in about["config"].get("text_config", about["config"]):
+                sources.notes.append(_NO_TOKENIZER)
+        (folder / CARD).write_text(_card(sources, entries, is_adapter=is_adapter), encoding="utf-8")
+
+
+_NO_CLASS = (
+    f"from_pretrained does not load it: transformers has no class for the model of `zero-offload train`, whose sizes "
+    f"are in {CONFIG_NAME}; {CARD} has the lines that load it"
+)
+_NO_CONFIG = (
+    f"there is no {CONFIG_NAME}: the model had no config that its generation could keep. Save it beside the weights "
+    "before from_pretrained, or load them into the model by zo.load_pretrained(model, OUT)"
+)
+_NO_TOKENIZER = "no tokenizer was found beside the run; save it there too: tokenizer.save_pretrained(OUT)"
+
+
+def _put(path: Path, words: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+
+
+def _card(sources: Sources, entries: Sequence[TensorEntry], *, is_adapter: bool) -> str:
+    """README.md: what the folder has and how it is loaded, with no path of this machine."""
+    about, generation = sources.about, sources.generation
+    library = "peft" if is_adapter else "transformers" if about else "zero_offload"
+    dtypes = ", ".join(sorted({str(entry.dtype).removeprefix("torch.") for entry in entries}))
+    what = "Adapters" if is_adapter else f"{len(entries)} tensors ({dtypes})"
+    of = f" of a `{about['class']}`" if about else ""
+    lines = [
+        "---", f"library_name: {library}", 'tags: ["zero_offload"]', "---", "", "# Exported weights", "",
+        f"{what}{of} after {generation.step:,} optimizer steps, written by `zero-offload export`.", "",
+        "## How to load it", "", "```python", *_loading(sources, is_adapter=is_adapter), "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _loading(sources: Sources, *, is_adapter: bool) -> list[str]:
+    about = sources.about
+    if sources.sizes is not None:
+        return [
+            "import json", "import zero_offload as zo", "from zero_offload.cli.recipes.gpt import GPT, GPTConfig", "",
+            'model = GPT(GPTConfig(**json.load(open("config.json"))))',
+            "zo.offload(model, zo.OffloadConfig())", 'zo.load_pretrained(model, ".")',
+        ]  # fmt: skip
+    if not about:
+        return ["import zero_offload as zo", "", 'zo.load_pretrained(model, ".")  # after zo.offload(model, config)']
+    if is_adapter:
+        return [
+            "from peft import PeftModel", f"from transformers import {about['class']}", "",
+            f'base = {about["class"]}.from_pretrained("path/to/the/base", dtype="auto")',
+            'model = PeftModel.from_pretrained(base, ".")',
+        ]  # fmt: skip
+    return [
+        f"from {about['package']} import {about['class']}", "",
+        f'model = {about["class"]}.from_pretrained(".", dtype="auto")',
+    ]  # fmt: skip

@@ -25,6 +25,8 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import MAGIC
 from zero_offload.storage.files.system import read_file
 
+_OF_TRAINERS = ("zero_offload", "states")
+"""Where checkpoints of OffloadTrainer and of OffloadStrategy have their states."""
 RUN_HELP = "run directory of `train` or `finetune`, NVMe directory, or checkpoint"
 
 
@@ -32,8 +34,9 @@ def find_home(path: Path) -> Path:
     """The directory that has the manifests of the generations."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; give a {RUN_HELP}")
-    if has_generation(path):
-        return path.absolute()
+    for place in (path, *(path / name for name in _OF_TRAINERS)):
+        if place.is_dir() and has_generation(place):
+            return place.absolute()
     identity = described(path).get("identity")
     home = states_home(path.absolute(), identity if isinstance(identity, dict) else {})
     if home is None:

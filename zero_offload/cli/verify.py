@@ -1,4 +1,5 @@
-"""`zero-offload verify RUN`: reads every block of a run's generations or of a checkpoint, and says what is damaged.
+"""`zero-offload verify RUN`: reads every block of a run's generations or of a checkpoint, and says what is damaged; and
+what a folder of a model lacks.
 
 Owns what counts as bad: any damage in what a resume would take, or in the generation asked for. Blocks of an older
 generation that later steps have written over are not damage. Changes nothing, needs no model. Beside a run that is
@@ -10,17 +11,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zero_offload.base.errors import IntegrityError
+from zero_offload.base.errors import ConfigError, IntegrityError
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.format import Generation, History
 from zero_offload.checkpoint.saved import Reading, SavedGeneration, is_immutable, other_directories, read_directories
 from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.cli.saved import RUN_HELP, alone, find_home
+from zero_offload.integrations.folder_check import FolderVerdict, check_folder, is_model_folder
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 
@@ -30,16 +32,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "verify",
         help="check every checksum",
         description="Read every block of a run's generations, or of a checkpoint, and compare it with its checksum. "
+        "Of a Hugging Face folder, as export and finetune write, say what from_pretrained would miss. "
         "Exit code 5 when something is not what was written, 6 when a run at work there writes over what is read.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=f"{RUN_HELP}, or a folder of a model")
     parser.add_argument("--generation", type=int, metavar="N", help="this one only (default: all that are there)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    home = find_home(args.run_dir.expanduser())
+    path = args.run_dir.expanduser()
+    is_folder = args.generation is None and is_model_folder(path)
+    try:
+        home = find_home(path)
+    except ConfigError:
+        if not is_folder:
+            raise
+        return _tell(args, {"directory": str(path.absolute())}, [], check_folder(path))
     with contextlib.ExitStack() as cleanup:
         locks = not is_immutable(home)
         [directory] = read_directories([home], alone(), cleanup, locks=locks)
@@ -56,14 +66,32 @@ def run(args: argparse.Namespace) -> int:
             if not any(not verdict.is_whole and reading.goes_on(directory, verdict.generation) for verdict in verdicts):
                 break
         user = directory.user
-    if args.json:
-        found = [_as_json(verdict, history) for verdict in verdicts]
-        told = {"directory": str(home), "in_use": user, "generations": found, "damaged_manifests": damaged}
-        print(json.dumps(told, indent=2))
-    else:
-        print("\n".join(_lines(home, user, verdicts, damaged)))
+    told = {
+        "directory": str(home),
+        "in_use": user,
+        "generations": [_as_json(verdict, history) for verdict in verdicts],
+        "damaged_manifests": damaged,
+    }
+    of_folder = _tell(args, told, _lines(home, user, verdicts, damaged), check_folder(path) if is_folder else None)
     # What is older than the first may have been written over, rightly.
-    return IntegrityError.exit_code if damaged else max([verdict.exit_code for verdict in verdicts[:1]], default=0)
+    of_run = max([verdict.exit_code for verdict in verdicts[:1]], default=0)
+    return IntegrityError.exit_code if damaged else of_run or of_folder
+
+
+def _tell(args: argparse.Namespace, told: dict[str, Any], lines: Iterable[str], folder: FolderVerdict | None) -> int:
+    """Print what was found; the exit code of the model that from_pretrained would load here."""
+    if args.json:
+        print(json.dumps(told | ({} if folder is None else {"model": asdict(folder)}), indent=2))
+    else:
+        print("\n".join([*lines, *([] if folder is None else _folder_lines(args.run_dir.expanduser(), folder))]))
+    return IntegrityError.exit_code if folder is not None and folder.problems else 0
+
+
+def _folder_lines(path: Path, folder: FolderVerdict) -> Iterator[str]:
+    result = "INCOMPLETE" if folder.problems else "complete"
+    yield f"{path}: a model of {folder.num_tensors} tensors, {format_bytes(folder.nbytes)}: {result}"
+    yield from (f"  {problem}" for problem in folder.problems)
+    yield from (f"  note: {note}" for note in folder.notes)
 
 
 def _verify(generation: Generation, home: RunDirectory, *, locks: bool) -> Verdict:

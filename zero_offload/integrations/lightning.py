@@ -8,7 +8,6 @@ A checkpoint is a directory: `states` is what `zo.save_checkpoint` writes, `ligh
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,11 +21,13 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_config
+from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.model.api import no_sync, runtime_of
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload
 from zero_offload.model.saving import load_checkpoint, save_checkpoint
+from zero_offload.storage.files.own_files import STATES_NAME, delete, move_aside, of_kinds
 from zero_offload.storage.shards.registry import owner_of
 
 # One package under two names, whose classes differ: the Trainer takes those of its own.
@@ -175,7 +176,8 @@ class OffloadStrategy(ParallelStrategy):
         target = Path(self.broadcast(str(filepath)))
         part = target.with_name(f"{target.name}.part")
         if self.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
+            self.remove_checkpoint(part)
+            move_aside(part)
             part.mkdir(parents=True)
             self.checkpoint_io.save_checkpoint(checkpoint, part / _REST, storage_options=storage_options)
         self.barrier()
@@ -183,11 +185,23 @@ class OffloadStrategy(ParallelStrategy):
         if self.is_global_zero:
             old = target.with_name(f"{target.name}.old")
             self.remove_checkpoint(old)
+            move_aside(old)
             if target.exists():
                 target.rename(old)  # there while the new one gets its name: deleting it takes long
             part.rename(target)
             self.remove_checkpoint(old)
         self.barrier()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint; of a directory what `save_checkpoint` has written there: what else is in it stays."""
+        path = Path(filepath)
+        if not path.is_dir() or path.is_symlink():
+            if path.suffix not in (".part", ".old"):
+                super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            states = [f"{_STATES}/{name}" for name in of_kinds(path / _STATES, STATES_NAME) if "/" not in name]
+            if kept := delete(path, [_REST, *states]):
+                warn_user(str(kept))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The small file of a directory; or the file of another strategy, which has all."""

@@ -23,7 +23,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.storage.files.system import naming_errors
 
 Named = Iterable[tuple[str, Tensor]]
-_RANDOM_INITS = (True, False, "gaussian", "orthogonal")
+RANDOM_INITS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not look at the base's weights."""
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What a module of peft calls the one in whose place it is, or another wrapper of that."""
@@ -82,7 +82,7 @@ def check_adapters(model: nn.Module) -> None:
         init, kind = getattr(config, "init_lora_weights", True), str(getattr(config.peft_type, "value", ""))
         derived = {
             "use_dora=True": getattr(config, "use_dora", False),
-            f"init_lora_weights={init!r}": init not in _RANDOM_INITS,
+            f"init_lora_weights={init!r}": init not in RANDOM_INITS,
             "trainable_token_indices": getattr(config, "trainable_token_indices", None),
             "prompt_tuning_init": getattr(config, "prompt_tuning_init", "RANDOM") != "RANDOM",
             kind: kind in _DERIVED_TYPES,

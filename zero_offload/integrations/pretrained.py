@@ -553,7 +553,7 @@ class _Contents:
             raise ConfigError(no_folder_text(held[0].name, held[0].held_by))
         numbers = {record.number for record in records(model).values()}
         self._kept = frozenset(kept)
-        for name, tensor, layer in merged_tensors(model, _saved_tensors):
+        for name, tensor, layer in merged_tensors(model, saved_tensors):
             if not isinstance(tensor, nn.Parameter):
                 self.buffers[TensorEntry(name, tensor.dtype, tuple(tensor.shape))] = tensor
                 continue
@@ -617,7 +617,7 @@ class _Contents:
             trim_heap()
 
 
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters under all names, and buffers that a state dict has."""
     yield from offloaded_tensors(module, remove_duplicate=False)
     yield from ((each.names[0], each.tensor) for each in _named_buffers(module) if not each.optional)
@@ -675,7 +675,7 @@ def _export_dtype(name: str | None) -> torch.dtype | None:
     return EXPORT_DTYPES[name]
 
 
-def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
+def usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
     """The dtype of most floating elements."""
     numel: Counter[torch.dtype] = Counter()
     for entry in entries:
@@ -701,9 +701,11 @@ def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
         if callable(save):
             with naming_errors("write", folder):
                 save(folder)
-    file, dtype = folder / "config.json", _usual_dtype(contents.rounded())
+    file, dtype = folder / "config.json", usual_dtype(contents.rounded())
     if dtype is not None and file.is_file():
         words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if "model_type" in words:
+            words["architectures"] = [type(base).__name__]
         words["dtype" if "dtype" in words else "torch_dtype"] = str(dtype).removeprefix("torch.")
         if words.get("tie_word_embeddings") and _are_both_written(model, contents):
             words["tie_word_embeddings"] = False
@@ -795,7 +797,7 @@ def _cut(flat: torch.Tensor) -> Pieces:
 
 def state_names(model: nn.Module) -> list[str]:
     """The names that files may have: all of each parameter, and those of buffers that a state dict has."""
-    return [name for name, _ in _saved_tensors(model)]
+    return [name for name, _ in saved_tensors(model)]
 
 
 def _named_params(model: nn.Module) -> list[Wanted]:

@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import tempfile
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ from torch import nn
 from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 from transformers.training_args import OptimizerNames
 
 from zero_offload.base.config import OffloadConfig
@@ -51,13 +52,35 @@ from zero_offload.model.offload import offload as offload_model
 from zero_offload.model.run_log import RunLog
 from zero_offload.model.saving import commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
+from zero_offload.storage.files.own_files import (
+    LIST_NAME,
+    MODEL_NAME,
+    STATES_NAME,
+    Kept,
+    all_files,
+    delete,
+    drop_empty,
+    listed,
+    move_aside,
+    names_in,
+    of_kinds,
+    read_list,
+    write_list,
+)
 from zero_offload.storage.shards.shard import master_components, shard_bytes
 
 _LOGGER = logging.getLogger(__name__)
 STATES = "zero_offload"
 """The directory of our states in a checkpoint, and the mixin's name in Trainer's state."""
 _SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors")
-_WEIGHTS = (*_SAFETENSORS, "model.safetensors.index.json", "adapter_model.safetensors", "adapter_model.bin")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_model\.(safetensors|bin)")
+_CHECKPOINT_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
+_STAGING_NAME = re.compile(rf"tmp-{_CHECKPOINT_NAME.pattern}")
+_CHECKPOINT_FILES = re.compile(
+    rf"{MODEL_NAME.pattern}|{STATES_NAME.pattern}|trainer_state\.json|training_args\.bin|(scheduler|scaler)\.pt|"
+    r"rng_state(_\d+)?\.pth|optimizer\.(pt|bin)"
+)
+"""What a checkpoint consists of, where a kill has left it without its list."""
 _ADAMS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.PAGED_ADAMW)
 _LIONS = (OptimizerNames.LION, OptimizerNames.PAGED_LION)
 
@@ -474,8 +497,10 @@ class OffloadMixin(_Base):  # type: ignore[misc]
 
     def _make_staging(self, staging: Path) -> None:
         if self.args.should_save:
-            for left in staging.parent.glob(f"tmp-{PREFIX_CHECKPOINT_DIR}-*"):
-                shutil.rmtree(left)
+            for name in filter(_STAGING_NAME.fullmatch, names_in(staging.parent)):
+                left = staging.parent / name
+                _warn_of(delete(left, listed(left, _CHECKPOINT_NAME, _CHECKPOINT_FILES)))
+            move_aside(staging)
             staging.mkdir(parents=True)
         self._check_disk(1)
 
@@ -485,11 +510,34 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             return
         whole, best = staging / target.name, self.state.best_model_checkpoint
         self.state.save_to_json(str(whole / TRAINER_STATE_NAME))
+        write_list(whole)
+        replaced = staging / "replaced" / target.name  # its list counts under its own name
         if target.exists():
-            os.rename(target, staging / "replaced")
+            replaced.parent.mkdir()
+            os.rename(target, replaced)
         os.rename(whole, target)
-        shutil.rmtree(staging)
-        rotate_checkpoints(str(target.parent), self.args.save_total_limit, best, use_mtime=True)
+        if kept := delete(replaced, listed(replaced)):
+            for name in kept.names:  # as they lay in the older one
+                move_aside(target / name)
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(replaced / name, target / name)
+        drop_empty(staging)
+        self._rotate(target, best)
+
+    def _rotate(self, newest: Path, best: str | None) -> None:
+        """As Trainer's own, of the checkpoints whose files are listed, and file by file."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return
+        found = {
+            newest.parent / name: (newest.parent / name / LIST_NAME).stat().st_mtime_ns
+            for name in filter(_CHECKPOINT_NAME.fullmatch, names_in(newest.parent))
+            if read_list(newest.parent / name)
+        }
+        protected = {newest, *([] if best is None else [Path(best)])}
+        num_to_go = len(found) - max(limit, len(protected))
+        for each in sorted(found.keys() - protected, key=lambda path: found[path])[: max(num_to_go, 0)]:
+            _warn_of(delete(each, listed(each)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         kept = {"scheduler": self.lr_scheduler.state_dict(), "made_of": self._made_of, "args": _deciding(self.args)}
@@ -505,17 +553,17 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         with owner.together("save_model"):
             if owner.ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(exported, ignore_errors=True)
+                delete(exported, of_kinds(exported, MODEL_NAME))
+                move_aside(exported)
         export_pretrained(self.model, exported)
         with owner.together("save_model"):
             if owner.ranks.rank == 0:
-                for old in (each for pattern in _WEIGHTS for each in folder.glob(pattern)):
-                    old.unlink()
-                for new in exported.iterdir():
-                    if new.is_dir():  # one of several adapters
-                        shutil.rmtree(folder / new.name, ignore_errors=True)
-                    os.replace(new, folder / new.name)
-                exported.rmdir()
+                delete(folder, filter(_WEIGHTS.fullmatch, names_in(folder)))
+                folder.mkdir(exist_ok=True)
+                for name in all_files(exported):  # of several adapters each has a folder
+                    (folder / name).parent.mkdir(exist_ok=True)
+                    os.replace(exported / name, folder / name)
+                drop_empty(exported)
                 words = self.processing_class or getattr(self.data_collator, "tokenizer", None)
                 if words is not None:
                     words.save_pretrained(str(folder))
@@ -537,6 +585,11 @@ def _made_of(model: Any) -> dict[str, Any]:
 def _deciding(args: Any) -> dict[str, Any]:
     """Arguments that decide numbers, by their names."""
     return {name: plain(getattr(args, name, None)) for name in _DECIDING}
+
+
+def _warn_of(kept: Kept | None) -> None:
+    if kept is not None:
+        warn_user(str(kept))
 
 
 def _has_safetensors(folder: Path) -> bool:

@@ -28,6 +28,7 @@ from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
+from zero_offload.model.about import about
 from zero_offload.model.deferred.from_files import make_what_came_later
 from zero_offload.model.move_in import (
     base_paths,
@@ -138,6 +139,7 @@ def offload(
             trim_heap()
             owner.close_when_dropped()
             undo.pop_all()
+        owner.about = about(model) if owner.ranks.rank == 0 else {}
     mark_prepared(model, owner.device.torch_device.type)
     return model
 

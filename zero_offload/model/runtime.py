@@ -185,6 +185,8 @@ class ModelRuntime:
         )
         folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
         self.parts = Parts(self.places, self._states, store, prefetcher, self.life, shard_index, folder)
+        self.about: Mapping[str, Any] = {}
+        """What the model says it is, for manifests; of rank 0."""
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, self.files)
@@ -493,7 +495,8 @@ class ModelRuntime:
             self.life.lost_base = str(error)
 
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
-        record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})
+        steps = dict(self._states.param_steps)
+        record = StepRecord(self.step_count, steps, self.groups, None, extra, None, {}, self.about)
         if capture is None:
             return record
         return replace(record, **capture(), scaler=None if self._scaler is None else self._scaler.state_dict())

@@ -24,6 +24,7 @@ from zero_offload.checkpoint.extras import (
     to_json,
 )
 from zero_offload.checkpoint.format import Generation, reading
+from zero_offload.model.about import about
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
@@ -68,7 +69,10 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
 
 
 def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
-    return {"rng": capture_rng(), "buffers": capture_buffers(model) if owner.ranks.rank == 0 else {}}
+    if owner.ranks.rank != 0:
+        return {"rng": capture_rng(), "buffers": {}}
+    owner.about = about(model)  # a config may have changed since zo.offload
+    return {"rng": capture_rng(), "buffers": capture_buffers(model), "about": owner.about}
 
 
 def _check_keeps(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: str) -> None:

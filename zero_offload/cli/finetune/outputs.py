@@ -24,19 +24,35 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.problems import warn_user
+from zero_offload.checkpoint.run_dir import RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.folder import ADAPTER_CONFIG_NAME, CONFIG_NAME, ModelFolder, build_model, open_folder
 from zero_offload.cli.finetune.settings import FinetuneConfig
+from zero_offload.cli.saved import read_object
 from zero_offload.integrations.pretrained import export_pretrained
 from zero_offload.integrations.quantize import words_for
 from zero_offload.model.api import close, need_runtime
 from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.own_files import (
+    LIST_NAME,
+    MODEL_NAME,
+    all_files,
+    delete,
+    listed,
+    move_aside,
+    names_in,
+    of_kinds,
+    read_list,
+    write_list,
+)
 from zero_offload.storage.files.system import naming_errors, replace_file
 
 BEST, MERGED, CARD = "best", "merged", "README.md"
 _LISTING = "listing.json"
 _CONFIGS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 """One of them makes a folder one that loads: it is the last to get its name, and the first to lose it."""
-_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+_PUBLISHED = "published"
+"""The key in run.json of the files that a run has put into OUT for its user."""
 _PACKAGES = ("zero_offload", "torch", "transformers", "peft", "trl", "datasets")
 
 
@@ -49,13 +65,24 @@ class Weights:
     def folder(self, step: int) -> Path:
         return self.out / BEST / f"step-{step}"
 
+    def has(self, step: int) -> bool:
+        """True if OUT/best has all of them, or OUT is being given them."""
+        place = self.folder(step)
+        if names := read_list(place):
+            return (place / _LISTING).is_file() or all((place / name).is_file() for name in names)
+        return any((place / name).is_file() for name in (*_CONFIGS, _LISTING))  # it got its name when it was whole
+
     def keep(self, model: nn.Module, step: int, also: Iterable[int] = ()) -> None:
         """Write those that the model has now, of an adapter its own; of others only those of `also` stay."""
-        place, stays = self.folder(step), {self.folder(each).name for each in also}
-        with need_runtime(model, "finetune").together("finetune"):
-            if need_runtime(model, "finetune").ranks.rank == 0 and place.parent.is_dir():
-                _delete(place.parent, stays)
-        export_pretrained(model, place)
+        owner, stays = need_runtime(model, "finetune"), {f"step-{each}" for each in also}
+        with owner.together("finetune"):
+            if owner.ranks.rank == 0:
+                self.clear(stays)
+                _say_aside(move_aside(self.folder(step)))
+        export_pretrained(model, self.folder(step))
+        with owner.together("finetune"):
+            if owner.ranks.rank == 0:
+                write_list(self.folder(step))
 
     def publish(self, step: int, card: str, folder: ModelFolder) -> None:
         """Give the files kept at a step their names in OUT, unless they have them, with the tokenizer's and a card."""
@@ -64,42 +91,86 @@ class Weights:
             if not place.is_dir():
                 return replace_file(self.out / CARD, card.encode())
             if not (place / _LISTING).is_file():
+                own = read_list(place) or of_kinds(place, MODEL_NAME)
+                others = {*all_files(place)} - {*own}
                 _complete(place, folder)
-                names = sorted(each.name for each in place.iterdir())
+                names = [name for name in all_files(place) if name not in others]
                 names = [*(name for name in names if name not in _CONFIGS), *(n for n in names if n in _CONFIGS)]
+                write_list(place, [*names, _LISTING])
                 replace_file(place / _LISTING, json.dumps(names).encode())
             names = json.loads((place / _LISTING).read_text())
             if all((place / name).exists() for name in names):  # nothing in OUT is of these weights yet
                 self.withdraw()
+                for name in (CARD, *names):
+                    _say_aside(move_aside(self.out / name))
+                _note_published(self.out, [CARD, *names])
             replace_file(self.out / CARD, card.encode())
             for name in names:
                 if (place / name).exists():
                     os.replace(place / name, self.out / name)
 
     def withdraw(self) -> None:
-        """Delete the model that OUT has, its config first."""
-        for old in (each for pattern in (*_CONFIGS, *_WEIGHTS) for each in self.out.glob(pattern)):
-            old.unlink()
-        shutil.rmtree(self.out / MERGED, ignore_errors=True)
+        """Delete the model that a run has put into OUT, its config first."""
+        names = published(self.out)
+        first = [name for name in names if Path(name).name in _CONFIGS]
+        delete(self.out, [*first, *(name for name in names if name not in first)])
+        if (self.out / MERGED).is_dir():
+            left = all_files(self.out / MERGED)
+            warn_user(f"{self.out / MERGED} keeps what no run has put there: {', '.join(left) or 'a link'}")
 
-    def clear(self) -> None:
-        """Delete what is left in OUT/best."""
-        if (self.out / BEST).is_dir():
-            _delete(self.out / BEST, set())
-            shutil.rmtree(self.out / BEST, ignore_errors=True)
+    def clear(self, stays: Set[str] = frozenset()) -> None:
+        """Delete what is ours in OUT/best, but the weights in the folders that stay."""
+        best = self.out / BEST
+        names = [name for name in listed(best) if name.split("/")[0] not in stays]
+        # First what makes a folder count as weights: half of them is not taken for the whole.
+        names.sort(key=lambda name: (Path(name).name == LIST_NAME, Path(name).name not in (_LISTING, *_CONFIGS)))
+        kept = delete(best, names)
+        others = [name for name in kept.names if name.split("/")[0] not in stays] if kept else []
+        if kept and others:
+            warn_user(str(replace(kept, names=tuple(others))))
 
     def merge(self, offload: OffloadConfig, *, is_first: bool) -> None:
         """Write OUT/merged: the base with the adapter in OUT merged into it. Every rank calls."""
-        folder, place = open_folder(self.out), self.out / BEST / MERGED
+        folder, place, target = open_folder(self.out), self.out / BEST / MERGED, self.out / MERGED
         if is_first:
-            shutil.rmtree(place, ignore_errors=True)
+            delete(place, [name for name in all_files(place) if MODEL_NAME.fullmatch(name)])
+            _say_aside(move_aside(place))
         with reading(folder, offload, is_first=is_first) as model:
             export_pretrained(model, place, adapters="merged")
         if is_first:
-            with naming_errors("write", self.out / MERGED):
+            with naming_errors("write", target):
                 folder.tokenizer.save_pretrained(place)
-                shutil.rmtree(self.out / MERGED, ignore_errors=True)
-                os.replace(place, self.out / MERGED)
+                names = [f"{MERGED}/{name}" for name in all_files(place)]
+                delete(self.out, [name for name in published(self.out) if name.startswith(f"{MERGED}/")])
+                _say_aside(move_aside(target))
+                _note_published(self.out, [*published(self.out), *names])
+                os.replace(place, target)
+
+
+def published(out: Path) -> list[str]:
+    """What a run has put into OUT for its user, relative to it; of runs of before, what such runs write."""
+    described = read_object(out / RUN_FILE)
+    if isinstance(names := described.get(_PUBLISHED), list):
+        return [name for name in names if isinstance(name, str)]
+    if "outputs" not in described:
+        return []
+    places = [(out, ""), (out / MERGED, f"{MERGED}/")]
+    return [f"{at}{name}" for place, at in places for name in names_in(place) if MODEL_NAME.fullmatch(name)]
+
+
+def strangers(out: Path) -> list[str]:
+    """Names of a model's files in OUT that no run has put there."""
+    return sorted({name for name in names_in(out) if MODEL_NAME.fullmatch(name)} - {*published(out)})
+
+
+def _note_published(out: Path, names: Sequence[str]) -> None:
+    described = read_json(out / RUN_FILE)
+    RunDir(out).write(RUN_FILE, json.dumps(described | {_PUBLISHED: list(dict.fromkeys(names))}, indent=1))
+
+
+def _say_aside(path: Path | None) -> None:
+    if path is not None:
+        warn_user(f"{path.with_suffix('')} was there, and no run has made it: it is {path.name} now")
 
 
 @contextmanager
@@ -135,16 +206,6 @@ def _complete(place: Path, folder: ModelFolder) -> None:
     generation = folder.path / "generation_config.json"
     if generation.is_file() and not (place / generation.name).is_file():
         shutil.copyfile(generation, place / generation.name)
-
-
-def _delete(parent: Path, stays: Set[str]) -> None:
-    """Delete what is in a folder, but `stays`. Each loses its name first: half of it is not taken for weights."""
-    aside = parent / "deleted"
-    for each in [aside, *parent.iterdir()]:
-        if each.name not in stays and each.is_dir():
-            if each != aside:
-                os.replace(each, aside)
-            shutil.rmtree(aside)
 
 
 def is_published(out: Path) -> bool:

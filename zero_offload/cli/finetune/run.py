@@ -37,7 +37,16 @@ from zero_offload.cli.finetune.identity import (
     made_of,
     places_that_may_change,
 )
-from zero_offload.cli.finetune.outputs import BEST, CARD, MERGED, is_published, model_card, reading
+from zero_offload.cli.finetune.outputs import (
+    BEST,
+    CARD,
+    MERGED,
+    is_published,
+    model_card,
+    published,
+    reading,
+    strangers,
+)
 from zero_offload.cli.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.cli.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
 from zero_offload.cli.folder_plan import FolderJob, plan_job
@@ -90,6 +99,7 @@ def finetune(
         with run_dir.held() if ranks.is_first and not dry_run else nullcontext() as place:
             ranks.wait()  # the first one has made the directory
             config, folder = _open(config)
+            _refuse_strangers(run_dir)
             for line in check_outputs(folder):
                 progress.note(line)
             made = made_of(folder, config.adapters()) | data_of(config)
@@ -162,12 +172,18 @@ def _refuse_another(config: FinetuneConfig, folder: ModelFolder, made: Mapping[s
             f"{nvme} holds the states of a run, and {run_dir.path} none that goes on from them; give another --nvme, "
             "or the --out of that run, or --discard to delete them"
         )
-    if names := [name for name in (CARD, SETTINGS_FILE) if (run_dir.path / name).exists()]:
-        raise ConfigError(
-            f"{run_dir.path} holds no run, and {' and '.join(names)}, which a run writes; give another --out, or "
-            "--discard to replace what is there"
-        )
     return lines
+
+
+def _refuse_strangers(run_dir: RunDir) -> None:
+    """Raise ConfigError for an OUT that has what a run writes, and no run: this one's would take its place."""
+    own = [name for name in (CARD, SETTINGS_FILE) if (run_dir.path / name).exists()]
+    if not (run_dir.path / RUN_FILE).is_file() and (names := [*dict.fromkeys([*own, *strangers(run_dir.path)])]):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigError(
+            f"{run_dir.path} holds no run, and {' and '.join(names[:3])}{more}, which a run writes; give another "
+            "--out, or move that away: --discard deletes what a run has made"
+        )
 
 
 def _goes_on(config: FinetuneConfig, run_dir: RunDir, may_change: Sequence[str]) -> bool:
@@ -267,6 +283,7 @@ def _train(
             micro_batches=config.accumulate,
             about={
                 "outputs": outputs,
+                "published": published(config.out),
                 "baseline_rss_bytes": baseline_bytes,
                 MADE_OF: job.made_of,
                 SHRINKS: job.shrinks,
@@ -324,7 +341,7 @@ def _keep(job: Job, trainer: Any, outputs: Mapping[str, Any]) -> int:
     """See that the weights which OUT gets are in OUT/best; the step that they are of."""
     best = best_of(trainer.evaluations)
     step: int = trainer.state.global_step if best is None else best["step"]
-    is_there = job.weights.folder(step).is_dir() or outputs.get("step") == step
+    is_there = job.weights.has(step) or outputs.get("step") == step
     job.ranks.wait()  # all have looked
     if best is None and not is_there:
         job.weights.keep(trainer.model, step)
@@ -354,7 +371,7 @@ def _publish(
         card = model_card(config, job.folder, evaluations, facts)
         weights.publish(chosen, card, job.folder)
     job.ranks.wait()
-    if config.merge and not (config.out / MERGED).is_dir():
+    if config.merge and not _has_merged(config.out):
         job.ranks.wait()
         weights.merge(config.offload, is_first=job.ranks.is_first)
     job.ranks.wait()
@@ -398,5 +415,8 @@ def _outputs(run_dir: RunDir) -> dict[str, Any]:
 
 def _is_finished(job: Job, outputs: Mapping[str, Any]) -> bool:
     asked = {name: getattr(job.config, name) for name in _HOW_FAR}
-    has_all = not job.config.merge or (job.config.out / MERGED).is_dir()
-    return outputs.get("asked") == asked and has_all
+    return outputs.get("asked") == asked and (not job.config.merge or _has_merged(job.config.out))
+
+
+def _has_merged(out: Path) -> bool:
+    return any(name.startswith(f"{MERGED}/") and (out / name).is_file() for name in published(out))

@@ -16,6 +16,7 @@ import math
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from zero_offload.cli.finetune.methods import Maker
 from zero_offload.cli.finetune.packing import pack
 from zero_offload.cli.finetune.rows import BadRow, Form
 from zero_offload.cli.finetune.sources import Known, Row, Source
+from zero_offload.storage.files.own_files import add_to_list, delete, read_list, write_list
 from zero_offload.storage.files.system import naming_errors
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 """Of the tokens that this code makes of the same data."""
+_LOCK = "lock"
 _BATCH = 1000
 """Rows at once; so many samples does TRL pack at once, too."""
 
@@ -105,17 +108,23 @@ class TokenFiles:
         said = path.with_suffix(".json")
         with naming_errors("write the data's tokens to", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with _locked(self._folder / _LOCK):
                 if not _is_whole(path, said):
-                    for old in [*self._folder.glob(f"{use.name}-*"), *self._folder.glob("cache-*.arrow")]:
-                        old.unlink()  # the latter are TRL's, of the tokens before
+                    self._make_way(use, path, said)
                     try:
                         self._write(path, said, use)
                     except BaseException:
                         path.with_suffix(".tmp").unlink(missing_ok=True)  # it may be as large as the disk
                         raise
             return Dataset.from_file(str(path)), Counts(**_read(said)["counts"])
+
+    def _make_way(self, use: Use, path: Path, said: Path) -> None:
+        """Delete the tokens before of this use, as far as they are ours, and list what is about to be made."""
+        known = read_list(self._folder)
+        old = [name for name in known if name.startswith(f"{use.name}-")]
+        delete(self._folder, old)
+        write_list(self._folder, [_LOCK, *(name for name in known if name not in old)])
+        add_to_list(self._folder, [path.name, said.name, path.with_suffix(".tmp").name])
 
     def _write(self, path: Path, said: Path, use: Use) -> None:
         import pyarrow
@@ -148,6 +157,17 @@ class TokenFiles:
                 yield from self._maker.make(row, form, tally)
             except BadRow as error:
                 raise ConfigError(f"{place}: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; a link is not followed."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _read(said: Path) -> dict[str, Any]:

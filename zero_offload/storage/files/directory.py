@@ -269,16 +269,21 @@ class RunDirectory:
 
         All names are checked first: one that is a link, a directory or not ours, and nothing is deleted.
         """
+        found = self.check_removable(names)
+        for name in found:
+            with naming_errors("delete", self.path / name):
+                self.system.unlink(name, self.dir_fd)
+        return sum(info.st_blocks * 512 for info in found.values())
+
+    def check_removable(self, names: Iterable[str]) -> dict[str, os.stat_result]:
+        """What is there of these names. Raises StorageError for one that is a link, a directory or not ours."""
         found = {}
         for name in names:
             path = self.path_of(name)
             with contextlib.suppress(FileNotFoundError):
                 found[name] = self.system.lstat(name, self.dir_fd)
                 check_ours(path, found[name])
-        for name in found:
-            with naming_errors("delete", self.path / name):
-                self.system.unlink(name, self.dir_fd)
-        return sum(info.st_blocks * 512 for info in found.values())
+        return found
 
     def measure(self, names: Iterable[str]) -> int:
         """Bytes that the named files take on the disk; missing ones take none."""
