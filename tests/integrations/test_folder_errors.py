@@ -19,6 +19,7 @@ from tests.helpers.folders import write_folder
 from zero_offload.cli.finetune import folder as folders
 from zero_offload.cli.finetune.folder import Lora, build_model, check_chat_template, meta_model, open_folder
 from zero_offload.cli.main import main
+from zero_offload.hardware.probe import peak_resident_bytes
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
@@ -303,3 +304,19 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path, llama: Path) -> None:
     assert type(model).__module__ == "transformers.models.llama.modeling_llama"
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
     zo.close(model)
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 7), ("hidden_act", "sily")])
+def test_a_value_that_a_large_model_cannot_have_is_named_and_takes_no_memory(
+    field: str, value: Any, tmp_path: Path
+) -> None:
+    """As many experts as 60 GB hold in fp32."""
+    config = transformers.MixtralConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=10)
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    words = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(words | {field: value}))
+    before = peak_resident_bytes()
+    with pytest.raises(zo.ConfigError, match=f"config.json, {field} is {value!r}"):
+        open_folder(tmp_path, needs_weights=False, needs_tokenizer=False)
+    assert peak_resident_bytes() - before < 1 << 30

@@ -376,7 +376,8 @@ def _check_model(folder: Path, words: Mapping[str, Any], config: Any, task: str)
     file, kind = folder / CONFIG_NAME, str(words["model_type"])
 
     def trial(given: Mapping[str, Any]) -> None:
-        _forward(_model_of(_config_of(given), task))
+        with torch.device("meta"):
+            _forward(_model_of(_config_of(given), task))
 
     def culprit() -> str:
         return culprit_of(words, _usual(kind), trial)
@@ -393,7 +394,8 @@ def _check_model(folder: Path, words: Mapping[str, Any], config: Any, task: str)
 
 def _forward(model: Any) -> None:
     with torch.device("meta"), torch.no_grad():
-        model.to("meta")(input_ids=torch.zeros((1, _TRIAL_TOKENS), dtype=torch.int64, device="meta"))
+        # On meta experts multiply in bf16 alone.
+        model.to("meta", torch.bfloat16)(input_ids=torch.zeros((1, _TRIAL_TOKENS), dtype=torch.int64, device="meta"))
 
 
 def _model_of(config: Any, task: str) -> Any:
