@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -443,6 +444,26 @@ def test_a_run_from_before_goes_on_with_one_line(place: Place, capsys: pytest.Ca
     change(place.model / "config.json", rms_norm_eps=0.5)
     assert resumed(place, "--steps", 4) == 2
     assert "rms_norm_eps=1e-06" in capsys.readouterr().err
+
+
+def test_tokens_that_are_made_anew_are_the_same(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes of the data and of the template do not tell: a template may write today's date."""
+    shutil.rmtree(place.out / "tokens")
+    assert resumed(place) == 0
+    words = json.loads((place.out / "run.json").read_text())
+    words["tokens"]["trained"] += 1
+    (place.out / "run.json").write_text(json.dumps(words))
+    assert resumed(place, "--steps", 4) == 2
+    says = "gave the run in .* trained=[0-9]+, and now give [0-9]+: the chat template writes today's date"
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_flags_of_the_training_are_named(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluates = ["evaluate", str(place.out), "--data", str(place.held_out)]
+    assert main(evaluates) == 0
+    assert "note: the adapter was trained with --precision fp32, without which losses" in capsys.readouterr().err
+    assert main([*evaluates, "--precision", "fp32"]) == 0
+    assert "note: the adapter" not in capsys.readouterr().err
 
 
 def test_ranks_with_other_files(folder: Path, tmp_path: Path) -> None:

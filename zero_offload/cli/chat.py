@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     quiet_libraries()
     folder = open_folder(args.dir, quantize=args.quantize)
-    print_checked(folder)
+    print_checked(folder, args)
     if args.system is not None and folder.tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {args.dir} has no chat template, so --system has no place; leave it out")
     model = open_for_reading(folder, args)

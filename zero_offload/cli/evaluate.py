@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} {value} is below {least}")
     quiet_libraries()
     folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
-    print_checked(folder)
+    print_checked(folder, args)
     from zero_offload.cli.finetune.data import prepare
 
     seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq

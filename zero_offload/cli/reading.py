@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
 from zero_offload.cli.finetune.folder import ModelFolder, build_model
 from zero_offload.cli.finetune.identity import check_outputs
+from zero_offload.cli.saved import described
 from zero_offload.integrations.quantize import QUANTIZATIONS
 
 
@@ -31,11 +33,25 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def print_checked(folder: ModelFolder) -> None:
+def print_checked(folder: ModelFolder, args: argparse.Namespace) -> None:
     """Say what a folder that a run has left is on now, where that differs. Raises ConfigError where numbers would."""
-    lines = check_outputs(folder)
+    lines = [*check_outputs(folder), *_as_trained(folder, args)]
     for line in lines if os.environ.get("RANK", "0") == "0" else ():
         print(line, file=sys.stderr)
+
+
+def _as_trained(folder: ModelFolder, args: argparse.Namespace) -> Iterator[str]:
+    """Flags that a run's adapter was trained with, where others are given."""
+    settings = described(folder.adapter).get("identity") if folder.adapter is not None else None
+    settings = settings if isinstance(settings, dict) else {}
+    precision = settings.get("offload.precision", args.precision)
+    precision = precision.get("compute") if isinstance(precision, dict) else precision
+    for name, before, now in (
+        ("quantize", settings.get("quantize") or args.quantize, args.quantize),
+        ("precision", precision, args.precision),
+    ):
+        if before != now:
+            yield f"note: the adapter was trained with --{name} {before}, without which losses are slightly others"
 
 
 def open_for_reading(folder: ModelFolder, args: argparse.Namespace) -> nn.Module:

@@ -56,12 +56,15 @@ from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
 from zero_offload.cli.recipes.train import Ending
 from zero_offload.cli.saved import described, has_generation
 from zero_offload.hardware.probe import peak_resident_bytes
+from zero_offload.integrations.identity import first_difference
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
 SHRINKS = "warmup_shrinks"
 """The entry of `run.json` that says by which rule the run's warm-up is counted, in the words of `Job`."""
+COUNTS = "tokens"
+"""The entry that has the counts of its data."""
 MAY_CHANGE = ("epochs", "patience", "samples", "merge")
 """What a run may go on with, beside what every run may."""
 _TOLD_BY_DATA = ("method", "text")
@@ -219,6 +222,13 @@ def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
                 f"the tokens of the run in {run_dir.path} are others: its data, their columns or the tokenizer have "
                 "changed since it began; put back what was there, or give another --out, or --discard to start over"
             )
+        before = described(run_dir.path).get(COUNTS) if existing is Existing.RESUME else None
+        if isinstance(before, dict) and (found := first_difference(before, job.counts)):
+            raise ConfigError(
+                f"the same data gave the run in {run_dir.path} {found.name}={found.before}, and now give {found.now}: "
+                "the chat template writes today's date, or a package makes other tokens; put back its tokens/, go back "
+                "to the versions of the run, or give another --out, or --discard to start over"
+            )
     if job.config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
         raise ConfigError(f"--generation {job.config.offload.generation} goes on from an earlier run, but {why}")
@@ -286,6 +296,7 @@ def _train(
                 "published": published(config.out),
                 "baseline_rss_bytes": baseline_bytes,
                 MADE_OF: job.made_of,
+                COUNTS: job.counts,
                 SHRINKS: job.shrinks,
                 "planned": planned,
             },

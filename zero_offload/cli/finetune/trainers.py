@@ -81,6 +81,11 @@ class Job:
         return self.config.eval_steps(self.num_steps)
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What tokens the data gave; without what files of before have not counted."""
+        return {name: each for name, each in self.prepared.counts.to_dict().items() if name != "cut"}
+
+    @property
     def learning(self) -> Learning:
         return Learning.of(self.config, self.prepared, self.ranks.size, shrinks=self.shrinks)
 
