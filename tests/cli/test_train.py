@@ -213,6 +213,34 @@ def test_other_settings_in_the_same_place_are_refused_until_discarded(
     assert [row["step"] for row in _rows(out)] == [1, 2] and (out / "metrics.jsonl").read_bytes() != before
 
 
+def test_a_run_goes_on_with_its_text_and_model_wherever_they_lie(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    def words(out: Path, data: Path, steps: int) -> list[Any]:
+        return ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", data, "--out", out, "--steps", steps]
+
+    mine = tmp_path / "mine.txt"
+    mine.write_bytes(text.read_bytes())
+    begun = _here(capsys, *words(tmp_path / "begun", mine, 1))
+    assert begun.code == 0
+    assert "1 step of 16 tokens; learning rate 0.00015 at step 1" in begun.out
+    assert "warning: warm-up takes 20 steps, more than the run has: give --warmup 0, or more --steps" in begun.out
+    out, renamed = (tmp_path / "begun").rename(tmp_path / "moved"), mine.rename(tmp_path / "renamed.txt")
+    gone_on = _here(capsys, *words(out, renamed, 2))
+    assert gone_on.code == 0 and "resuming from step 1" in gone_on.out, gone_on.err
+    content = renamed.read_bytes()
+    renamed.write_bytes(content[1:] + content[:1])  # as many of each byte
+    refused = _here(capsys, *words(out, renamed, 3))
+    assert refused.code == 2 and "holds a run with content=" in refused.err
+    renamed.write_bytes(content)
+    described = json.loads((out / "run.json").read_text())
+    described["gpt"]["num_heads"] = 2
+    (out / "run.json").write_text(json.dumps(described))
+    refused = _here(capsys, *words(out, renamed, 3))
+    assert refused.code == 2 and "of a model with num_heads=2, which this version makes with num_heads=4" in refused.err
+    del described["gpt"], described["identity"]["content"]  # as runs of before
+    (out / "run.json").write_text(json.dumps(described))
+    assert _here(capsys, *words(out, renamed, 3)).code == 0
+
+
 def test_a_run_goes_on_to_another_last_step(text: Path, tmp_path: Path, capsys: Capture) -> None:
     """Along the curve of a run that was to end there from the start."""
     short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", text, "--warmup", 1]

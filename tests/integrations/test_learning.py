@@ -69,7 +69,7 @@ def test_what_trains_little_is_said_with_what_to_type() -> None:
 
     assert "no warm-up: 3% of 8 steps is less than one, and would train nothing in step 1; --warmup STEPS" in said(8)
     assert "learning rate 0.001 at step 1, then down to 0 by a cosine" in said(8)
-    assert "learning rate 0.001 at step 1\n" in said(1)
+    assert "learning rate 0.001 at step 1\n" in said(1) and "--warmup" not in said(1)
     assert "warm-up" not in said(34) and "learning rate 0 at step 1, up to 0.001 at step 3" in said(34)
     assert "takes 10 steps, as many as the run has: the rate reaches 0.0007 of 0.001" in said(8, warmup=10)
     assert "step 1 of 8 has rate 0 and trains nothing, as warm-up begins there; --warmup 0" in said(8, warmup=3)

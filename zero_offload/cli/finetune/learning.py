@@ -108,7 +108,7 @@ class Learning:
         if 0 < config.warmup < 1 and not warmup:
             yield (
                 f"no warm-up: {config.warmup:.0%} of {steps:,} step{'s'[: steps != 1]} is less than one, and would "
-                "train nothing in step 1; --warmup STEPS gives some"
+                f"train nothing in step 1{'; --warmup STEPS gives some' if steps > 1 else ''}"
             )
         elif warmup >= steps:
             yield (

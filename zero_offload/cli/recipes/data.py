@@ -46,7 +46,9 @@ class Corpus:
     unigram_nats: float
     """Entropy of single bytes: the loss of the best model that ignores context."""
     fingerprint: str
-    """Changes when a file's name, size or byte counts change."""
+    """Changes when a file's name, size or byte counts change; what runs of before have alone."""
+    content: str
+    """Changes with any byte of either text."""
 
     @property
     def unigram_bits(self) -> float:
@@ -93,6 +95,7 @@ def load_corpus(paths: Sequence[Path], seq: int) -> Corpus:
         description=f"{total} of text in {len(sources)} files from {origin}; {split}",
         unigram_nats=_entropy_nats(counts),
         fingerprint=_fingerprint(sources, texts, counts),
+        content=_content(train, validation),
     )
 
 
@@ -224,3 +227,12 @@ def _fingerprint(sources: Sequence[_Source], texts: Sequence[Text], counts: npt.
     for source, text in zip(sources, texts, strict=True):
         digest.update(os.fsencode(f"{source.name}:{len(text)}\n"))  # names need not be text
     return digest.hexdigest()[:16]
+
+
+def _content(*texts: Text) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        for start in range(0, len(text), _HISTOGRAM_CHUNK):
+            digest.update(text[start : start + _HISTOGRAM_CHUNK].tobytes())
+    return digest.hexdigest()

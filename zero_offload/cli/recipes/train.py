@@ -152,10 +152,11 @@ def _set_up(
 
     Also returns what the run is, and what else `run.json` says of it.
     """
-    identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
+    told = {"text": corpus.fingerprint, "content": corpus.content, "ranks": ranks.size}
+    identity = config.arguments() | told
     gpt = config.gpt()
     if existing is not Existing.DISCARD:
-        existing = find_existing(RunDir(config.out), identity, ("data",))  # its text is compared
+        existing = find_existing(RunDir(config.out), identity, _told_by_text(config.out, corpus))
         _check_model(config.out, existing, gpt)
     if config.offload.generation is not None and existing is not Existing.RESUME:
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
@@ -187,6 +188,14 @@ def _set_up(
         "planned": _planned(config, model, ranks, baseline_bytes).to_dict(),
     }
     return job, identity, about
+
+
+def _told_by_text(out: Path, corpus: Corpus) -> tuple[str, ...]:
+    """Settings that say where the text of the run in `out` lies, which may change where it is the same text."""
+    before = (earlier_identity(RunDir(out)) or {}).get("content")
+    if before is None:  # of before: names and counts are all that is known
+        return ("content", "data")
+    return ("data", "text") if before == corpus.content else ()
 
 
 def _check_model(out: Path, existing: Existing, gpt: GPTConfig) -> None:

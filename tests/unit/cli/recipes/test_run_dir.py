@@ -13,7 +13,9 @@ from zero_offload.base.errors import ConfigError, IntegrityError, LockError, Sto
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.metrics import Metrics
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, RunDir
+from zero_offload.cli.recipes import run_dir as runs
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing, read_run
+from zero_offload.cli.recipes.settings import TrainConfig
 from zero_offload.storage.files.system import replace_file
 
 
@@ -25,6 +27,26 @@ def test_the_same_run_resumes_and_another_is_refused(tmp_path: Path) -> None:
     assert find_existing(run, {"seed": 1, "lr": 0.5, "data": ["x"]}) is Existing.RESUME
     with pytest.raises(ConfigError, match=r"seed=1, this one has seed=2.*--discard"):
         find_existing(run, {"seed": 2, "lr": 1.0, "data": ["x"]})
+
+
+def test_each_setting_is_named_or_may_change(tmp_path: Path) -> None:
+    config = TrainConfig.from_tables({"out": str(tmp_path / "run")}, {"durability": "process"})
+    identity = json.loads(json.dumps(config.arguments()))
+    home = tmp_path / "run" / "nvme"
+    home.mkdir(parents=True)
+    (home / "run.json").write_text("{}")
+    run = RunDir(tmp_path / "run")
+    run.create({"identity": identity})
+    others = {"offload.nvme": [str(tmp_path)], "offload.durability": "scratch", "out": str(home)}
+    decides = {"offload.precision", "offload.grad_reduction", "offload.nvme", "offload.durability"}
+    for name, value in identity.items():
+        now = identity | {name: others.get(name, [value, value])}
+        if name in runs.MAY_CHANGE or (name.startswith("offload.") and name not in decides):
+            assert find_existing(run, now) is Existing.RESUME, name
+        else:
+            with pytest.raises(ConfigError, match=f"holds a run with {name}="):
+                find_existing(run, now)
+    assert {*runs.MAY_CHANGE} - {*identity} == {"ranks"}
 
 
 def test_a_damaged_description_is_one_clear_error(tmp_path: Path) -> None:
