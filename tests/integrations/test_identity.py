@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tests.helpers.tools as tools  # before transformers  # isort: skip
+import torch
 import transformers
 from peft import LoraConfig, PeftConfig
 
@@ -230,6 +231,18 @@ def test_settings_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     found = first_difference(before, made_of(open_folder(path)))
     assert found is not None and found.name == "tokenizer.chat_template"
     assert "| trim" in found.now and "| trim" not in found.before and found.before != found.now
+
+
+def test_values_are_the_same_in_each_process() -> None:
+    """What JSON lacks is text, without an address."""
+    values: dict[str, Any] = {"a": (1, float("inf")), "b": {"y", "x"}, "c": object(), 4: torch.float32, "d": print}
+    assert identity.plain(values) == {
+        "a": [1, "inf"],
+        "b": ["x", "y"],
+        "c": "object",
+        "4": "torch.float32",
+        "d": "<built-in function print>",
+    }
 
 
 def test_fields_that_another_version_lacks_have_their_defaults(folder: Path) -> None:

@@ -120,12 +120,13 @@ def test_the_plan_of_learning_stands_beside_that_of_memory(
     run(model, data, tmp_path / "out", *flags, "--dry-run")
     text = capsys.readouterr().out
     run(model, data, tmp_path / "out", *flags, "--dry-run", "--json")
-    found = json.loads(capsys.readouterr().out)["plan"]["learning"]
+    found = json.loads(capsys.readouterr().out)["learning"]
     assert main(["plan", str(model), "--data", str(data), *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["learning"] == found
     assert main(["plan", str(model), "--data", str(data), *flags]) == 0
     planned = capsys.readouterr().out
-    rows = run(model, data, tmp_path / "out", *flags)
+    rows = run(model, data, tmp_path / "out", *flags, "--json")
+    assert json.loads(capsys.readouterr().out)["learning"] == found
     assert len(rows) == found["steps"]
     assert [rows[0]["lr"], rows[-1]["lr"]] == [found["first_rate"], found["last_rate"]]
     assert max(row["lr"] for row in rows) == found["highest_rate"] == rows[found["highest_rate_at"] - 1]["lr"]

@@ -105,7 +105,8 @@ def plain(value: Any) -> Any:
     value = getattr(value, "value", value)  # of an enum
     if value is None or isinstance(value, bool | str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    return str(value)
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text  # an address is another one in each process
 
 
 def _short(value: Any) -> Any:

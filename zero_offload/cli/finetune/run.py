@@ -82,6 +82,8 @@ class FinetuneResult:
     out: Path
     plan: Mapping[str, Any] | None = None
     """With `dry_run`."""
+    learning: Mapping[str, Any] | None = None
+    """The plan of learning; see learning.py."""
 
 
 def finetune(
@@ -125,10 +127,11 @@ def finetune(
             begins = existing is not Existing.RESUME
             job = replace(job, shrinks=begins or described(config.out).get(SHRINKS) is True)
             plan, offload = _plan(job, progress if begins or dry_run else None)
+            learning = job.learning.to_dict()
             if begins:
                 job.learning.check()
             if dry_run:
-                return FinetuneResult(Ending.PLANNED, 0, None, config.out, plan)
+                return FinetuneResult(Ending.PLANNED, 0, None, config.out, plan, learning)
             if begins and not plan["fits"]:
                 raise CapacityError("nothing was begun, as the run does not fit: see what would, above")
             if existing is Existing.DISCARD and ranks.is_first:
@@ -137,7 +140,9 @@ def finetune(
             for line in _changes(earlier or {}, _identity(job)):
                 progress.note(line)
             offload = replace(offload, existing=existing.value)
-            return _train(job, offload, plan["planned"], outputs, place, progress, Progress(stream, job.num_steps))
+            steps = Progress(stream, job.num_steps)
+            result = _train(job, offload, plan["planned"], outputs, place, progress, steps)
+            return replace(result, learning=learning)
 
 
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
@@ -258,7 +263,7 @@ def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadC
         )
         if progress is not None:
             progress.note("\n".join([*job.learning.lines(), as_text(plan)]))
-        found = as_json(plan) | {"learning": job.learning.to_dict()}, plan.offload if plan.fits else config.offload
+        found = as_json(plan), plan.offload if plan.fits else config.offload
     planned: tuple[dict[str, Any], OffloadConfig] = job.ranks.of_first(found)
     return planned
 
