@@ -29,6 +29,7 @@ from zero_offload.cli.finetune.folder import (
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.finetune.sources import digests
 from zero_offload.cli.saved import described
+from zero_offload.integrations.gate import reading
 from zero_offload.integrations.identity import (
     Difference,
     adapter_values,
@@ -93,7 +94,8 @@ def _adapter_config(folder: ModelFolder, lora: Lora | None) -> Any:
     from peft import LoraConfig, PeftConfig
 
     if folder.adapter is not None:
-        return PeftConfig.from_pretrained(str(folder.adapter))
+        with reading(str(folder.adapter / ADAPTER_CONFIG_NAME), "mend it, or save the adapter with peft anew"):
+            return PeftConfig.from_pretrained(str(folder.adapter))
     assert lora is not None
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout)  # type: ignore[arg-type]
 
