@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.hardware.abi import Fault
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
+from zero_offload.runtime.ranks import watch
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.storage.files.directory import RunDirectory
 
@@ -385,3 +387,53 @@ def test_death_while_a_checkpoint_is_loaded_on_another_number_of_ranks(
     assert process.exitcode == -signal.SIGKILL
     expected = ranks.load(0, 1, replace(case, settings=case.settings | {"nvme": tmp_path / "other"}), path)
     assert ranks.load(0, 1, case, path) == expected
+
+
+def end_badly(rank: int, store: str, how: str, connection: Connection) -> None:
+    """Send what the other rank's end, or this rank's own, is called."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=ENOUGH_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    watch.LISTEN_S = 0.3
+    if rank == 1 and how == "killed elsewhere":
+        socket.gethostname = lambda: "elsewhere"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    try:
+        if how == "destroyed":
+            dist.destroy_process_group()
+            zo.close(model)
+        elif rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(1, 4))
+    except zo.ZeroOffloadError as error:
+        connection.send(str(error))
+        os._exit(0)  # an orderly end waits for the dead
+
+
+def _ends(how: str, store: Path) -> list[str]:
+    pipes = [fork_server().Pipe() for _ in range(2)]
+    processes = [fork_server().Process(target=end_badly, args=(r, str(store), how, pipes[r][1])) for r in range(2)]
+    for process in processes:
+        process.start()
+    found = [pipes[rank][0].recv() for rank in range(2) if how == "destroyed" or rank == 0]
+    for process in processes:
+        process.join(ENOUGH_S)
+        process.kill()
+    return found
+
+
+def test_a_rank_that_was_killed_elsewhere_is_not_called_slow(tmp_path: Path) -> None:
+    (text,) = _ends("killed elsewhere", tmp_path / "store")
+    assert re.match(
+        r"the connection to rank 1 \(process \d+ on elsewhere\) ended, without a last word: killed", text
+    ), text
+    assert "a longer timeout= does not help" in text
+
+
+def test_a_process_group_that_is_destroyed_before_the_close(tmp_path: Path) -> None:
+    for text in _ends("destroyed", tmp_path / "store"):
+        assert (
+            "zo.close, which all ranks call: torch.distributed.destroy_process_group was called before zo.close" in text
+        )

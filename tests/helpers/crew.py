@@ -132,7 +132,7 @@ class CrewGroup(CommitGroup):
         return True
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, what: str = "", notice: object = None) -> Iterator[None]:
         failure: Exception | None = None
         try:
             yield

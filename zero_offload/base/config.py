@@ -205,7 +205,7 @@ class OffloadConfig:
 
 _TIERS = tuple(tier.value for tier in Tier)
 _STATES = ("params", "grads", "optimizer", "activations")
-_BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
+BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
 _CHOICES = {
     "existing": [each.value for each in Existing],
     "durability": [each.value for each in Durability],
@@ -322,7 +322,7 @@ def _check_generation(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
-    for name in _BUDGETS:
+    for name in BUDGETS:
         if (value := settings[name]) is not None:
             try:
                 parse_bytes(value)
@@ -394,7 +394,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         values[name] = _plain(settings[name])
     if isinstance(settings["commit_every"], str):
         values["commit_every"] = _compact(settings["commit_every"])
-    for name in _BUDGETS:
+    for name in BUDGETS:
         if (size := settings[name]) is not None:
             values[name] = parse_bytes(size)
     precision = settings["precision"]

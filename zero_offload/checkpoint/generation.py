@@ -96,6 +96,7 @@ class GenerationKeeper:
         self._store: ShardStore | None = None
         self._swap: SwapFile | None = None
         self._number = 0
+        self._existing: Existing | None = None
         self._history: History | None = None
         self._calls: list[int] = []
         """How many sections there were before each further call of zo.offload."""
@@ -122,6 +123,7 @@ class GenerationKeeper:
 
         Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
         """
+        self._existing = existing
         self.files.load()
         self.files.check_kind()
         if existing is Existing.DISCARD:
@@ -203,9 +205,13 @@ class GenerationKeeper:
         run_id, *first = json.loads(self._ranks.agree(json.dumps([self.run_id, *mine])))
         with self._ranks.together():
             if mine != first:
+                ours, theirs = (
+                    "no generation" if each is None else f"generation {each}" for each in (number, first[0])
+                )
+                existing = "" if self._existing is None else f" (existing={self._existing.value!r})"
                 raise CheckpointError(
-                    f"{self._home.path}: rank {self._ranks.rank} goes on from generation {number}, rank 0 from "
-                    f"{first[0]}; give all ranks the same generation= and the same directories, in which they see "
+                    f"{self._home.path}: rank {self._ranks.rank}{existing} goes on from {ours}, rank 0 from {theirs}; "
+                    f"give all ranks the same generation= and the same directories, in which they see "
                     "the same manifests"
                 )
         self.run_id = run_id

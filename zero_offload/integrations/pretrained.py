@@ -15,7 +15,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
@@ -80,7 +81,9 @@ from zero_offload.model.move_in import check_same_base
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, records, slots
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.base_file import BaseFile, fingerprint_of
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.shards.registry import Recipe, keep_recipe, recipe_of
@@ -244,10 +247,14 @@ def replace_weights(model: nn.Module, path: str | Path) -> None:
 def _replace(
     model: nn.Module, owner: ModelRuntime, path: str | Path, names: FileNames, *, may_rest: bool = True
 ) -> None:
-    ranks = owner.ranks
+    ranks, notice = owner.ranks, Notice()
     with contextlib.ExitStack() as files:
-        with ranks.together():
+        with ranks.together("a load of weights", notice):
             stored = files.enter_context(open_weights(Path(path)))
+            if ranks.world_size > 1:  # on another machine the same path may hold others
+                paths = [Path(path)] if names.adapter is None else [Path(path), names.adapter.path]
+                digests = [_identity(each) for each in paths]
+                notice.compared.append(Compared(word_of(digests), lambda: _told_identities(paths, digests)))
             params, buffers = _sources(model, stored, names, Path(path))
             if names.adapter is not None:
                 values = files.enter_context(open_weights(names.adapter.path))
@@ -307,6 +314,8 @@ def export_pretrained(
         target = _export_dtype(dtype)
         if adapters not in ADAPTERS:
             raise ConfigError(f"adapters={adapters!r} is none of {', '.join(ADAPTERS)}")
+        settings = {"dtype": dtype, "adapters": adapters, "max_shard_size": max_shard_size}
+        owner.compare("export", lambda: Compared.of(settings))
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
         owner.drain()
     if has_adapters(model) and adapters == "separate":
@@ -465,6 +474,20 @@ def _fresh(model: nn.Module, lacking: Mapping[int, Recipe], sources: Mapping[int
             f'zo.deferred_init(values="skip") has left out ({lost[0]}); use zo.deferred_init()'
         )
     return missing
+
+
+def _identity(path: Path) -> str:
+    """What is known of the files of a folder without reading all of them."""
+    with contextlib.ExitStack() as opened:
+        files = [BaseFile.open(file) for file in files_of(path).values()]
+        for file in files:
+            opened.callback(file.close)
+        return fingerprint_of(files)[:8]
+
+
+def _told_identities(paths: Sequence[Path], found: Sequence[str]) -> dict[str, str]:
+    told = [f"{path} (digest {each})" for path, each in zip(paths, found, strict=True)]
+    return dict(zip(("the folder of weights", "the folder of the adapter"), told, strict=False))
 
 
 def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:

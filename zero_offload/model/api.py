@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.base.host import host_tensor
 from zero_offload.base.inputs import check_model, number, params_of
@@ -80,6 +81,7 @@ def accumulate(
         )
     batches = list(micro_batches)
     check_holds_grads(owner.config, "zo.accumulate")
+    owner.compare("micro-batches", lambda: Compared.of({"the number of micro-batches of zo.accumulate": len(batches)}))
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
@@ -155,6 +157,8 @@ def clip_grad_norm_(
         for owner, _ in owners:
             check_holds_grads(owner.config, call)
             owner.tracker.recover()
+            clip = {"max_norm": max_norm, "error_if_nonfinite": bool(error_if_nonfinite)}
+            owner.compare(call, partial(_clip_compared, clip, owner, params))
         grads = [param.grad for param in ordinary if param.grad is not None]
         squares = squares_of(grads) if owners else 0.0
     if not owners:
@@ -173,6 +177,12 @@ def clip_grad_norm_(
         grad.detach().mul_(factor)
     spans.close(opened)
     return host_tensor(norm, torch.float32)
+
+
+def _clip_compared(settings: Mapping[str, object], owner: ModelRuntime, params: Sequence[nn.Parameter]) -> Compared:
+    """What ranks clip alike: by these settings, these parameters."""
+    word = word_of((sorted(settings.items()), owner.names.digest(params)))
+    return Compared(word, lambda: {**Compared.of(settings).texts(), "what is clipped": owner.names.describe(params)})
 
 
 @contextmanager
@@ -213,6 +223,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         for owner, _ in owners:
             check_holds_grads(owner.config, call)
             owner.tracker.recover()
+            owner.compare(call, partial(_clip_compared, {"clip_value": clip_value}, owner, params))
     for owner, members in owners:
         spans = owner.store.counters.spans
         opened = spans.open(Lane.CLIP, "value")

@@ -80,8 +80,8 @@ class BackwardUpdates:
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
         self._lag = 0 if device.is_host else 1
         self._params = {param for unit in units for param in unit.params}
-        self._trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        """The optimizers of these parameters, as long as the program holds them."""
+        self._trainers: weakref.WeakKeyDictionary[Trainer, None] = weakref.WeakKeyDictionary()
+        """The optimizers of these parameters in their order, as long as the program holds them."""
         self._hypers: Mapping[nn.Parameter, Hyper] = {}
         self._task = -1
         """Autograd's number of the backward; those of reentrant checkpoints inside of it have others."""
@@ -99,7 +99,7 @@ class BackwardUpdates:
     # Hyperparameters
 
     def add_trainer(self, optimizer: Trainer) -> None:
-        self._trainers.add(optimizer)
+        self._trainers[optimizer] = None
 
     def _hypers_now(self) -> dict[nn.Parameter, Hyper]:
         """Hyperparameters of all parameters that an optimizer has. Raises ConfigError where two have the same one."""
@@ -166,6 +166,9 @@ class BackwardUpdates:
             self._task = torch._C._current_graph_task_id()
         self._ring.open()
         self._hypers, self._runs = hypers, True
+        # Before the first update, which the announcement of a reduction precedes; step() would be too late.
+        for number, trainer in enumerate(list(self._trainers)):
+            self._collectives.compare(f"optimizer {number}", trainer.compared)
 
     def before_use(self, unit: Unit) -> None:
         if self._task == -1:

@@ -193,7 +193,7 @@ def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
             if place.section is section:
                 piece = place.piece
                 values[place.name] = piece.spec.view(master[piece.begin : piece.end])
-    return values
+    return {place.name: values[place.name] for place in places}
 
 
 def _grads(owner: ModelRuntime, places: Sequence[Place]) -> Values:

@@ -7,20 +7,24 @@ chunk. A second call adopts parameters (`Growth`). Nothing here runs in a traini
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.base.config import OffloadConfig
+from zero_offload.base.alike import Compared, of_config, word_of
+from zero_offload.base.config import BUDGETS, OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.events import Counters
 from zero_offload.base.inputs import check_config, check_model
+from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Branches, Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
 from zero_offload.checkpoint.file_list import count_reusable
@@ -68,7 +72,8 @@ from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
-from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
+from zero_offload.runtime.ranks.group import CALL, Callers, RankGroup, join_ranks, mesh_problems, partition_of
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.guard import class_at_rest, compile_around, unguard
@@ -163,9 +168,10 @@ class Builder:
         num_here = callers.take_gpus()
         # With DTensors the ranks that hold the other parts are told as well.
         tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
-        with callers.together_with(tensor_mesh):
+        notice = Notice()
+        with callers.together_with(tensor_mesh, notice):
             check_model("zo.offload", model)
-            self.config = check_config("zo.offload", config)
+            self.config = self.given = check_config("zo.offload", config)
             self.device = compute_device()
             check_not_wrapped(model)
             make_what_came_later(model)
@@ -180,10 +186,14 @@ class Builder:
             _check_experts(self.layout.units, self.config)
             self.without = sections_without_values(self.layout, dict(offloaded_tensors(model)))
             unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition, self.without)
+            device_type = self.device.torch_device.type
+            notice.compared.append(
+                Compared.of({**of_config(self.config), "mesh": callers.cut(mesh), "the compute device": device_type})
+            )
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
-        hardware = _agree(own_hardware, self.ranks)
+        hardware, self.config = _agree(own_hardware, self.config, self.ranks)
         with self.ranks.together(), _saying_how_to_read(model, unit_bytes, self.config, hardware, partition):
             outlook = _outlook(unit_bytes, work_of(model, self.spec).units, self.config, partition, hardware)
             placement = place(unit_bytes, self.config, hardware, partition, outlook)
@@ -196,6 +206,7 @@ class Builder:
         self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors, self.counters)
         self.undo.callback(self.files.close)
         check_same_model(dict(offloaded_tensors(self.model)), self.ranks, values=self.files.found is None)
+        _check_same_units(self.model, self.layout.units, self.ranks)
 
     def make_units(self) -> None:
         """Take memory, make or open the files, and make units, which are still empty."""
@@ -263,6 +274,7 @@ class Builder:
     def make_runtime(self) -> ModelRuntime:
         return ModelRuntime(
             config=self.config,
+            given=self.given,
             layout=self.layout,
             sizes=self.sizes,
             group=self.group,
@@ -397,9 +409,10 @@ class Growth:
     ) -> None:
         """Check what was given and what is new, and decide where it rests. Collective."""
         if len(owners) > 1:
+            shared = "; ".join(text for owner in owners if (text := _shared_text(model, owner)))
             raise ConfigError(
-                f"zo.offload: these are {len(owners)} models that were offloaded apart; call it with one of them, or "
-                "with a module that holds parameters of one"
+                f"zo.offload: these are {len(owners)} models that were offloaded apart ({shared}); call it with one of "
+                "them, or with a module that holds parameters of one"
             )
         (owner,) = owners
         assert isinstance(owner, ModelRuntime)
@@ -409,11 +422,13 @@ class Growth:
         with owner.together("zo.offload"):
             owner.drain()  # a commit under way talks to the other ranks, as what follows does
         with owner.ranks.together():
-            _check_call(owner, config, mesh)
+            with _saying_whose_they_are(model, owner):
+                _check_call(owner, config, mesh)
             found = {id(tensor): tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None}
             self.root = owner.root_of(found.values()) or model
             added = {name: tensor for name, tensor in offloaded_tensors(self.root) if id(tensor) in found}
-            _check_added(owner, self.root, added)
+            with _saying_whose_they_are(model, owner):
+                _check_added(owner, self.root, added)
             self.spec = ModelSpec.from_module(self.root, units, added.values(), experts_in(self.root))
             dtypes = resolve(self.root, owner.config, strict=False)
             self.casts = dtypes.casts
@@ -430,6 +445,7 @@ class Growth:
         self.buffers = replace(self.before, layout=self.layout, placement=self.sizes.placement)
         self.skips_values = lacks_values(added.values())
         check_same_model(added, owner.ranks, values=not self.awaited)
+        _check_same_units(self.root, self.layout.units, owner.ranks)
 
     def make_units(self) -> None:
         """Take room, make units, and move the parameters in."""
@@ -526,9 +542,9 @@ def _grown_sizes(
 
 def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceMesh | None) -> None:
     """Raise where an offloaded model cannot grow now, or is to be another one."""
-    before = owner.config
     if config is not None:
         check_config("zo.offload", config)
+        before = owner.given
         names = [each.name for each in fields(config) if each.name not in ("existing", "generation")]  # done with
         if differ := [name for name in names if getattr(config, name) != getattr(before, name)]:
             raise ConfigError(
@@ -537,7 +553,7 @@ def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceM
             )
     if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.group.members:
         raise ConfigError("zo.offload: mesh= names other ranks than the first call did; leave it out")
-    if before.overlap == UpdateOverlap.BACKWARD:
+    if owner.config.overlap == UpdateOverlap.BACKWARD:
         raise ConfigError(
             "zo.offload adopts no further parameters with overlap='backward', whose backward has a fixed set of units; "
             "add them before the first zo.offload, or use overlap='forward'"
@@ -554,6 +570,27 @@ def _check_names(before: ShardLayout, added: Mapping[str, torch.Tensor]) -> None
             "parameters of the same name, and a generation cannot hold both. Replace modules (a new head, resized "
             "embeddings) before the first zo.offload, or give the new ones another name"
         )
+
+
+@contextlib.contextmanager
+def _saying_whose_they_are(model: nn.Module, owner: ModelRuntime) -> Iterator[None]:
+    """A ConfigError says so where `model` is another one than that of `owner`, and shares parameters with it."""
+    try:
+        yield
+    except ConfigError as error:
+        if owner.is_part_of(model):
+            raise
+        raise ConfigError(
+            f"{error}\n{_shared_text(model, owner)}. Two models that share parameters are offloaded by one call, with "
+            "a module that holds both; a copy (copy.deepcopy, before zo.offload) is a model of its own"
+        ) from error
+
+
+def _shared_text(model: nn.Module, owner: Owner) -> str:
+    """Which parameters `model` shares with that of `owner`."""
+    names = [name for name, param in model.named_parameters() if owner_of(param) is owner]
+    whose = owner.model_name if isinstance(owner, ModelRuntime) else "another"
+    return f"{', '.join(names[:3])}{', ...' * (len(names) > 3)} of this {type(model).__name__} belong to {whose}"
 
 
 @contextlib.contextmanager
@@ -594,13 +631,61 @@ def _hardware(config: OffloadConfig, device: Device, num_here: int) -> HardwareP
     return count_reusable(found, config.nvme_dirs)
 
 
-def _agree(hardware: HardwareProfile, ranks: CommitGroup) -> HardwareProfile:
-    """The same figures on every rank: ranks that placed differently would gather in different orders."""
-    cpu, device, nvme, num_cores = ranks.smallest(
-        [hardware.cpu_memory_bytes, hardware.device_memory_bytes, hardware.nvme_free_bytes, hardware.num_cores]
+def _agree(
+    hardware: HardwareProfile, config: OffloadConfig, ranks: CommitGroup
+) -> tuple[HardwareProfile, OffloadConfig]:
+    """The same figures and the same budgets, the least, on every rank: ranks that placed or evicted differently would
+    gather in different orders. Warns where what decides numbers beside settings differs from rank 0's."""
+    own = [getattr(config, name) for name in BUDGETS]
+    cpu, device, nvme, num_cores, *least = ranks.smallest(
+        [
+            hardware.cpu_memory_bytes,
+            hardware.device_memory_bytes,
+            hardware.nvme_free_bytes,
+            hardware.num_cores,
+            *(_NO_BUDGET if budget is None else budget for budget in own),
+        ]
     )
-    name = ranks.agree(hardware.device_name)
-    return HardwareProfile(num_cores, cpu, name, device, nvme)
+    budgets: dict[str, Any] = {
+        name: None if nbytes == _NO_BUDGET else nbytes for name, nbytes in zip(BUDGETS, least, strict=True)
+    }
+    mine = _versions()
+    name, first = json.loads(ranks.agree(json.dumps([hardware.device_name, mine])))
+    if differ := [f"{key} {mine[key]}, not {first[key]}" for key in mine if mine[key] != first[key]]:
+        warn_user(
+            f"rank {ranks.rank} has {', '.join(differ)} as rank 0: ranks may compute different numbers. Install the "
+            "same on all"
+        )
+    return HardwareProfile(num_cores, cpu, name, device, nvme), replace(config, **budgets)
+
+
+_NO_BUDGET = 2**62
+
+
+def _versions() -> dict[str, str]:
+    """What decides numbers beside settings and the model."""
+    return {
+        "torch": torch.__version__,
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+    }
+
+
+def _check_same_units(model: nn.Module, units: Sequence[UnitLayout], ranks: CommitGroup) -> None:
+    """Raise ConfigError on every rank where they have cut the same parameters into different units, which each gathers
+    in its own order; or recompute others. Collective."""
+    cut = [[(str(s.dtype), s.trainable, [p.spec.name for p in s.params]) for s in unit.sections] for unit in units]
+    recomputed = [name for name, module in model.named_modules() if is_recomputed(module)]
+    dtypes = [(name, str(buffer.dtype)) for name, buffer in model.named_buffers()]
+    notice = Notice()
+    with ranks.together(CALL, notice):
+        compared = {
+            "units": (len(units), cut),
+            "modules of zo.checkpoint": (len(recomputed), recomputed),
+            "dtypes of buffers": (len(dtypes), dtypes),
+        }
+        notice.compared.append(
+            Compared.of({name: f"{count} of digest {word_of(each):08x}" for name, (count, each) in compared.items()})
+        )
 
 
 def _check_params(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.base.alike import Compared
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, ZeroOffloadError
@@ -44,6 +45,7 @@ from zero_offload.model.end import ModelEnd
 from zero_offload.model.params import OptimizerStates, ParamAccess, ParamPlaces
 from zero_offload.model.parts import Parts
 from zero_offload.model.updates import Updates, check_holds_grads, failing
+from zero_offload.optim.groups import Names
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
@@ -83,6 +85,9 @@ class ModelRuntime:
     """One offloaded model, built by `offload()`; implements `shards.registry.Owner`."""
 
     config: OffloadConfig
+    """With the budgets that all ranks have agreed on."""
+    given: OffloadConfig
+    """As this rank's program has it."""
     layout: ShardLayout
     sizes: Sizes
     group: RankGroup
@@ -115,6 +120,7 @@ class ModelRuntime:
         """The modules that the model had when it was offloaded, or when parameters were last adopted."""
         units, store, prefetcher = self.units, self.store, self.prefetcher
         self.life = ModelLife(self.errors)
+        self.names = Names()
         self.places = ParamPlaces(units)
         self.grads = Gradients(
             units,
@@ -234,6 +240,8 @@ class ModelRuntime:
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         with self.together("scaler.unscale_"):
             check_holds_grads(self.config, "zo.GradScaler")
+            settings = {f"{name} of the loss scale": value for name, value in scaler.settings().items()}
+            self.compare("loss scale", lambda: Compared.of(settings))
             self._scaler = scaler
             self.tracker.recover()
         self.grads.reduce_waiting()
@@ -261,6 +269,18 @@ class ModelRuntime:
         new = [each for each in module.modules() if each not in self.modules]
         undo.callback(self.modules.difference_update, new)
         self.modules.update(new)
+
+    @property
+    def model_name(self) -> str:
+        """For messages."""
+        root = next(self._live_roots(), None)
+        first = self.layout.sections[0].params[0].spec.name if self.layout.sections else "no parameter"
+        return f"an offloaded {'model' if root is None else type(root).__name__} (the one with {first})"
+
+    def is_part_of(self, module: nn.Module) -> bool:
+        """True if a model that was given to zo.offload is in `module`, or the other way round."""
+        inside = set(module.modules())
+        return any(root in inside or module in set(root.modules()) for root in self._live_roots())
 
     def prepare_growth(self) -> None:
         """Raise where parameters cannot be adopted now; updates and commits are over."""
@@ -376,6 +396,10 @@ class ModelRuntime:
         with self.collectives.together(call + self.grads.changes(), notice):
             yield
         self._commits.note_due(notice.given)
+
+    def compare(self, name: str, compared: Callable[[], Compared]) -> None:
+        """The next call that all ranks make compares this too; they raise where they differ."""
+        self.collectives.compare(name, compared)
 
     def check_step(self) -> None:
         """Raise where no step can be made now."""
@@ -550,8 +574,11 @@ class ModelRuntime:
     def _load(
         self, saved: SavedGeneration, path: Path, check: Callable[[Generation], None], *, masters_only: bool
     ) -> tuple[Generation, dict[str, Any] | None]:
-        index, ranks = self.collectives.shard_index, self.ranks
-        with ranks.together():
+        index, ranks, found, notice = self.collectives.shard_index, self.ranks, saved.generation, Notice()
+        # On another machine the same path may hold another one.
+        which = f"generation {found.number} (step {found.step}) of run {found.run_id}"
+        notice.compared.append(Compared.of({"the checkpoint": which, "optimizer=None": masters_only}))
+        with ranks.together("zo.load_checkpoint", notice):
             check(saved.generation)
             places = saved.base_places(self.store.base)
             _check_base(saved.generation, self.store, places)

@@ -222,6 +222,10 @@ class GradScaler:
                 "the loss scale is saved between scaler.step() and scaler.update(), which may change it; "
                 "call scaler.update() before zo.commit, zo.save_checkpoint and scaler.state_dict()"
             )
+        return self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """The same numbers at any moment."""
         return {
             "scale": self._scale,
             "growth_factor": self._growth_factor,

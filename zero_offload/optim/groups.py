@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zero_offload.base.alike import word_of
 from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.storage.shards.registry import owner_of
 
@@ -27,22 +28,50 @@ def _record(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
     }
     for name, value in group.items():
         if name not in _NOT_HYPER:
-            record[name] = _plain(name, value)
+            record[name] = plain(name, value)
     return record
 
 
-def _plain(name: str, value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """A hyperparameter by value: numbers of torch and numpy are numbers. Raises ConfigError for what no file takes."""
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(name, each) for each in value]
+        return [plain(name, each) for each in value]
     if value is None or isinstance(value, str | int | float):
         return value
     raise ConfigError(
         f"param group: {name!r} is a {type(value).__name__}, which no generation can keep; use numbers, texts, and "
         "lists of them"
     )
+
+
+class Names:
+    """Lists of parameters by name, as ranks compare them. A list that is as it was is not looked at again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[list[nn.Parameter], int]] = {}
+        """By ids, which stay those of the parameters as long as these are held."""
+
+    def digest(self, params: Sequence[nn.Parameter]) -> int:
+        """32 bits."""
+        key = tuple(map(id, params))
+        if (known := self._known.get(key)) is None:
+            if len(self._known) >= _LISTS_MAX:
+                self._known.clear()
+            known = self._known[key] = list(params), word_of([_told(param) for param in params])
+        return known[1]
+
+    def describe(self, params: Sequence[nn.Parameter]) -> str:
+        names = [_told(param) for param in params]
+        return f"{len(names)} ({', '.join(names[:3])}{', ...' * (len(names) > 3)}; digest {self.digest(params):08x})"
+
+
+_LISTS_MAX = 256
+
+
+def _told(param: nn.Parameter) -> str:
+    return _name(param) if owner_of(param) is not None else f"not offloaded {tuple(param.shape)}"
 
 
 def _name(param: nn.Parameter) -> str:

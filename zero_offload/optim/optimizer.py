@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_tensor, host_zeros
 from zero_offload.hardware.kernels.arguments import Hyper, Segment, UpdateTensors, address_of, kind_of
@@ -25,7 +26,7 @@ from zero_offload.hardware.kernels.choice import has_device_update
 from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update, update_on_device
 from zero_offload.hardware.probe import kernel_threads
-from zero_offload.optim.groups import group_records
+from zero_offload.optim.groups import Names, group_records, plain
 from zero_offload.optim.state import (
     BESIDE,
     STEP,
@@ -64,6 +65,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Versions of ordinary bf16 parameters after their last update: another version means that the program has
         changed the value, and the residual no longer completes it."""
         self._is_built = False
+        self._names = Names()
         self._states = States(self)
         super().__init__(params, defaults)
         self._is_built = True
@@ -163,6 +165,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             hypers = self.hypers()
             ordinary = self._ordinary_with_grads(hypers)
             groups = self._check_step(owners)
+            for owner in owners:
+                owner.compare("optimizer", self.compared)
         if owners and others:
             grads = [param.grad for param, _, _ in ordinary if param.grad is not None]
             # Ranks that train apart are wrong on all of them, without any other sign.
@@ -198,6 +202,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             owner.check_step()
             owner.places.check_frozen(params)
         return groups
+
+    def compared(self) -> Compared:
+        """What ranks must have alike: this class, which parameters its groups have, and their hyperparameters."""
+        groups = [(self._names.digest(g["params"]), *vars(self._hyper(g)).values()) for g in self.param_groups]
+        return Compared(word_of((type(self).__name__, groups)), self._texts)
+
+    def _texts(self) -> dict[str, str]:
+        texts = {"the optimizer": type(self).__name__, "the number of param groups": str(len(self.param_groups))}
+        names = [*self.defaults, "decoupled_weight_decay"]
+        for number, group in enumerate(self.param_groups):
+            texts[f"params of group {number}"] = self._names.describe(group["params"])
+            values = {name: plain(name, group[name]) for name in names if name in group}
+            texts |= {
+                f"{name} of group {number}": repr(tuple(value) if isinstance(value, list) else value)
+                for name, value in values.items()
+            }
+        return texts
 
     def hyper_of(self, param: nn.Parameter) -> Hyper | None:
         """Hyperparameters by value; None for a parameter of another optimizer."""
@@ -319,7 +340,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "_states" not in self.__dict__:
             self._states = States(self)
         self._take_states(state["state"])
-        self._versions = {}
+        self._versions, self._names = {}, Names()
         for group in self.param_groups:
             fill_group(group, self.defaults)
 

@@ -16,6 +16,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
+from zero_offload.base.alike import Compared, Texts, by_value, difference
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
@@ -45,6 +46,7 @@ class Agreement:
         self._channel = group.channel
         self._watch = group.watch
         self.branches = branches
+        self._compared: dict[str, Compared] = {}
         self._error: ZeroOffloadError | None = None
         """What was raised in this forward or backward: what is left of it is for this rank alone."""
 
@@ -52,20 +54,32 @@ class Agreement:
         """A forward starts on all ranks; whatever went wrong before is over."""
         self._error = None
 
+    def compare(self, name: str, compared: Compared) -> None:
+        """The next call that all ranks make compares this too; it takes the place of what had its name."""
+        self._compared[name] = compared
+
+    def _take_compared(self) -> list[Compared]:
+        taken, self._compared = list(self._compared.values()), {}
+        return taken
+
     def same(self, call: str) -> None:
-        """Every rank makes the same call now, or all raise."""
-        self._exchange(Intent.CALL, zlib.crc32(call.encode()), call)
+        """Every rank makes the same call now, with what `compare` was given, or all raise."""
+        if self._group is not None:
+            notice = Notice(compared=self._take_compared()) if self._compared else None
+            self._exchange(Intent.CALL, _word(call, notice), call, notice)
 
     @contextmanager
     def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
         """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise.
 
         The first rank's error is raised where nothing went wrong. Inside there must be no communication. At the end
-        `notice` is given on all ranks if it was given on one.
+        `notice` is given on all ranks if it was given on one, and has what `compare` was given. Raises ConfigError on
+        all where they differ in that.
         """
         notice = notice or Notice()
         if self._group is None:
             yield
+            notice.compared += self._take_compared()
             return
         failure: Exception | None = None
         try:
@@ -76,10 +90,11 @@ class Agreement:
             failure = error
         try:
             intent = Intent.CALL if failure is None else Intent.ERROR
+            notice.compared += self._take_compared()
             with self._watch.waiting(call):
-                heard = self._tell(intent, zlib.crc32(call.encode()) | notice.given << _CRC_BITS)
+                heard = self._tell(intent, _word(call, notice) | notice.given << _CRC_BITS)
             if len({(intent, word % (1 << _CRC_BITS)) for intent, word in heard}) > 1:
-                raise self._mismatch(call, failure)
+                raise self._mismatch(call, failure, notice)
             notice.given = any(word >> _CRC_BITS for _, word in heard)
         except RankError:
             if failure is None:
@@ -95,7 +110,7 @@ class Agreement:
         """The unit that all ranks gather now, though this rank wants none; None once all have come to `place`."""
         return min(self._exchange(Intent.PLACE, zlib.crc32(place.encode()), place), default=None)
 
-    def _exchange(self, intent: Intent, value: int, text: str) -> list[int]:
+    def _exchange(self, intent: Intent, value: int, text: str, notice: Notice | None = None) -> list[int]:
         """Tell and be told; the units that are wanted. All ranks come to the same conclusion."""
         if self._group is None:
             return [value] if intent is Intent.UNIT else []
@@ -108,7 +123,7 @@ class Agreement:
         wanted = [value for intent, value in said if intent == Intent.UNIT]
         others = {each for each in said if each[0] != Intent.UNIT}
         if len(others) > 1 or (wanted and any(intent != Intent.PLACE for intent, _ in others)):
-            raise self._mismatch(text)
+            raise self._mismatch(text, notice=notice, in_pass=True)
         return wanted
 
     def least(self, number: int, what: str) -> int:
@@ -131,24 +146,38 @@ class Agreement:
         all_gather(every, mine, group=self._group)
         return [tuple(pair) for pair in every.view(-1, 2).tolist()]
 
-    def _mismatch(self, text: str, failure: Exception | None = None) -> Exception:
-        """What to raise where ranks differ: an error that some rank has met, or that they went different ways."""
-        found: list[tuple[str, Told]] = [("", None)] * self._num_ranks
+    def _mismatch(
+        self, text: str, failure: Exception | None = None, notice: Notice | None = None, *, in_pass: bool = False
+    ) -> Exception:
+        """What to raise where ranks differ: an error that some rank has met, that they differ in settings, or that they
+        went different ways."""
+        mine = (text, told(failure), {} if notice is None or failure is not None else notice.texts())
+        found: list[tuple[str, Told, Texts]] = [mine] * self._num_ranks
         with self._watch.waiting(text):
-            dist.all_gather_object(found, (text, told(failure)), group=self._group)
+            dist.all_gather_object(found, mine, group=self._group)
         try:
-            raise_first(failure, zip(self._members, (theirs for _, theirs in found), strict=True))
+            raise_first(failure, zip(self._members, (theirs for _, theirs, _ in found), strict=True))
         except Exception as error:
             return error
-        texts = [each for each, _ in found]
-        first = next(rank for rank in range(self._num_ranks) if texts[rank] != texts[0])
+        settings = zip(self._members, (texts for _, _, texts in found), strict=True)
+        if (differ := difference(found[0][0], settings)) is not None:
+            self._error = differ if in_pass else self._error
+            return differ
         remedy = (
             "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "
-            "some ranks only), or ran another number of micro-batches: make them alike, or offload with branches='any'"
+            "some ranks only), or ran another number of micro-batches, or made a call that others left out (a clip, "
+            "zo.no_sync): make them alike, or offload with branches='any'"
             if self.branches is Branches.SAME
             else "With branches='any' ranks may use different units, but each runs as many forwards and backwards of "
             "the model as the others, and calls zo's functions in the same order"
         )
-        ours, theirs = (f"rank {self._members[each]}" for each in (0, first))
-        self._error = ZeroOffloadError(f"{ours} is at {texts[0]}, {theirs} at {texts[first]}. {remedy}")
+        places = by_value([(rank, each) for rank, (each, _, _) in zip(self._members, found, strict=True)])
+        (first, ranks), *others = places
+        verb = "are" if ranks.startswith("ranks") else "is"
+        at = ", ".join([f"{ranks} {verb} at {first}", *(f"{ranks} at {place}" for place, ranks in others)])
+        self._error = ZeroOffloadError(f"{at}. {remedy}")
         return self._error
+
+
+def _word(call: str, notice: Notice | None) -> int:
+    return zlib.crc32(call.encode(), 0 if notice is None else notice.word)

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from zero_offload.base.alike import Compared
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.events import Counters
 from zero_offload.base.host import host_tensor
@@ -209,9 +210,15 @@ class Collectives:
         self.counters = counters
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
+    def compare(self, name: str, compared: Callable[[], Compared]) -> None:
+        """As `Agreement.compare`, where there are other ranks."""
+        if self._over_all:
+            self.agreement.compare(name, compared())
+
     @contextmanager
     def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
         """As `Agreement.together`; ranks that hold the other parts of the model are told as well."""
+        notice = notice or Notice()
         row = self._group.row if len(self._group.columns) > 1 else None
         members = [] if row is None else dist.get_process_group_ranks(row)
         with self._watch.together(row, members, call, notice), self.agreement.together(call, notice):
@@ -406,10 +413,12 @@ class CommitGroup:
             return True
         try:
             dist.monitored_barrier(self._group, timeout=COME_S, wait_all_ranks=True)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # of a group that the program has destroyed
             return False
         return True
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(
+        self, what: str = "a commit or another agreement about files", notice: Notice | None = None
+    ) -> AbstractContextManager[None]:
         """As `RankWatch.together`."""
-        return self._watch.together(self._group, self._numbers, "a commit or another agreement about files")
+        return self._watch.together(self._group, self._numbers, what, notice)

@@ -24,7 +24,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.hardware.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
-from zero_offload.runtime.ranks.watch import RankWatch, time_limit
+from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
 # torch 2.13 renames them, and warns.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -111,17 +111,22 @@ class Callers:
         with watch.waiting(CALL):
             return cls(members, _new_group(members, "gloo") if len(members) > 1 else None, watch)
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self, notice: Notice | None = None) -> AbstractContextManager[None]:
         """As `RankWatch.together`."""
-        return self.watch.together(self.group, self.members, CALL)
+        return self.watch.together(self.group, self.members, CALL, notice)
 
     @contextmanager
-    def together_with(self, tensor_mesh: DeviceMesh | None) -> Iterator[None]:
+    def together_with(self, tensor_mesh: DeviceMesh | None, notice: Notice) -> Iterator[None]:
         """As `together`; ranks that hold the other parts of a model divided over `tensor_mesh` are told as well."""
         row = None if tensor_mesh is None or tensor_mesh.ndim > 1 else tensor_mesh.get_group()
         members = [] if row is None else dist.get_process_group_ranks(row)
-        with self.watch.together(row, members, CALL), self.together():
+        with self.watch.together(row, members, CALL, notice), self.together(notice):
             yield
+
+    def cut(self, mesh: DeviceMesh | None) -> list[Any]:
+        """The members of a mesh that passed `mesh_problems`, in its shape, by their places among all of them."""
+        ranks = range(len(self.members)) if mesh is None else map(self.members.index, mesh.mesh.flatten().tolist())
+        return list(ranks) if mesh is None or mesh.ndim == 1 else [mesh.size(0), *ranks]
 
     def take_gpus(self) -> int:
         """Give each rank a GPU of its own; returns how many ranks this machine has. Raises ConfigError on all where two

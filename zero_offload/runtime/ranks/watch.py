@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zero_offload.base import errors
+from zero_offload.base.alike import Compared, difference, word_of
 from zero_offload.base.errors import RankError, ZeroOffloadError
 
 LISTEN_S = 5.0
@@ -89,10 +90,19 @@ class Witness:
 
 @dataclass
 class Notice:
-    """A bit that travels with `together`, without a message of its own."""
+    """What travels with `together`, without a message of its own."""
 
     given: bool = False
     """True if this rank says it, and in the end if a rank has said it."""
+    compared: list[Compared] = field(default_factory=list)
+    """What all ranks must have alike."""
+
+    @property
+    def word(self) -> int:
+        return word_of([each.word for each in self.compared]) if self.compared else 0
+
+    def texts(self) -> dict[str, str]:
+        return {name: text for each in self.compared for name, text in each.texts().items()}
 
 
 class RankWatch:
@@ -128,7 +138,12 @@ class RankWatch:
             yield
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            # torch raises ValueError for a group that it does not know any more.
+            if self._others and (isinstance(error, ValueError) or not dist.is_initialized()):
+                raise _group_is_gone(what) from error
+            if isinstance(error, ValueError):
+                raise
             waited_s = time.monotonic() - began
             self._say("waits", what)
             raise RankError(self._explain(what, waited_s, error)) from error
@@ -141,7 +156,7 @@ class RankWatch:
 
         Inside there must be no communication. The first rank's error is raised where nothing went wrong. `members` are
         the ranks' names in the order of `group`, which is None where this rank is alone. At the end `notice` is given
-        on all ranks if it was given on one.
+        on all ranks if it was given on one. Raises ConfigError on all where they differ in what it compares.
         """
         notice = notice or Notice()
         failure: Exception | None = None
@@ -153,15 +168,20 @@ class RankWatch:
             failure = error
         if group is None:
             return
-        found: list[Any] = [(None, False)] * len(members)
+        found: list[Any] = [(None, False, 0)] * len(members)
         try:
             with self.waiting(what):
-                dist.all_gather_object(found, (told(failure), notice.given), group=group)
+                dist.all_gather_object(found, (told(failure), notice.given, notice.word), group=group)
         except RankError:
             if failure is None:
                 raise
-        raise_first(failure, zip(members, (theirs for theirs, _ in found), strict=True))
-        notice.given = any(given for _, given in found)
+        raise_first(failure, zip(members, (theirs for theirs, _, _ in found), strict=True))
+        if len({word for _, _, word in found}) > 1:
+            texts: list[Any] = [{}] * len(members)
+            with self.waiting(what):
+                dist.all_gather_object(texts, notice.texts(), group=group)
+            raise difference(what, zip(members, texts, strict=True)) or ZeroOffloadError(f"{what}: ranks differ")
+        notice.given = any(given for _, given, _ in found)
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
@@ -204,7 +224,7 @@ class RankWatch:
                 "unless torchrun keeps it: look at rank 0 first"
             )
         else:
-            found = _verdict(witnesses, what)
+            found = _verdict(witnesses, what, is_broken=waited_s < time_limit().total_seconds())
         return (
             f"{found}. Rank {self.rank} had waited {waited_s:.1f} s in {what} ({_first_line(error)}). Start all ranks "
             "again when the cause is gone; existing='resume' goes on from the last commit"
@@ -260,8 +280,16 @@ def _key(kind: str, rank: int) -> str:
     return f"zero_offload/{kind}/{rank}"
 
 
-def _verdict(witnesses: Sequence[Witness], what: str) -> str:
-    """The first cause that explains the others."""
+def _group_is_gone(what: str) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"{what}: torch.distributed.destroy_process_group was called before zo.close(model), and ranks reach each "
+        "other no more. Call zo.close on all ranks first: it makes the last step a generation. What was committed "
+        "before is whole; existing='resume' goes on from there"
+    )
+
+
+def _verdict(witnesses: Sequence[Witness], what: str, *, is_broken: bool) -> str:
+    """The first cause that explains the others; `is_broken`: a connection ended before its time was up."""
     if failed := [each for each in witnesses if each.failed]:
         texts = "; ".join(f"{each} has failed: {each.failed}" for each in failed)
         return f"{texts}. This is the cause, and the error here only follows from it"
@@ -275,7 +303,14 @@ def _verdict(witnesses: Sequence[Witness], what: str) -> str:
             f"{_names(ended)} {ended[0].ended} before the others, without an uncaught error: has it less data? "
             "All ranks must do the same number of steps"
         )
-    if silent := [each for each in witnesses if not each.is_clear]:
+    silent = [each for each in witnesses if not each.is_clear]
+    if away := [each for each in silent if is_broken and not each.state]:
+        # A rank that is only late keeps its connection.
+        return (
+            f"the connection to {_names(away)} ended, without a last word: killed (out of memory? see dmesg there), or "
+            "its machine or the network is down. Its own output is the place to look; a longer timeout= does not help"
+        )
+    if silent:
         states = ", ".join(each.state or "on another machine" for each in silent)
         return (
             f"{_names(silent)} did not come to {what} and does not answer ({states}). See where it is with "

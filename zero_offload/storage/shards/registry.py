@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zero_offload.base.alike import Compared
     from zero_offload.hardware.kernels.arguments import Hyper
     from zero_offload.storage.shards.checkpointed import Holder, Part
 
@@ -170,12 +171,18 @@ class LossScaler(Protocol):
 
     def get_scale(self) -> float: ...
 
+    def settings(self) -> dict[str, Any]:
+        """The scale, and what it becomes; the same on all ranks."""
+
     def state_dict(self) -> dict[str, Any]:
         """JSON values. Raises between `step` and `update`."""
 
 
 class Trainer(Protocol):
     """An optimizer, for a model that is updated before its `step`."""
+
+    def compared(self) -> Compared:
+        """Its class, groups and hyperparameters, which ranks have alike."""
 
     def hypers(self) -> Mapping[nn.Parameter, Hyper]:
         """Hyperparameters of its offloaded parameters, by value."""
@@ -210,6 +217,9 @@ class Owner(Protocol):
 
     def together_in_step(self, call: str) -> AbstractContextManager[None]:
         """What each rank does by itself at the beginning of a step succeeds on all, or all raise. Collective."""
+
+    def compare(self, name: str, compared: Callable[[], Compared]) -> None:
+        """The next call that all ranks make compares this too; they raise where they differ. Where there are others."""
 
     def check_step(self) -> None:
         """Raise where no step can be made now."""

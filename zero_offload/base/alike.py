@@ -1,0 +1,99 @@
+"""Settings that ranks must have alike: how they are compared, and how a difference is told.
+
+Ranks that differ in them would train one mixed model, or meet in different collectives. A rank sends a word, which
+crosses with what is exchanged anyway. Where words differ, ranks exchange texts, and all raise one ConfigError. Owns
+the list of what each rank may have of its own (`OWN`). Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+
+Texts = Mapping[str, str]
+"""Settings by name, as an error shows them."""
+
+OWN: Texts = {
+    "nvme": "a path is a machine's own; how many there are is compared, and then that they are the same directories",
+    "existing": "ranks agree on the generation that this leads to",
+    "generation": "ranks agree on the generation that this leads to",
+    "device_memory": "the least of the ranks' budgets holds on all",
+    "cpu_memory": "the least of the ranks' budgets holds on all",
+    "nvme_capacity": "the least of the ranks' budgets holds on all",
+    "io_engine": "all engines write the same bytes",
+}
+"""Fields of `OffloadConfig` that ranks may have of their own, and why; all others are compared."""
+
+
+class Compared(NamedTuple):
+    """What one rank has; `word` is equal where the texts are."""
+
+    word: int
+    texts: Callable[[], Texts]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Compared:
+        """Of values whose repr is equal where they are."""
+        texts = {name: repr(value) for name, value in settings.items()}
+        return cls(word_of(texts), lambda: texts)
+
+
+def word_of(value: object) -> int:
+    """32 bits."""
+    return zlib.crc32(repr(value).encode())
+
+
+def of_config(config: OffloadConfig) -> dict[str, object]:
+    """The settings of a config that ranks compare."""
+    found: dict[str, object] = {"the number of directories in nvme": len(config.nvme_dirs)}
+    for field in fields(config):
+        if field.name == "precision":
+            found |= {f"precision.{each.name}": _plain(config.precision, each.name) for each in fields(config.numerics)}
+        elif field.name not in OWN:
+            found[field.name] = _plain(config, field.name)
+    return found
+
+
+def _plain(holder: object, name: str) -> object:
+    """A value whose repr is the same in every process; a mapping keeps its order, which decides between its keys."""
+    value: Any = getattr(holder, name)
+    if isinstance(value, Mapping):
+        return {f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key: v for key, v in value.items()}
+    return value
+
+
+def difference(where: str, every: Iterable[tuple[int, Texts]]) -> ConfigError | None:
+    """The error for `where` about what ranks, by number, have of settings that all of them name; None if all agree."""
+    found = sorted(every, key=lambda each: each[0])
+    named = [name for name in found[0][1] if all(name in texts for _, texts in found)]
+    grouped = {name: by_value([(rank, texts[name]) for rank, texts in found]) for name in named}
+    lines = [
+        f"{name} is {' and '.join(f'{value} on {ranks}' for value, ranks in each)}"
+        for name, each in grouped.items()
+        if len(each) > 1
+    ]
+    if not lines:
+        return None
+    return ConfigError(
+        f"{where}: ranks differ: {'; '.join(lines)}. Give all ranks the same: with different settings they would train "
+        "a mixture"
+    )
+
+
+def by_value(every: Sequence[tuple[int, str]]) -> list[tuple[str, str]]:
+    """Each value, and the ranks that have it: "rank 0", "ranks 1, 2 and 5"."""
+    found: dict[str, list[int]] = {}
+    for rank, value in every:
+        found.setdefault(value, []).append(rank)
+    return [(value, _ranks(ranks)) for value, ranks in found.items()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
