@@ -35,6 +35,7 @@ TIES = "tests/models/test_ties_frozen_buffers.py"
 EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
 EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
 KEPT = "tests/formats/test_kept_files.py::"
+ALIKE = "tests/parity/test_settings_of_ranks.py::"
 DCP = "tests/integrations/test_dcp.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
 IDENTITY = "tests/integrations/test_identity.py::"
@@ -466,6 +467,41 @@ FAULTS = [
         '                self._note_change("dropped", section, indices)\n',
         "                pass\n",
         "tests/parity/test_grad_handle.py::test_what_one_rank_does_alone_is_an_error_of_all",
+    ),
+    fault(
+        "ranks with other settings train one mixed model",
+        "base/alike.py",
+        "        elif field.name not in OWN:\n",
+        '        elif field.name not in (*OWN, "grad_reduction"):\n',
+        f"{ALIKE}test_settings_that_differ",
+    ),
+    fault(
+        "ranks step with other learning rates",
+        "optim/optimizer.py",
+        '                owner.compare("optimizer", self.compared)\n',
+        "                pass\n",
+        f"{ALIKE}test_hyperparameters_that_differ",
+    ),
+    fault(
+        "ranks with other learning rates differ before the step is compared, where backward updates",
+        "model/backward_updates.py",
+        '            self._collectives.compare(f"optimizer {number}", trainer.compared)\n',
+        "            pass\n",
+        f"{ALIKE}test_updates_in_backward_begin_alike",
+    ),
+    fault(
+        "ranks clip to other norms",
+        "model/api.py",
+        "            owner.compare(call, partial(_clip_compared, clip, owner, params))\n",
+        "            pass\n",
+        f"{ALIKE}test_calls_that_differ",
+    ),
+    fault(
+        "a rank with a larger budget gathers less than the others",
+        "model/offload.py",
+        "replace(config, **budgets)",
+        "replace(config)",
+        f"{ALIKE}test_a_setting_that_may_differ_changes_no_bit",
     ),
     fault(
         "a gradient that is over is put back, and nothing is said",

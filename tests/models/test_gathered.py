@@ -199,3 +199,13 @@ def test_gradients_on_a_drive_are_read_once_and_not_written(nvme: Path) -> None:
     plain(tokens_of(0)).backward()
     assert same(grads, {name: param.grad for name, param in plain.named_parameters() if param.grad is not None})
     zo.close(model)
+
+
+@pytest.mark.parametrize("kind", ["params", "master"])
+def test_names_come_in_the_order_of_the_model(kind: str) -> None:
+    model = build(Model)
+    for name, param in model.named_parameters():
+        param.requires_grad_("bias" not in name)  # frozen ones are sections of their own
+    zo.offload(model, zo.OffloadConfig())
+    with zo.gathered(model, kind=kind) as values:
+        assert list(values) == [name for name, _ in model.named_parameters()]

@@ -437,7 +437,9 @@ def test_what_cannot_be_adopted(tmp_path: Path) -> None:
     refused: dict[str, Callable[[], Any]] = {
         r"with nvme=.*, not \(\)": lambda: zo.offload(model, zo.OffloadConfig()),
         r"takes an OffloadConfig": lambda: zo.offload(model, "cpu"),  # type: ignore[arg-type]
-        r"2 models that were offloaded apart": lambda: zo.offload(nn.ModuleList([model, other, nn.Linear(2, 2)])),
+        r"apart \(0\.embedding\.weight, .* of this ModuleList belong to an offloaded TinyLM \(": lambda: zo.offload(
+            nn.ModuleList([model, other, nn.Linear(2, 2)])
+        ),
         r"offloaded already and has no new parameter": lambda: zo.offload(other),
         r"norm\.0\.weight is torch\.float64|float64": lambda: zo.offload(model),
     }
@@ -455,6 +457,18 @@ def test_what_cannot_be_adopted(tmp_path: Path) -> None:
     model.late = nn.Linear(2, 2)
     with pytest.raises(zo.ConfigError, match="was closed by zo.close"):
         zo.offload(model)
+
+
+def test_a_model_that_shares_a_block_with_another_is_told_which() -> None:
+    model = zo.offload(build(TinyLM), zo.OffloadConfig())
+    other = nn.ModuleDict({"trunk": model.blocks[0], "norm": nn.LayerNorm(32)})
+    whose = r"(?s)\ntrunk\.norm\.weight, .*\.\.\. of this ModuleDict belong to an offloaded TinyLM \(the one with "
+    for config, what in (
+        (zo.OffloadConfig(precision="fp32"), "with precision="),
+        (None, r"norm\.weight, norm\.bias came"),
+    ):
+        with pytest.raises(zo.ConfigError, match=what + ".*" + whose):
+            zo.offload(other, config)
 
 
 @pytest.mark.parametrize(
