@@ -462,12 +462,12 @@ def test_what_cannot_be_adopted(tmp_path: Path) -> None:
 def test_a_model_that_shares_a_block_with_another_is_told_which() -> None:
     model = zo.offload(build(TinyLM), zo.OffloadConfig())
     other = nn.ModuleDict({"trunk": model.blocks[0], "norm": nn.LayerNorm(32)})
-    whose = r"(?s)\ntrunk\.norm\.weight, .*\.\.\. of this ModuleDict belong to an offloaded TinyLM \(the one with "
+    whose = r"[^\n]*\ntrunk\.norm\.weight, .*\.\.\. of this ModuleDict belong to an offloaded TinyLM \(the one with "
     for config, what in (
         (zo.OffloadConfig(precision="fp32"), "with precision="),
         (None, r"norm\.weight, norm\.bias came"),
     ):
-        with pytest.raises(zo.ConfigError, match=what + ".*" + whose):
+        with pytest.raises(zo.ConfigError, match=what + whose):
             zo.offload(other, config)
 
 
