@@ -1,6 +1,6 @@
 """A loop of accelerate around a model whose parameters and optimizer states rest on disk.
 
-pip install 'zero_offload[transformers]', then: torchrun --nproc-per-node 2 examples/accelerate_loop.py
+pip install '.[transformers]', then: torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """All weights of a U-Net of diffusers learn to denoise; weights, gradients and states rest on disk.
 
-pip install 'zero_offload[peft]' diffusers, then: python examples/diffusion_full.py [DIRECTORY]
+pip install '.[peft]' diffusers, then: python examples/diffusion_full.py [DIRECTORY]
 """
 
 import sys

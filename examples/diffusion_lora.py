@@ -1,6 +1,6 @@
 """LoRA of a diffusion transformer over weights that stay on disk: only the adapter and its states are in memory.
 
-pip install 'zero_offload[peft]' diffusers, then: python examples/diffusion_lora.py [DIRECTORY]
+pip install '.[peft]' diffusers, then: python examples/diffusion_lora.py [DIRECTORY]
 """
 
 import sys

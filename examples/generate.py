@@ -1,6 +1,6 @@
 """Text from a model that is larger than memory: its weights stream from memory and disk, token by token.
 
-pip install 'zero_offload[transformers]', then: python examples/generate.py MODEL_FOLDER DIRECTORY_ON_NVME [PROMPT]
+pip install '.[transformers]', then: python examples/generate.py MODEL_FOLDER DIRECTORY_ON_NVME [PROMPT]
 """
 
 import sys

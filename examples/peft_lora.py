@@ -1,6 +1,6 @@
 """LoRA over a base whose weights never are in memory whole: train, write the adapter and a merged model.
 
-python examples/peft_lora.py  # pip install 'zero_offload[peft]'
+python examples/peft_lora.py  # pip install '.[peft]'
 """
 
 import tempfile

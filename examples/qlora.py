@@ -1,6 +1,6 @@
 """QLoRA of a folder that does not fit memory in 16 bits: quantized while it is read, streamed from NVMe, never trained.
 
-python examples/qlora.py MODEL_DIR RUN_DIR    (needs pip install 'zero_offload[quantize,peft]')
+python examples/qlora.py MODEL_DIR RUN_DIR    (needs pip install '.[quantize,peft]')
 """
 
 import sys

@@ -1,6 +1,6 @@
 """transformers' Trainer as it is, around a model whose parameters and optimizer states rest on disk.
 
-pip install 'zero_offload[transformers]', then: python examples/trainer.py [DIRECTORY]
+pip install '.[transformers]', then: python examples/trainer.py [DIRECTORY]
 """
 
 import sys

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+import zero_offload as zo
 import zero_offload.cli.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
 from zero_offload.base.errors import ConfigError, StorageError
 from zero_offload.checkpoint.metrics import Metrics
@@ -307,3 +308,30 @@ def test_a_flag_that_is_not_known_is_answered_by_one_that_is(capsys: Capture) ->
     usage, error = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and usage.startswith("usage: zero-offload finetune MODEL")
     assert error.endswith("unrecognized arguments: --optmizer-tier cpu; did you mean --optimizer-tier?")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["finetune", "m", "--learning-rate", "1"], "did you mean --lr?"),
+        (["finetune", "m", "--batch-size=3"], "did you mean --batch?"),
+        (["finetune", "m", "--num-train-epochs", "1"], "did you mean --epochs?"),
+        (["finetune", "m", "--output_dir", "x"], "did you mean --out?"),
+        (["finetune", "m", "--lora-r", "8"], "did you mean --lora?"),
+        (["train", "--nvme-path", "x"], "did you mean --nvme?"),
+        (["train", "--offload-optimizer", "cpu"], "did you mean --optimizer-tier?"),
+        (["finetune", "--model", "m"], "a model has no flag: zero-offload finetune FOLDER ..."),
+        (["finetune", "m", "--lora"], "--lora RANK: train adapters of this rank, such as 16 (default: all parameters)"),
+    ],
+)
+def test_flags_of_other_tools_are_known(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and capsys.readouterr().err.rstrip().endswith(hint)
+
+
+def test_settings_of_other_tools_are_known() -> None:
+    with pytest.raises(zo.ConfigError, match=r"unknown setting nvme_path: did you mean nvme\?"):
+        zo.OffloadConfig.from_dict({"nvme_path": "x"})
+    with pytest.raises(zo.ConfigError, match=r"unknown setting zero_stage: did you mean stage\?"):
+        zo.OffloadConfig(zero_stage=3)  # type: ignore[call-arg]

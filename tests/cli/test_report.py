@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 
 import zero_offload as zo
+from zero_offload.base.errors import ConfigError
 from zero_offload.cli.main import main
+from zero_offload.cli.report import watch
 
 
 def _report(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -239,3 +242,31 @@ def test_a_trace_that_is_none(text: str, run_dir: Path, capsys: pytest.CaptureFi
     (run_dir / "trace.json").write_text(text)
     assert main(["report", str(run_dir)]) == 2
     assert "trace.json is not what" in capsys.readouterr().err
+
+
+def test_a_run_that_is_discarded_while_it_is_watched(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is empty for a moment, then another run begins there; and in the end it is gone."""
+    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+    monkeypatch.setattr(watch, "GONE_S", 0.1)
+    found = replace(watch.read_run(run_dir), is_running=True)
+    first, other = (replace(found, description=found.description | {"starts": [{"began_at": at}]}) for at in (1, 2))
+    told: list[str] = []
+
+    def reading(*answers: object) -> None:
+        left = list(answers)
+
+        def read(path: Path) -> object:
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(watch, "read_run", read)
+
+    gone, empty = ConfigError("there is no run"), replace(other, rows=[])
+    reading(first, first, gone, empty, other, replace(other, is_running=False))
+    watch.watch(run_dir, 600, None, told.append)
+    assert "begins anew" in told[1] and "another run has taken the place" in told[2] and len(told) == 3
+    reading(first, gone)
+    with pytest.raises(ConfigError, match="was deleted or discarded while it was watched: there is no run"):
+        watch.watch(run_dir, 600, None, told.append)

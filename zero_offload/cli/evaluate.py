@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_offload.base.errors import ConfigError
+from zero_offload.base.errors import ConfigError, NonFiniteError
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
 from zero_offload.cli.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.cli.finetune.settings import TASKS
@@ -80,9 +81,21 @@ def run(args: argparse.Namespace) -> int:
         answers = list(_answers(model, folder, prepared.train, args.eval_samples))
     finally:
         close(model)
+    _check_finite(args, score)
     if is_first:
         _print(args, score, prepared.counts.to_dict(), seconds, answers)
     return 0
+
+
+def _check_finite(args: argparse.Namespace, score: Score) -> None:
+    """Raise where the data have no loss, or none that is a number."""
+    if not score.count:
+        raise ConfigError(f"nothing in {' '.join(args.data)} has a loss: no token is one that the model should write")
+    if not math.isfinite(score.loss):
+        raise NonFiniteError(
+            f"the loss of {args.dir} on {' '.join(args.data)} is {score.loss}, over {score.count:,} that have one: "
+            "weights are not finite, or values overflow in this precision; try --precision fp32"
+        )
 
 
 def _check_labels(folder: ModelFolder, labels: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
@@ -29,13 +30,31 @@ _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capaci
 6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted, 141 output pipe closed"""
 
 
+_OF_MODELS = ("--model", "--model-name-or-path", "--base-model", "--model-path", "--model-id")
+_OF_A_FOLDER = ("finetune", "chat", "evaluate")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says of a flag with a wrong value, or none, what it takes."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.match(r"argument (--[\w-]+).*: (expected|invalid)", message)
+        action = self._option_string_actions.get(found[1]) if found else None
+        if action is not None and action.help:
+            takes = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+            message += f"; {action.option_strings[-1]} {takes}: {action.help % vars(action)}"
+        super().error(message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     interrupts_raise()
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        flags = re.findall(r"--[a-z][a-z-]*", args.parser.format_help())
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*", args.parser.format_help())
         hint = did_you_mean(unknown[0], flags).strip()
+        if unknown[0].partition("=")[0].replace("_", "-") in _OF_MODELS and args.command in _OF_A_FOLDER:
+            hint = f"a model has no flag: zero-offload {args.command} FOLDER ..."
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -74,7 +93,7 @@ def _plain_warnings() -> Iterator[None]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="zero-offload",
         description="Train models larger than the memory of this machine.",
         epilog=_EPILOG,

@@ -90,7 +90,7 @@ class RunLog:
         """The model's steps when the log began: those of the generation or checkpoint that it goes on from."""
         self._goes_on, self._is_closed, self._last_step = self.committed_step > 0, False, 0
         with owner.together("zo.RunLog"):
-            _check_arguments(settings, about, tokens_per_step, micro_batches)
+            _check_arguments(path, settings, about, tokens_per_step, micro_batches, warn)
             self.path = path.path if isinstance(path, RunDirectory) else Path(path).expanduser().absolute()
             if self._is_first:
                 try:
@@ -190,6 +190,8 @@ class RunLog:
 
     def close(self, error: str = "") -> None:
         """Say in `run.json` when the run ended, and by which `error`; let other runs come. Closing twice is allowed."""
+        if not isinstance(error, str):
+            raise ConfigError(f"zo.RunLog.close(error={error!r}): give a text, such as type(error).__name__")
         metrics, self._metrics = self._metrics, None
         self._is_closed = True
         if metrics is None or os.getpid() != self._pid:
@@ -252,17 +254,32 @@ def _row_of(found: Stats) -> Row:
 
 def _figure(name: str, value: Any) -> float | int | list[str]:
     """A number as JSON has it; NaN and infinities stay, and are null in the file. A list of text stays."""
-    if isinstance(value, int) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if isinstance(value, list) and all(isinstance(each, str) for each in value) and name not in _NUMBERS:
+        return value
+    value = value.detach() if isinstance(value, torch.Tensor) else value
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("torch.bool", "bool")
     try:
-        if not isinstance(value, str):
-            return float(value.detach() if isinstance(value, torch.Tensor) else value)
+        if not isinstance(value, str | bytes) and not is_bool:
+            return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
-    raise ConfigError(f"zo.RunLog: {name}={show(value)} is not a number")
+    hint = "; True and False are none: give int(...) where 1 and 0 are meant" if is_bool else ""
+    raise ConfigError(f"zo.RunLog: {name}={show(value)} is not a number{hint}")
 
 
-def _check_arguments(settings: object, about: object, tokens_per_step: object, micro_batches: object) -> None:
+_NUMBERS = ("loss", "val_loss", "lr", "grad_norm", "tokens")
+"""Of which a list of text is no figure."""
+
+
+def _check_arguments(
+    path: object, settings: object, about: object, tokens_per_step: object, micro_batches: object, warn: object
+) -> None:
+    if not isinstance(path, str | os.PathLike | RunDirectory):
+        raise ConfigError(f"zo.RunLog({path!r}): the first argument is the run's directory, a path")
+    if not callable(warn):
+        raise ConfigError(f"zo.RunLog(warn={warn!r}): give a function that takes a text, such as print")
     for name, value in (("settings", settings), ("about", about)):
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"zo.RunLog({name}=) takes a dict, not a {type(value).__name__}; vars(args) makes one")

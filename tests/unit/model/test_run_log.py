@@ -302,3 +302,19 @@ def test_a_directory_that_is_held_stays_so(tmp_path: Path) -> None:
         with pytest.raises(zo.LockError):
             zo.RunLog(tmp_path / "run", model)
     zo.close(model)
+
+
+@pytest.mark.parametrize("value", [True, torch.tensor(True), b"1", ["a"]])
+def test_what_is_no_number_is_no_loss(tmp_path: Path, value: object) -> None:
+    model = zo.offload(build(partial(TinyLM, NARROW)), zo.OffloadConfig())
+    with zo.RunLog(tmp_path / "run", model) as log:
+        with pytest.raises(zo.ConfigError, match=r"loss=.* is not a number"):
+            log.step(1, loss=value)
+        log.step(1, loss=1, said=["a"])
+        with pytest.raises(zo.ConfigError, match="give a text"):
+            log.close(error=True)  # type: ignore[arg-type]
+    with pytest.raises(zo.ConfigError, match="the first argument is the run's directory"):
+        zo.RunLog(3, model)  # type: ignore[arg-type]
+    with pytest.raises(zo.ConfigError, match="give a function that takes a text"):
+        zo.RunLog(tmp_path / "other", model, warn=True)  # type: ignore[arg-type]
+    zo.close(model)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Counts
-from zero_offload.cli.finetune.settings import FinetuneConfig
+from zero_offload.cli.finetune.settings import HIGH_RATE, FinetuneConfig, usual_rate
 
 if TYPE_CHECKING:
     from zero_offload.cli.finetune.data import Prepared  # brings datasets
@@ -117,6 +117,12 @@ class Learning:
             )
         elif warmup and config.warmup >= 1 and steps < _SHORT:
             yield f"step 1 of {steps:,} has rate 0 and trains nothing, as warm-up begins there; --warmup 0 trains it"
+        usual = usual_rate(config.method, is_adapter=config.lora > 0)
+        if config.lr > HIGH_RATE:
+            yield (
+                f"warning: --lr {config.lr:g} is far too high for AdamW, which moves each weight by about that much in "
+                f"a step: the model will be destroyed; usual is --lr {usual:g}"
+            )
         if self.counts.truncated * 2 > self.counts.samples:
             yield "warning: most samples are cut off; give a larger --seq"
 

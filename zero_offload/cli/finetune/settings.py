@@ -34,6 +34,8 @@ TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
 """By method, what the model does."""
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classify": (2e-5, 5e-4)}
 """By method, the learning rate of all parameters and of adapters."""
+HIGH_RATE = 0.05
+"""No model is trained at a higher rate by AdamW, whose step is about as large as the rate; weights are about 0.02."""
 _ASKED = ("mlm", "classify")
 """Methods that no data tell: without `method` the same data are trained by another one."""
 _SEQ = 1024
@@ -129,7 +131,7 @@ class FinetuneConfig:
 
     def with_method(self, method: str, *, is_adapter: bool) -> FinetuneConfig:
         """With the method that the data has told, and its learning rate."""
-        return replace(self, method=method, lr=self.lr or _RATES[method][is_adapter])
+        return replace(self, method=method, lr=self.lr or usual_rate(method, is_adapter=is_adapter))
 
     def of_data(self) -> dict[str, Any]:
         """Arguments of `data.prepare`."""
@@ -184,6 +186,11 @@ class FinetuneConfig:
         places = self.offload.to_dict() | {"nvme": [str(path.absolute()) for path in self.offload.nvme_dirs]}
         # How a run starts is not part of what it is.
         return {name: value for name, value in places.items() if name not in _HOW_IT_STARTS}
+
+
+def usual_rate(method: str, *, is_adapter: bool) -> float:
+    """The learning rate where none is given."""
+    return _RATES[method][is_adapter]
 
 
 def _default_out(settings: Mapping[str, Any]) -> Path:
@@ -337,7 +344,7 @@ def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None
     add("--weight-decay", "decay of the matrices (default 0)", type=float)
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of new weights and of the data's order (default 0)", type=int)
-    add("--lora", "train adapters of this rank (default: all parameters)", type=int, metavar="RANK")
+    add("--lora", "train adapters of this rank, such as 16 (default: all parameters)", type=int, metavar="RANK")
     add(
         "--lora-alpha",
         "adapters are scaled by ALPHA / RANK (default: twice the rank)",

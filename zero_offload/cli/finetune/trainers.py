@@ -91,8 +91,9 @@ class Job:
 
 
 def best_of(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The first of those with the lowest loss; None of none."""
-    return min(evaluations, key=lambda each: each["loss"] if math.isfinite(each["loss"]) else math.inf, default=None)
+    """The first of those with the lowest loss; None where none has a finite one."""
+    finite = [each for each in evaluations if math.isfinite(each["loss"])]
+    return min(finite, key=lambda each: each["loss"], default=None)
 
 
 class FinetuneMixin(OffloadMixin):
@@ -149,6 +150,17 @@ class FinetuneMixin(OffloadMixin):
             self._check_finite(row)
 
     def _check_finite(self, row: Mapping[str, Any]) -> None:
+        if not math.isfinite(row.get("val_loss", 0.0)):
+            best = best_of(self.evaluations)
+            kept = (
+                f"OUT/best has the weights of step {best['step']}" if best else "no evaluation before had a finite one"
+            )
+            raise NonFiniteError(
+                f"the evaluation's loss at step {self.state.global_step} is {row['val_loss']}; {kept}. Go on with a "
+                f"smaller --lr (now {self._job.config.lr:g}) from an earlier --generation "
+                f"(zero-offload verify {self._job.config.out} lists them), or begin anew with --precision fp32 and "
+                "another --out"
+            )
         is_finite = math.isfinite(row["loss"]) and math.isfinite(row.get("grad_norm", 0.0))
         scaler = getattr(self.accelerator, "scaler", None)
         if is_finite:

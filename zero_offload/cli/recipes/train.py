@@ -302,6 +302,11 @@ def _train_steps(
         _commit(job, step)
         trace.end_step()
         progress.step(row)
+        if val_loss is not None and not math.isfinite(val_loss):
+            raise NonFiniteError(
+                f"the validation loss at step {step} is {val_loss}; go on with a smaller --lr (now {job.config.lr:g}) "
+                "from an earlier --generation, or begin anew with --precision fp32 and another --out"
+            )
         if math.isfinite(figures["grad_norm"]):
             non_finite_steps = 0
         elif job.scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale

@@ -23,6 +23,8 @@ from zero_offload.cli.report.page import page_data, page_of
 
 PORT = 8320
 EVERY_S = 2.0
+GONE_S = 10.0
+"""A run that cannot be read for so long is gone."""
 _HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -33,8 +35,11 @@ class Source:
         self._path = path
         self._tbw = tbw
         self._lock = threading.Lock()
-        self._seen: object = None
+        self._seen: list[object] = []
         self._text = ""
+        self.is_running = True
+        self.began_at: object = None
+        """When the run began, which tells two runs in one place apart."""
         self.has_ended = False
         """True if no process is at work in the run directory any more."""
 
@@ -42,13 +47,17 @@ class Source:
         """The data as JSON, and a tag that another content would not have. Raises ConfigError before the first step."""
         with self._lock:
             run = None
-            seen = [(file.stat().st_size, file.stat().st_mtime_ns) for file in self._files()]
-            if seen != self._seen or not self.has_ended:
+            seen: list[object] = [(file.stat().st_size, file.stat().st_mtime_ns) for file in self._files()]
+            if seen != self._seen[:-1] or not self.has_ended:
                 run = read_run(self._path)
-                seen.append((int(run.is_running), 0))
+                self.is_running = run.is_running
+                first = (run.description.get("starts") or [{}])[0]
+                # Of very many starts the first ones are forgotten: the run is the one that was there.
+                began_at = self.began_at if first.get("step") else first.get("began_at")
+                seen.append((run.is_running, len(run.rows), began_at))
             if run is not None and seen != self._seen:
                 self._text = json.dumps(page_data(run, self._tbw), allow_nan=False)
-                self._seen, self.has_ended = seen, not run.is_running
+                self._seen, self.has_ended, self.began_at = seen, not run.is_running, began_at
             return self._text, f'"{abs(hash(str(self._seen))):x}"'
 
     def _files(self) -> list[Path]:
@@ -76,13 +85,33 @@ def watch(path: Path, tbw: float, port: int | None, tell: Callable[[str], None])
         thread.start()
         try:
             tell(f"the report follows the run at http://127.0.0.1:{server.server_port} (Ctrl-C ends this, not the run)")
-            while not source.has_ended:
-                time.sleep(EVERY_S / 4)
-                source.read()
+            _follow(source, path, tell)
             time.sleep(1.5 * EVERY_S)  # pages that are open get the end
         finally:
             server.shutdown()
             thread.join()
+
+
+def _follow(source: Source, path: Path, tell: Callable[[str], None]) -> None:
+    """Until the run ends, also one that took its place. Raises what reading raises for `GONE_S` seconds on end."""
+    failing_since: float | None = None
+    is_waiting = False
+    while not source.has_ended:
+        time.sleep(EVERY_S / 4)
+        before, problem = source.began_at, "no process is at work there"
+        try:
+            has_rows = _has_rows(source)
+            is_gone = not has_rows and not source.is_running
+        except (ZeroOffloadError, OSError) as error:  # files are deleted and made again one by one
+            is_gone, has_rows, problem = True, False, str(error)
+        failing_since = (failing_since or time.monotonic()) if is_gone else None
+        if failing_since is not None and time.monotonic() - failing_since > GONE_S:
+            raise ConfigError(f"{path} was deleted or discarded while it was watched: {problem}")
+        if not has_rows and not is_gone and not is_waiting:
+            tell(f"{path} begins anew: the run that was there is discarded; the page waits for a first step")
+        is_waiting = not has_rows and not is_gone
+        if has_rows and before not in (None, source.began_at):
+            tell(f"another run has taken the place of the one in {path}; the page follows it")
 
 
 def _has_rows(source: Source) -> bool:
