@@ -42,7 +42,7 @@ from zero_offload.cli.finetune.data import Prepared, prepare
 from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
 from zero_offload.cli.finetune.outputs import Weights, is_published
 from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig
-from zero_offload.cli.finetune.trainers import FinetuneSFT
+from zero_offload.cli.finetune.trainers import FinetuneSFT, best_of
 from zero_offload.cli.main import main
 from zero_offload.cli.recipes.run_dir import read_run
 from zero_offload.cli.recipes.settings import read_tables
@@ -340,6 +340,11 @@ def test_a_disk_that_is_full_at_any_file_of_the_end(place: Place, tmp_path: Path
     zo.close(model)
     assert len(errors) > 5 and all("No space left" in each for each in errors)
     assert len({re.sub("[0-9a-f]{12}", "", each) for each in errors}) > 1
+
+
+def test_an_evaluation_without_a_number_is_never_the_best() -> None:
+    found = [{"step": 1, "loss": math.nan}, {"step": 2, "loss": 3.0}, {"step": 3, "loss": math.inf}]
+    assert best_of(found) == found[1] and best_of(found[::2]) is None
 
 
 def test_losses_that_are_not_finite_end_the_run(
