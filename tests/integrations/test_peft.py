@@ -141,7 +141,12 @@ def gathered(model: Any, away: bool, mode: str = "read") -> AbstractContextManag
 
 
 def merged(model: Any, path: Path, away: bool) -> dict[str, Tensor]:
-    """Values of a plain model that is made from a merged folder, and its loss."""
+    """Values of a plain model that is made from a merged folder, and its loss; nothing where the embedding would change
+    with the head."""
+    if model.config.tie_word_embeddings and hasattr(model.get_output_embeddings(), "lora_A"):
+        with pytest.raises(zo.ConfigError, match="is the same weight") if away else nullcontext():
+            zo.export_pretrained(model, path, adapters="merged") if away else None
+        return {}
     if away:
         zo.export_pretrained(model, path, adapters="merged")
     else:

@@ -29,12 +29,20 @@ _WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What a module of peft calls the one in whose place it is, or another wrapper of that."""
 _COPIES = ("modules_to_save", "ln_tuning_layers")
 """What it calls copies of that, which it trains instead."""
-_DERIVED_TYPES = ("TRAINABLE_TOKENS", "OSF", "DELORA", "PSOFT")
+_DERIVED_TYPES = frozenset((
+    "ADAMSS", "CPT", "DEFT", "DELORA", "FROD", "OSF", "PSOFT", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS",
+))  # fmt: skip
+"""Kinds whose first values are computed from the base's."""
 
 
 def is_peft(model: nn.Module) -> bool:
     """True if it is a `peft.PeftModel`."""
     return isinstance(getattr(model, "peft_config", None), Mapping) and callable(getattr(model, "get_base_model", None))
+
+
+def kinds_of(model: Any) -> list[str]:
+    """What peft calls the kinds of its adapters."""
+    return sorted({str(getattr(config.peft_type, "value", "")) for config in model.peft_config.values()})
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -82,6 +90,7 @@ def check_adapters(model: nn.Module) -> None:
         init, kind = getattr(config, "init_lora_weights", True), str(getattr(config.peft_type, "value", ""))
         derived = {
             "use_dora=True": getattr(config, "use_dora", False),
+            "kasa_config": getattr(config, "kasa_config", None),
             f"init_lora_weights={init!r}": init not in RANDOM_INITS,
             "trainable_token_indices": getattr(config, "trainable_token_indices", None),
             "prompt_tuning_init": getattr(config, "prompt_tuning_init", "RANDOM") != "RANDOM",
@@ -183,16 +192,34 @@ def merged_tensors(
         is_wrapper = hasattr(module, "adapter_layer_names") and any(hasattr(module, each) for each in _WRAPPED)
         if is_wrapper and not (outer and path.startswith(f"{outer}.")):
             layers[path], outer = module, path
+    _check_shared(model, layers)
     path_of = {f"{path}.{name}": path for path, layer in layers.items() for name, _ in named(layer)}
     found: list[tuple[str, Tensor, tuple[str, nn.Module] | None]] = []
     for name, tensor in named(model):
         path = path_of.get(name, "")
         if path in layers:
             place = str(base_name(path)), layers.pop(path)
-            found += [(f"{place[0]}.{each}", left, place) for each, left in _left(place[1], named)]
+            with _asking_peft():
+                found += [(f"{place[0]}.{each}", left, place) for each, left in _left(place[1], named)]
         elif not path and (known_as := base_name(name)) is not None:
             found.append((known_as, tensor, None))
     return found
+
+
+def _check_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError where adapters would be merged into a weight that something else in the model uses too."""
+    base_name, names = base_names(model), dict[int, list[str]]()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for path, layer in layers.items():
+        # A copy takes the place of the original; what is merged changes it.
+        for own, param in layer.named_parameters() if hasattr(layer, "merge") else ():
+            others = [name for name in names[id(param)] if not name.startswith(f"{path}.")]
+            if others and base_name(f"{path}.{own}") is not None:
+                raise ConfigError(
+                    f"adapters of {path} cannot be merged: {others[0]} is the same weight, and would change too. Leave "
+                    '--merge and adapters="merged" out: an adapter\'s folder has the model as it is'
+                )
 
 
 def _left(layer: nn.Module, named: Callable[[nn.Module], Named]) -> Named:
@@ -233,7 +260,9 @@ def _unwrapped(layer: nn.Module, values: Mapping[int, nn.Parameter], *, is_merge
 def _asking_peft() -> Iterator[None]:
     try:
         yield
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        if type(error) is RuntimeError and "merge" not in str(error):  # torch's, such as a lack of memory
+            raise
         raise ConfigError(
             f"peft cannot merge these adapters into weights: {str(error) or type(error).__name__}. Leave "
             'adapters="merged" out: zo.export_pretrained(model, path) writes them for PeftModel.from_pretrained'

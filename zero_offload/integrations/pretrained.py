@@ -57,12 +57,14 @@ from zero_offload.checkpoint.values import (
     read_master,
     read_master_chunk,
 )
+from zero_offload.integrations.adapter_kinds import ResidualRecipe, TakenOut, residuals
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
 from zero_offload.integrations.peft import (
     base_names,
     check_adapters,
     has_adapters,
     is_peft,
+    kinds_of,
     merge_layer,
     merged_tensors,
     write_adapters,
@@ -164,9 +166,12 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
     with contextlib.ExitStack() as opened:
         stored = opened.enter_context(open_weights(Path(path)))
         sources, buffers = _sources(model, stored, names, Path(path))
+        taken_out: Mapping[int, TakenOut] = {}
         if names.adapter is not None:
             values = opened.enter_context(open_weights(names.adapter.path))
-            sources |= _adapter_sources(model, values, names.adapter)
+            saved = _adapter_sources(model, values, names.adapter)
+            taken_out = residuals(model, sources, saved)
+            sources |= saved
         recipes = {id(tensor): recipe_of(tensor) for _, tensor in offloaded_tensors(model)}
         lacking = {key: each for key, each in recipes.items() if each is not None and each.is_skipped}
         fresh = _fresh(model, lacking, sources)
@@ -183,7 +188,9 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
         elif found is not None and is_part:
             keep_recipe(tensor, replace(recipe, values=found, files=files))
         elif found is not None and recipe is not None:
-            keep_recipe(tensor, FileRecipe(found, tuple(tensor.shape), files))
+            made = FileRecipe(found, tuple(tensor.shape), files)
+            layers = taken_out.get(id(tensor))
+            keep_recipe(tensor, made if layers is None else ResidualRecipe(made, layers))
         elif found is not None:
             with torch.no_grad():
                 tensor.copy_(found.read(0, found.numel).view(found.shape))
@@ -256,9 +263,6 @@ def _replace(
                 digests = [_identity(each) for each in paths]
                 notice.compared.append(Compared(word_of(digests), lambda: _told_identities(paths, digests)))
             params, buffers = _sources(model, stored, names, Path(path))
-            if names.adapter is not None:
-                values = files.enter_context(open_weights(names.adapter.path))
-                params |= _adapter_sources(model, values, names.adapter)
             fresh = _fresh(model, owner.without_values, params)
         _check_same_draws(owner, fresh)
         resting, written = _divide(owner, params, fresh, may_rest=may_rest)
@@ -415,7 +419,11 @@ def _sources(
         return [each for each in renamed if each.names]
 
     params, buffers = as_files_say(_named_params(model)), as_files_say(_named_buffers(model))
-    wanted = [replace(each, optional=each.optional or names.fresh.issuperset(each.names)) for each in params + buffers]
+    saved = {id(param) for param in _saved_with(model, names.adapter)}
+    wanted = [
+        replace(each, optional=each.optional or id(each.tensor) in saved or names.fresh.issuperset(each.names))
+        for each in params + buffers
+    ]
     sources: dict[str, FileTensor] = dict(stored)
     if names.known is not None:
         sources = {known: stored[name] for name, known in names.known.items()}
@@ -457,11 +465,25 @@ def _take_records(
 
 
 def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile) -> dict[int, FileTensor]:
-    """What each parameter of an adapter, by id, is read from."""
-    wanted = [Wanted(model.get_parameter(name), (name,)) for name in file.known.values()]
+    """What each parameter of an adapter, by id, is read from. Raises ConfigError for one that is not in its file: what
+    a build has drawn for it is not what was saved."""
+    known, kinds = {id(param) for param in _saved_with(model, file)}, ", ".join(kinds_of(model))
+    base_name = base_names(model)
+    own = ((name, param) for name, param in offloaded_tensors(model) if base_name(name) is None)
+    if lost := [name for name, param in own if id(param) not in known]:
+        raise ConfigError(
+            f"{file.path} is of an adapter ({kinds}) with {len(lost)} parameters that peft leaves out of files "
+            f"({lost[0]}), so that they have no value; merge it by peft, in memory, and give the merged folder"
+        )
+    wanted = [Wanted(param, (name,)) for name, param in zip(file.known.values(), _saved_with(model, file), strict=True)]
     named = {file.known.get(name, name): source for name, source in values.items()}
     sources = match(wanted, named, "", file.path)
     return {id(each.tensor): source for each, source in zip(wanted, sources, strict=True) if source is not None}
+
+
+def _saved_with(model: nn.Module, file: AdapterFile | None) -> list[nn.Parameter]:
+    """The parameters that an adapter's file has."""
+    return [] if file is None else [model.get_parameter(name) for name in file.known.values()]
 
 
 def _fresh(model: nn.Module, lacking: Mapping[int, Recipe], sources: Mapping[int, FileTensor]) -> dict[int, Recipe]:
@@ -471,7 +493,7 @@ def _fresh(model: nn.Module, lacking: Mapping[int, Recipe], sources: Mapping[int
     if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
         raise ConfigError(
             f"{len(lost)} parameters are in no file, and begin with numbers that are computed from others, which "
-            f'zo.deferred_init(values="skip") has left out ({lost[0]}); use zo.deferred_init()'
+            f'zo.deferred_init(values="skip") has left out ({lost[0]}), or with none; use zo.deferred_init()'
         )
     return missing
 

@@ -28,10 +28,11 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
 from zero_offload.cli.finetune.targets import Targets
+from zero_offload.integrations.adapter_kinds import check_adapter_words, plain_init, reads_base
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
 from zero_offload.integrations.gate import check_sizes, culprit_of, read_object, reading
-from zero_offload.integrations.peft import adapter_file_names
+from zero_offload.integrations.peft import adapter_file_names, base_names
 from zero_offload.integrations.pretrained import plan_weights, state_names
 from zero_offload.integrations.quantize import need_library, quantize_layers, stored_layers, stored_quantization
 from zero_offload.model.api import checkpoint
@@ -172,6 +173,8 @@ def open_folder(
     folder = given if adapter is None else _base_of(given)
     has_weights = _check_files(folder, needs_weights)
     quantization = stored_quantization(folder)
+    if adapter is not None:
+        _check_adapter(adapter, folder, quantize or ("bitsandbytes" if quantization else None))
     if quantize is not None and quantization is not None:
         raise ConfigError(f"{folder} is quantized already, by bitsandbytes; leave --quantize {quantize} out")
     config = _read_config(folder, task)
@@ -257,6 +260,12 @@ def _base_of(adapter: Path) -> Path:
     found = [Path(name).expanduser(), adapter / name]
     for path in found:
         if path.is_dir():
+            if not (path / CONFIG_NAME).is_file() and (path / ADAPTER_CONFIG_NAME).is_file():
+                raise ConfigError(
+                    f"{adapter} is an adapter of {path}, which is an adapter itself. Merge that one first, by "
+                    "zero-offload finetune --merge or peft's merge_and_unload, and write the merged folder into "
+                    f'{adapter / ADAPTER_CONFIG_NAME}, "base_model_name_or_path"'
+                )
             return path
     what = f"{adapter} is an adapter of {name}, which is not a folder here"
     if _HUB_NAME.fullmatch(name):
@@ -266,9 +275,27 @@ def _base_of(adapter: Path) -> Path:
     )
 
 
+def _check_adapter(adapter: Path, base: Path, quantized: str | None) -> None:
+    """Raise ConfigError for an adapter that is not loaded here, or not over such weights."""
+    file = adapter / ADAPTER_CONFIG_NAME
+    words = read_object(file)
+    check_adapter_words(words, file)
+    if quantized and reads_base(words):
+        raise ConfigError(
+            f"{file}: init_lora_weights={words['init_lora_weights']!r} takes a part out of the base's weights, which "
+            f"are not quantized then ({quantized}); leave --quantize out, and give a base in 16 or 32 bits ({base})"
+        )
+
+
 def adapter_file(adapter: Path) -> Path:
     """The weights of an adapter."""
     file = adapter / "adapter_model.safetensors"
+    if not file.is_file() and (adapter / "adapter_model.bin").is_file():
+        raise ConfigError(
+            f"{adapter} has its values as adapter_model.bin, which is pickled: loading it runs code. Convert it once: "
+            'python -c "import torch; from safetensors.torch import save_file; save_file(torch.load('
+            f"'{adapter / 'adapter_model.bin'}', weights_only=True), '{file}')\""
+        )
     if not file.is_file():
         raise ConfigError(
             f"{adapter} has an {ADAPTER_CONFIG_NAME} and no {file.name}; get it, or save it with peft anew"
@@ -296,7 +323,9 @@ def _check_files(folder: Path, needs_weights: bool) -> bool:
             f"{folder / 'run.toml'}"
         )
     if CONFIG_NAME not in names:
-        inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_NAME}"))]
+        inner = [
+            path.parent for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) for path in sorted(folder.glob(f"*/{name}"))
+        ]
         hint = f"; give {inner[0]}" if inner else "; get it from where the weights are from"
         raise ConfigError(f"{folder} has no {CONFIG_NAME}, so what model it is is not known{hint}")
     if pickled and not safetensors:
@@ -596,8 +625,15 @@ def build_model(
         for name in _FOR_PEFT:
             vars(module).pop(name, None)
     group_frozen_experts(model, folder)
-    plan_weights(model, folder.path, built.names)
+    plan_weights(model, folder.path, built.names if trains else _without_draws(model, built.names))
     return offload_model(model, offload)
+
+
+def _without_draws(model: nn.Module, names: FileNames) -> FileNames:
+    """For a model that is only read: no value is drawn, but where the adapter's file has what is used in its place."""
+    base_name = base_names(model)
+    replaced = {base_name(name) for name in names.adapter.known.values()} if names.adapter is not None else set()
+    return replace(names, fresh=names.fresh & replaced)
 
 
 @dataclass(frozen=True)
@@ -632,9 +668,8 @@ def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None 
     with reading(str(folder.adapter / ADAPTER_CONFIG_NAME), "mend it, or save the adapter with peft anew"):
         config: Any = PeftConfig.from_pretrained(str(folder.adapter))
         config.inference_mode = False
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = True  # others are computed from the base's weights; all values are in the file
-        model = get_peft_model(base, config)
+        with plain_init(config):
+            model = get_peft_model(base, config)
     file = AdapterFile(adapter_file(folder.adapter), adapter_file_names(model))
     return _Built(model, replace(names, adapter=file))
 

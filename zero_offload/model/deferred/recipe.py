@@ -36,6 +36,10 @@ def blank(nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
+_EMPTY = frozenset(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty"))
+"""Operations that give memory as it is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """What the storage `key` holds after a write."""
@@ -44,6 +48,11 @@ class Value:
     node: Node | None = None
     """None at the beginning: `data`, or, without it, whatever was in memory."""
     data: torch.UntypedStorage | None = None
+
+    @property
+    def is_blank(self) -> bool:
+        """True of memory that nothing has filled."""
+        return self.data is None if self.node is None else self.node.func.overloadpacket in _EMPTY
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,8 @@ class Recipe:
     """How the values of one parameter are made."""
 
     value: Value | None
-    """None where they follow from other parameters whose values were left out."""
+    """None where they follow from other parameters whose values were left out, or where they were left out and the
+    program gives none."""
     view: Ref
     is_skipped: bool = False
     """True if they were left out; with a `value` they can be made all the same, if no file has them."""

@@ -496,7 +496,8 @@ class Tracer:
     def recipe(self, face: Tensor) -> Recipe:
         """How the values of a face are made, as far as the program has come."""
         slot = self._slots[face.untyped_storage()]
-        made = slot.value if slot.can_be_made or not slot.unknown else None
+        is_known = not slot.unknown or (slot.can_be_made and not slot.value.is_blank)
+        made = slot.value if is_known else None
         return Recipe(made, Ref.of(face, slot.key), is_skipped=slot.unknown)
 
     def _slot(self, tensor: Tensor) -> _Slot | None:
