@@ -293,7 +293,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         entries = {str(name): file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is not an index: it has no readable weight_map; get the folder again") from error
     for file in entries.values():
         # A name only: an index must not lead out of its folder.

@@ -136,13 +136,14 @@ def _short(text: str) -> str:
 
 
 def culprit_of(
-    words: Mapping[str, Any], usual: Mapping[str, Any], trial: Callable[[Any], object], prefix: str = ""
+    words: Mapping[str, Any], usual: Mapping[str, Any], trial: Callable[[Any], object], end: float | None = None
 ) -> str:
     """The field of `words` with whose usual value `trial` does not raise: its name and its value; "" if none is found.
 
-    Fields whose value is the usual one are not tried. The search ends after some seconds.
+    Fields whose value is the usual one are not tried, and a config in a config is tried field by field alone: with all
+    usual values it may be a large model. The search ends after some seconds.
     """
-    end = time.monotonic() + _SEARCH_S
+    end = time.monotonic() + _SEARCH_S if end is None else end
     for name, value in words.items():
         inner = usual.get(name)
         if name not in usual or value == inner or time.monotonic() > end:
@@ -151,11 +152,13 @@ def culprit_of(
         def with_field(given: Any, name: str = name) -> object:
             return trial({**words, name: given})
 
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            if deeper := culprit_of(value, inner, with_field, end):
+                return f"{name}.{deeper}"
+            if "model_type" in inner:
+                continue
         if _passes(with_field, inner):
-            deeper = ""
-            if isinstance(value, Mapping) and isinstance(inner, Mapping):
-                deeper = culprit_of(value, inner, with_field, f"{prefix}{name}.")
-            return deeper or f"{prefix}{name} is {_short(repr(value))}"
+            return f"{name} is {_short(repr(value))}"
     return ""
 
 

@@ -103,7 +103,7 @@ def test_an_index_that_leads_elsewhere(file: Any, tmp_path: Path) -> None:
     _fails(tmp_path, zo.IntegrityError, "not the name of a file beside it")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 3000 + "]" * 3000])
 def test_a_damaged_index(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text(text)
     _fails(tmp_path, zo.IntegrityError, "no readable weight_map")

@@ -220,6 +220,8 @@ def _message(value: Any, what: str) -> Message:
         raise BadRow(f"the content of {what} ({role}) is {_shown(content)}, not text")
     _whole(content, f"the content of {what}")
     if "tool_calls" in given:
+        if not isinstance(given["tool_calls"], list):
+            raise BadRow(f"the tool_calls of {what} are {_shown(given['tool_calls'])}, not a list of calls")
         given["tool_calls"] = [_call(each, what) for each in given["tool_calls"]]
     return {"role": role, "content": content, **given}
 

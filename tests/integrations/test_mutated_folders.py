@@ -1,0 +1,173 @@
+"""Whatever value a file of a foreign folder has, it is taken, or one line says which file is wrong: never a traceback.
+
+Each field of each file gets each of the values of `tests.helpers.mutated`. `make test` tries some of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import tests.helpers.tools  # before transformers  # noqa: F401
+from tests.helpers.folders import VOCAB, write_folder, write_instructions
+from tests.helpers.mutated import Mutation, mutations
+from tests.helpers.pairwise import full
+from zero_offload.base.errors import IntegrityError, ZeroOffloadError
+from zero_offload.checkpoint.hf_files import INDEX_NAME
+from zero_offload.cli.finetune.data import prepare
+from zero_offload.cli.finetune.folder import CAUSAL, MASKED, meta_model, open_folder
+
+LIMIT_S = 30.0
+"""Of one folder, on a busy machine; most take a tenth of a second."""
+PARTS = 80
+"""`make test` has one of them."""
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 256, "pad_token_id": 0,
+    "eos_token_id": 2, "bos_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen3_moe": SIZES | EXPERTS,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": VOCAB},
+    "bert": {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")},
+    "gemma3": {"text_config": SIZES, "vision_config": {name: SIZES[name] for name in list(SIZES)[:4]}},
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def ends(mutation: Mutation, source: Path, target: Path, use: Callable[[Path], object]) -> str:
+    """How `use` of the changed folder ends: "taken" or "refused". Anything else is an error of the test."""
+    folder = mutation.apply(source, target)
+    begin = time.monotonic()
+    try:
+        use(folder)
+        found = "taken"
+    except ZeroOffloadError as error:
+        damaged = isinstance(error, IntegrityError) and mutation.file == INDEX_NAME
+        assert error.exit_code in (2, 3) or damaged, (str(mutation), error)
+        assert "\n" not in str(error) and str(folder) in str(error), (str(mutation), error)
+        found = "refused"
+    except BaseException as error:
+        raise AssertionError(f"{mutation} ends in {type(error).__name__}: {error}") from error
+    assert time.monotonic() - begin < LIMIT_S, str(mutation)
+    return found
+
+
+def all_end(changes: list[Mutation], source: Path, target: Path, use: Callable[[Path], object]) -> None:
+    use(source)
+    print(dict(Counter(ends(each, source, target, use) for each in changes)))
+
+
+parts = pytest.mark.parametrize("part", [0, *map(full, range(1, PARTS))])
+
+
+@parts
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config(kind: str, part: int, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    config: Any = transformers.CONFIG_MAPPING[kind](**CONFIGS[kind])
+    config.save_pretrained(source)
+    task = MASKED if kind == "bert" else CAUSAL
+
+    def use(folder: Path) -> None:
+        meta_model(open_folder(folder, task, needs_weights=False, needs_tokenizer=False), None)
+
+    all_end(list(mutations(source, "config.json"))[part::PARTS], source, tmp_path / "changed", use)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("folders") / "llama", sharded=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_instructions(tmp_path_factory.mktemp("data") / "chats.jsonl", 4)
+
+
+@parts
+def test_a_tokenizer(llama: Path, data: Path, part: int, tmp_path: Path) -> None:
+    def use(folder: Path) -> None:
+        opened = open_folder(folder, needs_weights=False)
+        prepare([str(data)], opened, seq=64, cache=tmp_path / "tokens")
+        shutil.rmtree(tmp_path / "tokens")
+
+    changes = [each for name in TOKENIZER_FILES for each in mutations(llama, name)]
+    all_end(changes[part::PARTS], llama, tmp_path / "changed", use)
+
+
+@parts
+def test_an_index_and_a_generation_config(llama: Path, part: int, tmp_path: Path) -> None:
+    def use(folder: Path) -> None:
+        meta_model(open_folder(folder, needs_tokenizer=False), None)
+
+    changes = [each for name in (INDEX_NAME, "generation_config.json") for each in mutations(llama, name)]
+    all_end(changes[part::PARTS], llama, tmp_path / "changed", use)
+
+
+@parts
+def test_an_adapter(llama: Path, part: int, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    source = tmp_path / "source"
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(source)
+    words = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps(words | {"base_model_name_or_path": str(llama)}))
+
+    def use(folder: Path) -> None:
+        meta_model(open_folder(folder, needs_tokenizer=False), None)
+
+    all_end(list(mutations(source, "adapter_config.json"))[part::PARTS], source, tmp_path / "changed", use)
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "q"}], "name": "n"},
+            {
+                "role": "assistant",
+                "content": "a",
+                "weight": 1,
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+        ],
+        "system": "s",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    },
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "pairs": {"instruction": "q", "input": "i", "output": "a", "system": "s"},
+    "preferences": {"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
+    "strings": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "text": {"text": "t"},
+    "labels": {"text": "t", "label": "l"},
+}
+
+
+@pytest.mark.parametrize("part", [0, *map(full, range(1, 40))])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_row_of_data(kind: str, llama: Path, part: int, tmp_path: Path) -> None:
+    opened = open_folder(llama, needs_weights=False)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "rows.jsonl").write_text(json.dumps(ROWS[kind]))
+
+    def use(folder: Path) -> None:
+        try:
+            prepare([str(folder / "rows.jsonl")], opened, seq=64, cache=tmp_path / "tokens")
+        finally:
+            shutil.rmtree(tmp_path / "tokens", ignore_errors=True)
+
+    changes = list(mutations(source, "rows.jsonl"))[part::40]
+    print(dict(Counter(ends(each, source, tmp_path / "changed", use) for each in changes)))
