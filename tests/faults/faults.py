@@ -554,6 +554,13 @@ FAULTS = [
         "tests/integrations/test_quantized_files.py::test_state_dicts_and_folders",
     ),
     fault(
+        "JSON of any depth goes to the libraries behind the gate",
+        "integrations/gate.py",
+        "    _check_depth(value)\n",
+        "",
+        "tests/integrations/test_mutated_folders.py::test_deep_json_is_refused_before_libraries_see_it",
+    ),
+    fault(
         "a folder of an unknown quantization is taken for one that transformers reads",
         "integrations/quantize.py",
         "    return method in AUTO_QUANTIZATION_CONFIG_MAPPING\n",

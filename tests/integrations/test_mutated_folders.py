@@ -6,6 +6,7 @@ Each field of each file gets each of the values of `tests.helpers.mutated`. `mak
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ import transformers
 
 import tests.helpers.tools  # before transformers  # noqa: F401
 from tests.helpers.folders import VOCAB, write_folder, write_instructions
-from tests.helpers.mutated import Mutation, mutations
+from tests.helpers.mutated import Mutation, linked, mutations
 from tests.helpers.pairwise import full
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.hf_files import INDEX_NAME
@@ -171,3 +172,28 @@ def test_a_row_of_data(kind: str, llama: Path, part: int, tmp_path: Path) -> Non
 
     changes = list(mutations(source, "rows.jsonl"))[part::40]
     print(dict(Counter(ends(each, source, tmp_path / "changed", use) for each in changes)))
+
+
+@pytest.mark.parametrize("depth", [101, 300, 3000])
+def test_deep_json_is_refused_before_libraries_see_it(depth: int, llama: Path, tmp_path: Path) -> None:
+    folder = linked(llama, tmp_path / "changed", without="config.json")
+    words = (llama / "config.json").read_text().rstrip().removesuffix("}")
+    (folder / "config.json").write_text(words + f', "more": {"[" * depth}{"]" * depth}}}')
+    with pytest.raises(ZeroOffloadError, match="config.json is not JSON: objects and arrays lie in more than 100"):
+        open_folder(folder)
+
+
+def test_a_trial_of_usual_values_ends_soon_and_takes_no_memory(tmp_path: Path) -> None:
+    """The usual gemma3 has billions of parameters: it is tried field by field."""
+    config: Any = transformers.CONFIG_MAPPING["gemma3"](**CONFIGS["gemma3"])
+    config.save_pretrained(tmp_path / "source")
+    change = Mutation("config.json", ("text_config", "num_key_value_heads"), -1)
+    folder, begin, before = change.apply(tmp_path / "source", tmp_path / "changed"), time.monotonic(), peak_rss()
+    with pytest.raises(ZeroOffloadError, match="config.json.*mend it"):
+        open_folder(folder, needs_weights=False, needs_tokenizer=False)
+    assert time.monotonic() - begin < LIMIT_S and peak_rss() - before < 1 << 20
+
+
+def peak_rss() -> int:
+    """KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

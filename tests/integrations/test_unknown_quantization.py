@@ -119,7 +119,7 @@ def test_words_of_bitsandbytes_that_transformers_refuses(named: str, tmp_path: P
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "[" * 3000 + "]" * 3000, '{"a": \udcff}'])
 def test_a_config_that_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(zo.ConfigError, match="config.json (is not JSON|holds no settings).*get it again"):
+    with pytest.raises(zo.ConfigError, match="config.json (is not JSON|is not UTF-8|holds no settings).*get it again"):
         stored_quantization(tmp_path)
 
 

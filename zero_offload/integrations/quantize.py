@@ -25,6 +25,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.host import host_zeros
 from zero_offload.base.types import MIB
 from zero_offload.checkpoint.hf_files import FileTensor, StoredTensor
+from zero_offload.integrations.gate import read_object
 from zero_offload.model.deferred.from_files import deferred, digest
 from zero_offload.model.deferred.recipe import Recipe, Ref
 from zero_offload.model.deferred.recorder import unrecorded
@@ -132,15 +133,7 @@ def _quantization_words(path: Path) -> tuple[Any, Path]:
 
 def _settings_in(file: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where there is no file."""
-    try:
-        words = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}; get it again") from error
-    if not isinstance(words, dict):
-        raise ConfigError(f"{file} holds no settings: it is a {type(words).__name__}; get it again")
-    return words
+    return read_object(file) if file.is_file() else {}
 
 
 def _is_known(words: Any) -> bool:
