@@ -936,8 +936,8 @@ FAULTS = [
     fault(
         "the weights of another evaluation than the best are kept",
         "cli/finetune/trainers.py",
-        "    return min(evaluations, key=",
-        "    return max(evaluations, key=",
+        "    return min(finite, key=",
+        "    return max(finite, key=",
         FINETUNE + "test_the_best_weights_are_what_out_has[lora]",
     ),
     fault(
