@@ -320,3 +320,9 @@ def test_a_value_that_a_large_model_cannot_have_is_named_and_takes_no_memory(
     with pytest.raises(zo.ConfigError, match=f"config.json, {field} is {value!r}"):
         open_folder(tmp_path, needs_weights=False, needs_tokenizer=False)
     assert peak_resident_bytes() - before < 1 << 30
+
+
+def test_a_model_that_asks_for_values_is_not_refused(tmp_path: Path) -> None:
+    """GPT-2 looks for the padding token among the words, and torch on meta has none."""
+    folder = write_folder(tmp_path / "gpt2", "gpt2", pad_token_id=0)
+    assert open_folder(folder).config.pad_token_id == 0

@@ -35,6 +35,9 @@ class ByLayer:
     def head_dim(self) -> int:
         raise RuntimeError("ambiguous")
 
+    def __repr__(self) -> str:
+        return "by layer"
+
     @property
     def per_layer_config(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(head_dim=8 * (1 + layer)) for layer in range(3)]
