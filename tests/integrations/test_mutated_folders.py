@@ -197,3 +197,10 @@ def test_a_trial_of_usual_values_ends_soon_and_takes_no_memory(tmp_path: Path) -
 def peak_rss() -> int:
     """KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_half_of_a_letter_in_a_column_beside_the_messages(llama: Path, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "system": "\ud800"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ZeroOffloadError, match=r"rows.jsonl, line 1: 'system' has half of a character at 0"):
+        prepare([str(tmp_path / "rows.jsonl")], open_folder(llama, needs_weights=False), seq=64, cache=tmp_path / "t")

@@ -106,7 +106,7 @@ def messages_of(row: Mapping[str, Any], form: Form) -> tuple[list[Message], int]
         found = _checked([*found, *_answered(answer, form.columns[1])])
     system = row.get("system")
     if isinstance(system, str) and system and found[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *found], trained_from + (trained_from > 0)
+        return [{"role": "system", "content": _whole(system, "'system'")}, *found], trained_from + (trained_from > 0)
     return found, trained_from
 
 
