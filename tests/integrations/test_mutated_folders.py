@@ -204,3 +204,24 @@ def test_half_of_a_letter_in_a_column_beside_the_messages(llama: Path, tmp_path:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ZeroOffloadError, match=r"rows.jsonl, line 1: 'system' has half of a character at 0"):
         prepare([str(tmp_path / "rows.jsonl")], open_folder(llama, needs_weights=False), seq=64, cache=tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("model", "continuing_subword_prefix"), "64"),
+        (("model", "end_of_word_suffix"), "64"),
+        (("post_processor",), {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}),
+    ],
+)
+def test_a_tokenizer_that_makes_no_tokens(path: tuple[str, ...], value: Any, llama: Path, tmp_path: Path) -> None:
+    folder = Mutation("tokenizer.json", path, value).apply(llama, tmp_path / "changed")
+    with pytest.raises(ZeroOffloadError, match="the tokenizer in .*get its files again"):
+        open_folder(folder, needs_weights=False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**6), ("vocab_size", 10**8)])
+def test_sizes_that_nothing_is_planned_for(name: str, value: int, llama: Path, tmp_path: Path) -> None:
+    folder = Mutation("config.json", (name,), value).apply(llama, tmp_path / "changed")
+    with pytest.raises(ZeroOffloadError, match=f"config.json: {name} is {value:,}, and .* is the most"):
+        open_folder(folder, needs_weights=False)

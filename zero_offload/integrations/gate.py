@@ -27,12 +27,16 @@ MAX_LAYERS = 5_000
 """Units that planning and prefetch are made for; published models have up to some 130 layers."""
 MAX_SIZE = 10**8
 """Of one dimension, of a vocabulary, of experts. Published models stay below 10^7 (positions)."""
+MAX_WORDS = 10**7
+"""Of a vocabulary: a rehearsal goes over it in parts of some thousand. Published ones stay below 10^6."""
 _LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)|(\w+_)?layers|depth|n_layer")
 _SIZES = re.compile(
     r"(\w+_)?(size|dim|width|heads|experts|channels|positions|embeddings|length|rank|features|factor|groups?)"
     r"|[nd]_(embd|model|inner|ff|head|kv|positions|ctx)|r"
 )
 _SEARCH_S = 3.0
+_PANIC = "PanicException"
+"""The exception of libraries in Rust for a fault of their own, which is no Exception."""
 _WORDS_SHOWN = 300
 
 
@@ -85,6 +89,7 @@ def check_sizes(path: Path, words: Mapping[str, Any]) -> None:
     for name, value in _numbers(words):
         key = name.rpartition(".")[2]
         most = MAX_LAYERS if _LAYERS.fullmatch(key) else MAX_SIZE if _SIZES.fullmatch(key) else None
+        most = MAX_WORDS if "vocab" in key and most else most
         if most is not None and abs(value) > most:
             shown = f"{value:,}" if isinstance(value, int) and abs(value) < 10**18 else f"{float(value):.3g}"
             raise ConfigError(f"{path}: {name} is {shown}, and {most:,} is the most that is planned; mend it")
@@ -111,7 +116,9 @@ def reading(what: str, remedy: str, culprit: Callable[[], str] = str) -> Iterato
         yield
     except (ZeroOffloadError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         # transformers raises an OSError without a number where a file is not as it wants it.
         if (isinstance(error, OSError) and error.errno is not None) or _is_ours(error.__traceback__):
             raise

@@ -51,6 +51,7 @@ _FOR_PEFT = ("is_loaded_in_4bit", "is_loaded_in_8bit")
 dtype."""
 _PEFT_SAYS = ("The following (rank|alpha)_pattern keys did not match", "Setting `save_embedding_layers` to `True`")
 """Of ranks of experts, which it looks for among layers alone and uses; and of what an embedding's adapter needs."""
+_PROBE = "user\nWhat is 2 + 40? The answer: forty-two."
 _TRIAL_TOKENS = 4
 """Of the forward that a config is tried with."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -551,8 +552,10 @@ def _tokenizer_of(folder: Path) -> Any:
             read_object(folder / name)
     with reading(f"the tokenizer in {folder} cannot be loaded", "get its files again"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer("a")  # what settings say beside the words is taken now
+        ids = tokenizer(_PROBE)["input_ids"]  # what settings say beside the words is taken now
         len(tokenizer), tokenizer.get_added_vocab(), tokenizer.special_tokens_map
+    if not ids or not tokenizer("a")["input_ids"]:
+        raise ConfigError(f"the tokenizer in {folder} makes no token of text such as 'a'; get its files again")
     template = tokenizer.chat_template
     if not (template is None or isinstance(template, str)) and not (
         isinstance(template, dict) and all(isinstance(each, str) for each in template.values())
