@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -75,6 +76,16 @@ def test_the_process_ends_with_its_owner() -> None:
     gc.collect()
     left = set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     assert len(children - left) == 1
+
+
+def test_the_process_holds_no_files_of_its_owner(tmp_path: Path) -> None:
+    with (tmp_path / "LOCK").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        renderer = Renderer(Slow())
+        renderer.apply([0.0])
+    with (tmp_path / "LOCK").open("w") as again:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert renderer.apply([0.0]) == "0.0"
 
 
 def test_a_command_says_which_conversation(

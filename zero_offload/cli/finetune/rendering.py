@@ -90,6 +90,7 @@ def _end(connection: Connection, pid: int) -> None:
 def _serve(tokenizer: Any, connection: Connection) -> None:
     """Answer until the other end is closed; never returns."""
     try:
+        _close_all_but(connection.fileno())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _limit_memory()
@@ -105,6 +106,14 @@ def _serve(tokenizer: Any, connection: Connection) -> None:
         pass
     finally:
         os._exit(0)
+
+
+def _close_all_but(kept: int) -> None:
+    """Files of the process that asks: a lock on a run's directory would outlive that process."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def _plain(found: Any) -> Any:
