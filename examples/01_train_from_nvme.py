@@ -52,7 +52,7 @@ def main() -> None:
         print(f"resuming after step {start}")
     for step in range(start + 1, STEPS + 1):
         x, y = batch_of(step)
-        # Forward brings its inputs to the compute device. What the output is compared with is moved here.
+        # Forward brings its inputs to the compute device. Targets, which the output is compared with, are moved here.
         loss = nn.functional.mse_loss(model(x).float(), y.to(zo.device(model)))
         loss.backward()
         zo.clip_grad_norm_(model, 1.0)

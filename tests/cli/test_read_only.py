@@ -27,7 +27,7 @@ from zero_offload.storage.files.directory import RunDirectory
 Capture = pytest.CaptureFixture[str]
 _NOBODY = 65534
 
-# What each command finds, one line each: a command's exit code, or the sum of what was loaded.
+# One line for each command: its exit code, or the sum of what was loaded.
 _READS = """
 import contextlib, io, os, sys
 import torch
@@ -148,7 +148,7 @@ def alive(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_beside_a_run_that_commits_every_step(alive: Run, tmp_path: Path, capsys: Capture) -> None:
-    """What is written over meanwhile is read again, and no command calls it damaged."""
+    """A generation that is written over meanwhile is read again, and no command calls it damaged."""
     nvme, user, steps = alive.spec.nvme, f"process {alive.pid} on ", []
     for number in range(3):
         code, found = _json_of(capsys, "verify", nvme)
@@ -163,7 +163,7 @@ def test_beside_a_run_that_commits_every_step(alive: Run, tmp_path: Path, capsys
     with pytest.warns(UserWarning, match=f"in use by {user}.*the run is alive"):
         assert zo.load_checkpoint(model, None, nvme).step >= steps[-1]
     assert main(["verify", nvme]) == 0 and "the run is alive" in capsys.readouterr().out
-    assert alive.process.exitcode is None  # nobody has disturbed it
+    assert alive.process.exitcode is None  # no command has disturbed it
     alive.stop()
     assert main(["verify", nvme]) == 0
     zo.close(model)

@@ -107,7 +107,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "my_text": texts,
     "nvme0": drive,
 }
-"""What programs name, relative to where they run, and what makes a small one. `/mnt/nvme0` is `nvme0` here."""
+"""Folders that programs name, relative to where they run, with makers of small ones. `/mnt/nvme0` is `nvme0` here."""
 
 
 def folders() -> Any:
@@ -199,11 +199,11 @@ def _is_open(model: Any) -> bool:
     return owner is not None and not owner.life.is_closed
 
 
-# What parts of programs are given
+# Values that parts of programs are given
 
 
 class MyTransformer(nn.Module):
-    """What a reader has: it never asks where its parameters are."""
+    """A reader's model: it never asks where its parameters are."""
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def trained() -> Names:
 
 
 def step_of(names: Names) -> None:
-    """What stands for `...`: a step."""
+    """A step, in the place of `...`."""
     model = names["model"]
     names["loss"] = model(**_inputs(model)).loss
     if "scaler" not in names:

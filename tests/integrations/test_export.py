@@ -169,7 +169,7 @@ def test_a_model_without_a_config_says_what_is_missing(tmp_path: Path, capsys: C
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_of_finetune(lora: bool, tmp_path: Path) -> None:
-    """What export writes of its last generation is what the run has put into OUT."""
+    """An export of the last generation has the files that the run has put into OUT."""
     base = folders.write_folder(tmp_path / "base")
     data, run, out = folders.write_instructions(tmp_path / "chat.jsonl", 12), tmp_path / "run", tmp_path / "out"
     flags = ["--lora", "4", "--merge"] if lora else []

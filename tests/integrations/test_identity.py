@@ -1,4 +1,4 @@
-"""What a run is made of is compared at every start, by value: each field that changes is named, or is in a list."""
+"""All that a run is made of is compared at every start, by value: a field that changes is named, or in a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run learns is said before its first step: rows, tokens, steps and rates; a run that trains nothing says so."""
+"""A run says what it learns before its first step: rows, tokens, steps, rates. One that learns nothing says so."""
 
 from __future__ import annotations
 

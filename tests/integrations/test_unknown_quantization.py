@@ -1,4 +1,4 @@
-"""A folder that is quantized in a way which nobody here reads is refused by the name of that way, before its weights.
+"""A folder that is quantized in a way that is not read here is refused by the name of that way, before its weights.
 
 transformers takes the codes of a method that it does not know for weights, so no advice leads there.
 """

@@ -1,6 +1,6 @@
 """`make nightly [ARGS="PART ..."]`: what takes too long for each change. A second start goes on where the first ended.
 
-A check counts for one state of the source: an edit begins all anew. What each part's last run has found becomes its row
+A check counts for one state of the source: an edit begins all anew. The result of each part's last run becomes its row
 of docs/TEST-ALL.md. Exit code 1 when a check fails, 3 when a part cannot run here or has not ended.
 """
 

@@ -31,7 +31,7 @@ OWN: Texts = {
 
 
 class Compared(NamedTuple):
-    """What one rank has; `word` is equal where the texts are."""
+    """The texts of one rank; `word` is equal where they are."""
 
     word: int
     texts: Callable[[], Texts]

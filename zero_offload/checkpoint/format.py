@@ -86,7 +86,7 @@ class StepRecord:
     buffers: dict[str, Any]
     """Persistent ones, by name; none when `commit` was not called for this step."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the model says it is; see `model/about.py`."""
+    """The model's own description; see `model/about.py`."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
@@ -123,7 +123,7 @@ class Generation:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What the model said it is; empty of models without a config, and of earlier versions."""
+        """The model's own description; empty of models without a config, and of earlier versions."""
         found = self.payload.get("about")
         return found if isinstance(found, dict) else {}
 

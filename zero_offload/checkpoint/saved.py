@@ -128,7 +128,7 @@ def read_generation(
 ) -> T:
     """What `use` makes of a generation, with its directories open; again of the next one, as `Reading` says.
 
-    Collective. What goes onto the stack is closed before the directories.
+    Collective. Files on the stack are closed before the directories.
     """
     reading_on = Reading(path, number)
     while True:

@@ -200,7 +200,7 @@ def _folders(home: RunDirectory, listed: dict[str, Any]) -> list[str]:
 def _measure(
     directory: RunDirectory, names: set[str], below: Mapping[str, Sequence[str]], gone: Sequence[Path]
 ) -> Cleaned:
-    """What of a directory goes, and of those `below` it; `gone` are directories that go before it."""
+    """The entries of a directory that go, and of those `below` it; `gone` are directories that go before it."""
     there = [name for name in directory.names() if directory.path / name not in gone]
     own = {name: [name] for name in there if name in names}
     own |= {name: [f"{name}/{each}" for each in files] for name, files in below.items() if name in there}

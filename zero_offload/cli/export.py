@@ -77,14 +77,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Names of the files that were written."""
 
     generation: Generation
     user: str
     """The process that had the run meanwhile; empty without one."""
     num_tensors: int
     notes: tuple[str, ...]
-    """What the folder lacks."""
+    """Things that the folder lacks, a line each."""
 
 
 def run(args: argparse.Namespace) -> int:

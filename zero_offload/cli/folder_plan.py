@@ -286,7 +286,7 @@ class FolderPlan:
     not_adapted: tuple[str, ...]
     """Linear layers that have none, likewise."""
     notes: tuple[str, ...] = ()
-    """What of the folder's config was not understood, and is guessed."""
+    """Parts of the folder's config that were not understood, and are guessed."""
     ways: tuple[Way, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
@@ -300,7 +300,7 @@ class FolderPlan:
         shared = self.planned.memory.budget.shared_memory
         beside = {
             ACTIVATIONS: by_place(self.activations, shared_memory=shared),
-            # What it has on drives is among the outputs.
+            # Its bytes on drives are among the outputs.
             REFERENCE: by_place({**self.reference_bytes, Tier.NVME: 0}, shared_memory=shared),
             PROGRAM: {MEMORY: self.program_bytes + BESIDE_BYTES},
         }
@@ -698,7 +698,7 @@ class _Known:
         self.adapted: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         """By adapter and quantization, what has adapters and what has none."""
         self.notes: tuple[str, ...] = ()
-        """What of the folder's config was not understood."""
+        """Parts of the folder's config that were not understood."""
 
     def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         "damaged_manifests": damaged,
     }
     of_folder = _tell(args, told, _lines(home, user, verdicts, damaged), check_folder(path) if is_folder else None)
-    # What is older than the first may have been written over, rightly.
+    # A generation that is older than the first may have been written over, rightly.
     of_run = max([verdict.exit_code for verdict in verdicts[:1]], default=0)
     return IntegrityError.exit_code if damaged else of_run or of_folder
 

@@ -1,7 +1,7 @@
 """Adapter folders by peft's meaning: which are loaded, and what those of PiSSA and OLoRA take out of the base.
 
 Owns the closed lists. A kind, an initialization or a field that is in none of them is refused by its name: peft may
-compute from it something that no file has. What is right is the model that was saved, not what peft loads.
+compute from it something that no file has. The model that was saved is right, not the one that peft loads.
 The calls: `check_adapter_words` on adapter_config.json, before anything is built; `plain_init` as the model is built;
 then `residuals`, whose recipes `zo.offload` carries out one weight at a time.
 """
@@ -70,10 +70,10 @@ _IN_MEMORY = "It merges into no weights: use peft and transformers, where memory
 _OF_VARIANTS = {"kasa_config": _SAVE_MERGED} | dict.fromkeys(
     ("trainable_token_indices", "use_bdlora", "velora_config"), _MERGE
 )
-"""What to do with a variant of LoRA; others merge into no weights."""
+"""Advice for a variant of LoRA; others merge into no weights."""
 
 
-# What is refused
+# Refusals
 
 
 def check_adapter_words(words: Mapping[str, Any], file: Path) -> None:
@@ -101,7 +101,7 @@ def check_adapter_words(words: Mapping[str, Any], file: Path) -> None:
 
 
 def _remedy(kind: str) -> str:
-    """What to do with a kind that is not loaded."""
+    """Advice for a kind that is not loaded."""
     from peft import PeftType
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -131,7 +131,7 @@ def _check_lora(words: Mapping[str, Any], file: Path) -> None:
         )
 
 
-# What is taken out of the base
+# The part that is taken out of the base
 
 
 def reads_base(words: Mapping[str, Any]) -> bool:
@@ -163,7 +163,7 @@ class _Layer:
     """peft's config of such an adapter of one layer, named "layer"."""
 
     def left_of(self, weight: Tensor) -> Tensor:
-        """What peft leaves of a weight, in its dtype and on its device."""
+        """The rest that peft leaves of a weight, in its dtype and on its device."""
         from peft import inject_adapter_in_model
 
         base: Any = copy.copy(self.module)

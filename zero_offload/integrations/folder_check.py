@@ -1,4 +1,4 @@
-"""What a Hugging Face folder lacks before `from_pretrained` can load it, as `zero-offload verify` tells.
+"""Checks what a Hugging Face folder lacks before `from_pretrained` can load it, as `zero-offload verify` tells.
 
 Owns the list of what such a folder must have: config, weights that are whole by their headers and index, each tensor of
 the model that the config names, a tokenizer for a model of words. Reads headers and JSON only, and writes nothing.
@@ -37,13 +37,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class FolderVerdict:
-    """What has been found of one folder."""
+    """The result for one folder."""
 
     num_tensors: int
     nbytes: int
     problems: tuple[str, ...]
     notes: tuple[str, ...]
-    """What could not be compared."""
+    """Parts that could not be compared."""
 
 
 def is_model_folder(path: Path) -> bool:
@@ -108,7 +108,7 @@ def _read_object(path: Path, name: str, problems: list[str]) -> dict[str, Any] |
 def _against_model(
     path: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor], notes: list[str]
 ) -> Iterator[str]:
-    """What the files lack of the model that the config names."""
+    """Tensors of the model that the config names and that the files lack."""
     classes = config.get("architectures")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     if not config.get("model_type") and {"num_layers", "width", "seq_max"} <= config.keys():

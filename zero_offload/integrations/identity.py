@@ -1,4 +1,4 @@
-"""What decides the numbers of a model beside its weights, by value: config, adapter, tokenizer, generation config.
+"""Everything beside weights that decides a model's numbers, by value: config, adapter, tokenizer, generation config.
 
 Values have the defaults of their classes filled in, so they are the same however a file is written. All of them are
 JSON's. Whatever is in no list here decides numbers. The calls: `config_values` and its like for what is there now,
@@ -77,7 +77,7 @@ def generation_values(config: Any) -> dict[str, Any]:
 
 
 def tokenizer_values(tokenizer: Any) -> dict[str, Any]:
-    """What of a tokenizer decides tokens. A vocabulary is its digest."""
+    """Parts of a tokenizer that decide tokens. A vocabulary is its digest."""
     if tokenizer.is_fast:
         words = json.loads(tokenizer.backend_tokenizer.to_str())
     else:

@@ -41,7 +41,7 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def kinds_of(model: Any) -> list[str]:
-    """What peft calls the kinds of its adapters."""
+    """Kinds of adapters, by peft's names."""
     return sorted({str(getattr(config.peft_type, "value", "")) for config in model.peft_config.values()})
 
 

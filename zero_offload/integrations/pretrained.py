@@ -499,7 +499,7 @@ def _fresh(model: nn.Module, lacking: Mapping[int, Recipe], sources: Mapping[int
 
 
 def _identity(path: Path) -> str:
-    """What is known of the files of a folder without reading all of them."""
+    """Facts of a folder's files that are known without reading all of them."""
     with contextlib.ExitStack() as opened:
         files = [BaseFile.open(file) for file in files_of(path).values()]
         for file in files:

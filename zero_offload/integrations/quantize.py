@@ -115,7 +115,7 @@ def _is_bitsandbytes(words: Any) -> bool:
 
 
 def _quantization_words(path: Path) -> tuple[Any, Path]:
-    """What a folder says of its weights' quantization, or None, and the file that says it."""
+    """A folder's words about its weights' quantization, or None, and the file that has them."""
     folder = path if path.is_dir() else path.parent
     file = folder / _CONFIG
     words = _settings_in(file)

@@ -80,7 +80,7 @@ _CHECKPOINT_FILES = re.compile(
     rf"{MODEL_NAME.pattern}|{STATES_NAME.pattern}|trainer_state\.json|training_args\.bin|(scheduler|scaler)\.pt|"
     r"rng_state(_\d+)?\.pth|optimizer\.(pt|bin)"
 )
-"""What a checkpoint consists of, where a kill has left it without its list."""
+"""The files of a checkpoint, where a kill has left it without its list."""
 _ADAMS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.PAGED_ADAMW)
 _LIONS = (OptimizerNames.LION, OptimizerNames.PAGED_LION)
 

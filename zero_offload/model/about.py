@@ -1,4 +1,4 @@
-"""What a model says it is, for who has a generation of it and not its script: config, class, adapters.
+"""A model's own description, for a reader of its generation without its script: config, class, adapters.
 
 Owns the words in manifests ("about"), which `zero-offload export` makes a folder of. A model that says nothing, or what
 JSON cannot hold, has none: a config of others never stops a commit. The call: `about`.

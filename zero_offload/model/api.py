@@ -180,7 +180,7 @@ def clip_grad_norm_(
 
 
 def _clip_compared(settings: Mapping[str, object], owner: ModelRuntime, params: Sequence[nn.Parameter]) -> Compared:
-    """What ranks clip alike: by these settings, these parameters."""
+    """The clipping that ranks do alike: its settings, its parameters."""
     word = word_of((sorted(settings.items()), owner.names.digest(params)))
     return Compared(word, lambda: {**Compared.of(settings).texts(), "what is clipped": owner.names.describe(params)})
 
@@ -250,7 +250,7 @@ def device(model: nn.Module) -> torch.device:
     """Where an offloaded model computes, and its outputs are: `targets.to(zo.device(model))`.
 
     Inputs of the outermost forward are brought there, as by FSDP2 and DistributedDataParallel: tensors in tuples, lists
-    and dicts, wherever they are. What a loss compares outputs with outside of the model has to be moved by hand. On
+    and dicts, wherever they are. Targets that a loss outside of the model compares outputs with are moved by hand. On
     several ranks each has its own device.
     """
     return need_runtime(model, "zo.device").device.torch_device

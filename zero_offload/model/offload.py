@@ -663,7 +663,7 @@ _NO_BUDGET = 2**62
 
 
 def _versions() -> dict[str, str]:
-    """What decides numbers beside settings and the model."""
+    """Everything beside settings and the model that decides numbers."""
     return {
         "torch": torch.__version__,
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),

@@ -192,7 +192,7 @@ class ModelRuntime:
         folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
         self.parts = Parts(self.places, self._states, store, prefetcher, self.life, shard_index, folder)
         self.about: Mapping[str, Any] = {}
-        """What the model says it is, for manifests; of rank 0."""
+        """The model's own description, for manifests; of rank 0."""
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, self.files)

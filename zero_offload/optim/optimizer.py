@@ -204,7 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return groups
 
     def compared(self) -> Compared:
-        """What ranks must have alike: this class, which parameters its groups have, and their hyperparameters."""
+        """Facts that ranks must have alike: this class, the parameters of its groups, and their hyperparameters."""
         groups = [(self._names.digest(g["params"]), *vars(self._hyper(g)).values()) for g in self.param_groups]
         return Compared(word_of((type(self).__name__, groups)), self._texts)
 

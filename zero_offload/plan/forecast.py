@@ -117,7 +117,7 @@ class Plan(MemoryPlan):
     rates: str
     """Where the machine's rates come from."""
     notes: tuple[str, ...] = ()
-    """What of the model's configs was not understood, and is guessed."""
+    """Parts of the model's configs that were not understood, and are guessed."""
 
     @classmethod
     def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:

@@ -1,8 +1,8 @@
-"""What a model's config says, for plans: hints that are taken where they can be read, and never an error.
+"""Hints of a model's config for plans: they are taken where they can be read, and are never an error.
 
 The one reader of configs for plans and limits. A config is a foreign object: an attribute may raise, differ by layer,
-or be of any type. What cannot be read counts as not said, and one line of `notes` says so. Calls: `Hints.number` of one
-config, `ModelHints.of_param` for the configs around a parameter.
+or be of any type. A value that cannot be read counts as not said, and one line of `notes` says so. Calls:
+`Hints.number` of one config, `ModelHints.of_param` for the configs around a parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hints:
         self._config = self._text_config()
 
     def number(self, *names: str, layer: int | None = None) -> int:
-        """What the first of `names` says that says a positive whole number; 0 if none does.
+        """The first of `names` that is a positive whole number; 0 if none is.
 
         Of a value that differs by layer it is that of `layer` (from 0), or without one the largest.
         """
@@ -139,7 +139,7 @@ class ModelHints:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the configs that were asked was not understood, each line once."""
+        """Parts of the configs that were not understood, each line once."""
         found = (hints.notes for hints in self._found.values() if hints is not None)
         return tuple(dict.fromkeys(note for notes in found for note in notes))
 
@@ -147,7 +147,7 @@ class ModelHints:
         if path not in self._found:
             try:
                 config: object = getattr(self._model.get_submodule(path), "config", None)
-            except Exception:  # a property of somebody's class, or the module of a parameter without memory
+            except Exception:  # a property of any class, or the module of a parameter without memory
                 config = None
             self._found[path] = None if config is None else Hints(config)
         return self._found[path]

@@ -373,7 +373,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class _Words:
-    """What configs in the words of Hugging Face say of a unit; 0 where they do not."""
+    """Facts of a unit by configs in the words of Hugging Face; 0 where they do not say."""
 
     width: int = 0
     attention_width: int = 0

@@ -55,7 +55,7 @@ def put(owner: Any, key: Any, value: Any) -> None:
 
 
 def headers() -> Iterator[tuple[str, str]]:
-    """What is changed, and the header's text."""
+    """The change, and the header's text."""
     for path in list(places(WHOLE))[1:]:
         where = "/".join(map(str, path))
         for value in VALUES:
@@ -92,7 +92,7 @@ def headers() -> Iterator[tuple[str, str]]:
 
 
 def library(path: Path) -> dict[str, torch.Tensor] | str:
-    """What it reads, or why it does not."""
+    """The tensors that it reads, or why it reads none."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""What configs of any kind say for a plan: by layer where it differs, and never an error."""
+"""Hints of configs of any kind for a plan: by layer where layers differ, and never an error."""
 
 from __future__ import annotations
 

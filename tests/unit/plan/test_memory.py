@@ -372,7 +372,7 @@ def test_on_a_cpu_device_a_table_has_one_memory_that_is_counted_once() -> None:
     assert table.available == {"memory": 30_000 + 12_000}  # budgets are for states
     assert table.states == {"memory": both} and table.total == {"memory": both + 12_000}
     assert PlanTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
-    # What is missing is the same with what stands beside states, and without.
+    # The shortage is the same with and without the bytes that stand beside states.
     tight = replace(plan, budget=replace(budget, cpu_bytes=both - 1))
     beside = tight.as_table({"activations": {"memory": 5_000}})
     assert [line.rpartition(", ")[2] for line in (*tight.reasons, *tight.shortages(beside))] == ["1 B missing"] * 2

@@ -391,7 +391,7 @@ def _config_of(words: Mapping[str, Any]) -> Any:
 
 
 def _usual(kind: str) -> dict[str, Any]:
-    """What fields of a config are without a file."""
+    """Values of a config's fields without a file."""
     import transformers
 
     found: dict[str, Any] = transformers.CONFIG_MAPPING[kind]().to_dict()
@@ -439,7 +439,7 @@ def _model_of(config: Any, task: str) -> Any:
         MASKED: transformers.AutoModelForMaskedLM,
         CLASSIFY: transformers.AutoModelForSequenceClassification,
     }[task]
-    # What is drawn (heads, adapters) is drawn in fp32; values of the files become what `offload` computes with.
+    # Heads and adapters are drawn in fp32; values of the files become what `offload` computes with.
     return auto.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 

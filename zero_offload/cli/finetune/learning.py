@@ -25,12 +25,12 @@ _SHORT = 34
 
 @dataclass(frozen=True)
 class Learning:
-    """What a run learns, and at which rate."""
+    """The plan of a run's learning, with its rates."""
 
     config: FinetuneConfig
     counts: Counts
     rows: int
-    """What a Trainer counts, in an epoch."""
+    """A Trainer's counts of an epoch."""
     is_packed: bool
     steps: int
     epochs: float
@@ -76,7 +76,7 @@ class Learning:
                 "would be trained; give --warmup 0, or more --steps or --epochs"
             )
 
-    # What is said
+    # Text
 
     def lines(self) -> Iterator[str]:
         steps, epochs, many = self.steps, f"{self.epochs:.3g}", "sequences" if self.is_packed else "samples"
@@ -103,7 +103,7 @@ class Learning:
         return f"{text}; {' and '.join(lost)}{unseen}" if lost else f"{text}; nothing is cut off"
 
     def warnings(self) -> Iterator[str]:
-        """What trains little, and what to type."""
+        """Settings that train little, and flags to type."""
         config, steps, warmup = self.config, self.steps, self.warmup_steps
         if 0 < config.warmup < 1 and not warmup:
             yield (

@@ -148,7 +148,7 @@ class Weights:
 
 
 def published(out: Path) -> list[str]:
-    """What a run has put into OUT for its user, relative to it; of runs of before, what such runs write."""
+    """Files that a run has put into OUT for its user, relative to it; of earlier runs, those that such runs write."""
     described = read_object(out / RUN_FILE)
     if isinstance(names := described.get(_PUBLISHED), list):
         return [name for name in names if isinstance(name, str)]

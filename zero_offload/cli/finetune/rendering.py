@@ -24,7 +24,7 @@ LIMIT_S = 15.0
 MAX_LETTERS = 64 * MIB
 """Of the text of one conversation, some 16 million tokens."""
 _MEMORY_BYTES = 4 * GIB
-"""What the process may take beyond the memory that it begins with."""
+"""Memory that the process may take beyond that which it begins with."""
 
 
 class RenderError(ValueError):

@@ -62,7 +62,7 @@ class Job:
     prepared: Prepared
     ranks: Ranks
     made_of: Mapping[str, Any]
-    """What decides numbers beside the settings; see identity.py."""
+    """Everything beside the settings that decides numbers; see identity.py."""
     shrinks: bool = True
     """True if warm-up of less than a step is none; False of a run that began when it was one, of rate 0."""
 
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What tokens the data gave; without what files of before have not counted."""
+        """Counts of the tokens that the data gave; without those that earlier files lack."""
         return {name: each for name, each in self.prepared.counts.to_dict().items() if name != "cut"}
 
     @property

@@ -223,7 +223,7 @@ def _schedule_text(job: _Job) -> str:
 
 
 def _planned(config: TrainConfig, model: GPT, ranks: Ranks, program_bytes: int) -> PlanTable:
-    """What one rank takes: as `zero-offload plan --model` says it, of the model that is here."""
+    """One rank's plan, as `zero-offload plan --model` says it, of the model that is here."""
     owner = need_runtime(model, "train")
     work, vocab, _ = find_work(config.model)
     recompute = config.gpt().recompute is Recompute.BLOCK

@@ -207,7 +207,7 @@ def _tier_text(request: object) -> str:
 
 
 def planned_rss_bytes(run: Run) -> int | None:
-    """What the plan gives the process, itself included; None where the plan does not know that."""
+    """Bytes that the plan gives the process, itself included; None where the plan does not know them."""
     table = planned_table(run)
     return table.total[MEMORY] if table.has_program else None
 

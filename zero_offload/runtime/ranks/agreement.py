@@ -149,7 +149,7 @@ class Agreement:
     def _mismatch(
         self, text: str, failure: Exception | None = None, notice: Notice | None = None, *, in_pass: bool = False
     ) -> Exception:
-        """What to raise where ranks differ: an error that some rank has met, that they differ in settings, or that they
+        """The error to raise where ranks differ: one that some rank has met, that they differ in settings, or that they
         went different ways."""
         mine = (text, told(failure), {} if notice is None or failure is not None else notice.texts())
         found: list[tuple[str, Told, Texts]] = [mine] * self._num_ranks

@@ -90,12 +90,12 @@ class Witness:
 
 @dataclass
 class Notice:
-    """What travels with `together`, without a message of its own."""
+    """Words that travel with `together`, without a message of their own."""
 
     given: bool = False
     """True if this rank says it, and in the end if a rank has said it."""
     compared: list[Compared] = field(default_factory=list)
-    """What all ranks must have alike."""
+    """Facts that all ranks must have alike."""
 
     @property
     def word(self) -> int:
@@ -283,8 +283,8 @@ def _key(kind: str, rank: int) -> str:
 def _group_is_gone(what: str) -> ZeroOffloadError:
     return ZeroOffloadError(
         f"{what}: torch.distributed.destroy_process_group was called before zo.close(model), and ranks reach each "
-        "other no more. Call zo.close on all ranks first: it makes the last step a generation. What was committed "
-        "before is whole; existing='resume' goes on from there"
+        "other no more. Call zo.close on all ranks first: it makes the last step a generation. The last generation is "
+        "whole; existing='resume' goes on from there"
     )
 
 

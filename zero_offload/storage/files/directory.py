@@ -131,7 +131,7 @@ class RunDirectory:
     def __init__(
         self, path: Path, system: FileSystem, dir_fd: int, lock_fd: int, *, is_read_only: bool = False
     ) -> None:
-        """`is_read_only`: files are opened to be read, whoever owns them."""
+        """`is_read_only`: files of any owner are opened to be read."""
         self.path = path
         self.system = system
         self._dir_fd = dir_fd
@@ -276,7 +276,7 @@ class RunDirectory:
         return sum(info.st_blocks * 512 for info in found.values())
 
     def check_removable(self, names: Iterable[str]) -> dict[str, os.stat_result]:
-        """What is there of these names. Raises StorageError for one that is a link, a directory or not ours."""
+        """Files of these names that are there. Raises StorageError for a link, a directory or one that is not ours."""
         found = {}
         for name in names:
             path = self.path_of(name)

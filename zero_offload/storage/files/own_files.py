@@ -33,9 +33,9 @@ MODEL_NAME = re.compile(
     r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)|"
     r"vocab\.(json|txt)|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|(pre)?processor_config\.json"
 )
-"""What exports and the libraries that they call write into a folder of weights."""
+"""Files that exports, and the libraries that they call, write into a folder of weights."""
 STATES_NAME = re.compile(r"LOCK|run\.json|generation-[01]\.json|rank\d+-[01]\.json|rank\d+(\.\d+)?\.swap")
-"""What a checkpoint of states consists of."""
+"""The files of a checkpoint of states."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHOWN = 5
 
@@ -143,7 +143,7 @@ def names_in(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays in a folder, since it is not ours."""
+    """Entries that stay in a folder, since they are not ours."""
 
     folder: Path
     names: tuple[str, ...]
