@@ -103,7 +103,7 @@ CONFIGS = {
 }
 TOKENIZERS = {
     "none": (_without("tokenizer*"), "has no tokenizer", r"hf download ORG/NAME --include '\*token\*'"),
-    "damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "cannot be loaded", "get its files again"),
+    "damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: ", "get its files again"),
     "endless": (
         _words(lambda words: [words.pop("pad_token"), words.pop("eos_token")], "tokenizer_config.json"),
         "names no token that ends a text",

@@ -6,6 +6,7 @@ Each field of each file gets each of the values of `tests.helpers.mutated`. `mak
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import time
@@ -24,7 +25,7 @@ from tests.helpers.pairwise import full
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.hf_files import INDEX_NAME
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import CAUSAL, MASKED, meta_model, open_folder
+from zero_offload.cli.finetune.folder import CAUSAL, MASKED, generation_config, meta_model, open_folder
 
 LIMIT_S = 30.0
 """Of one folder, on a busy machine; most take a tenth of a second."""
@@ -218,6 +219,29 @@ def test_a_tokenizer_that_makes_no_tokens(path: tuple[str, ...], value: Any, lla
     folder = Mutation("tokenizer.json", path, value).apply(llama, tmp_path / "changed")
     with pytest.raises(ZeroOffloadError, match="the tokenizer in .*get its files again"):
         open_folder(folder, needs_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    [
+        ("config.json", ("auto_map",), 0),  # a field that no config has of itself
+        ("config.json", ("hidden_size",), "64"),
+        ("generation_config.json", ("max_new_tokens",), {"a": 1}),
+        ("tokenizer_config.json", ("eos_token",), []),
+        ("tokenizer_config.json", ("truncation_side",), 0),
+        ("tokenizer.json", ("added_tokens", 1), {"id": 1, "content": 7}),
+        ("tokenizer.json", ("pre_tokenizer",), 7),
+    ],
+)
+def test_file_and_field_are_named(
+    file: str, path: tuple[str | int, ...], value: Any, llama: Path, tmp_path: Path
+) -> None:
+    folder = Mutation(file, path, value).apply(llama, tmp_path / "changed")
+    field = ".".join(map(str, path))
+    with pytest.raises(
+        ZeroOffloadError, match=f"{file}, {re.escape(field)} is .*{re.escape(repr(value))}.*: .*mend it"
+    ):
+        generation_config(open_folder(folder))
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**6), ("vocab_size", 10**8)])

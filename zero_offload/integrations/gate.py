@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,8 @@ _SIZES = re.compile(
     r"|[nd]_(embd|model|inner|ff|head|kv|positions|ctx)|r"
 )
 _SEARCH_S = 3.0
+_ENTRIES_MAX = 64
+"""Of a part that is searched, as a vocabulary is not."""
 _PANIC = "PanicException"
 """The exception of libraries in Rust for a fault of their own, which is no Exception."""
 _WORDS_SHOWN = 300
@@ -117,7 +120,7 @@ def reading(what: str, remedy: str, culprit: Callable[[], str] = str) -> Iterato
     except (ZeroOffloadError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+        if not _is_of_library(error):
             raise
         # transformers raises an OSError without a number where a file is not as it wants it.
         if (isinstance(error, OSError) and error.errno is not None) or _is_ours(error.__traceback__):
@@ -127,6 +130,10 @@ def reading(what: str, remedy: str, culprit: Callable[[], str] = str) -> Iterato
         raise ConfigError(
             f"{what}{f', {name}' if name else ''}: {_short(said)} ({type(error).__name__}); {remedy}"
         ) from error
+
+
+def _is_of_library(error: BaseException) -> bool:
+    return isinstance(error, Exception) or type(error).__name__ == _PANIC
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
@@ -147,13 +154,18 @@ def culprit_of(
 ) -> str:
     """The field of `words` with whose usual value `trial` does not raise: its name and its value; "" if none is found.
 
-    Fields whose value is the usual one are not tried, and a config in a config is tried field by field alone: with all
-    usual values it may be a large model. The search ends after some seconds.
+    Fields that have no usual value are left out, and come first. Fields whose value is the usual one are not tried, and
+    a config in a config is tried field by field alone: with all usual values it may be a large model. The search ends
+    after some seconds.
     """
     end = time.monotonic() + _SEARCH_S if end is None else end
-    for name, value in words.items():
-        inner = usual.get(name)
-        if name not in usual or value == inner or time.monotonic() > end:
+    known = {name: value for name, value in words.items() if name in usual}
+    others = {name: value for name, value in words.items() if name not in usual}
+    if found := part_of(others, lambda given: trial({**known, **given}), end):
+        return found
+    for name, value in known.items():
+        inner = usual[name]
+        if value == inner or time.monotonic() > end:
             continue
 
         def with_field(given: Any, name: str = name) -> object:
@@ -169,9 +181,41 @@ def culprit_of(
     return ""
 
 
+def part_of(words: Any, trial: Callable[[Any], object], end: float | None = None, levels: int = 0) -> str:
+    """The entry of an object or array without which `trial` does not raise: its name and value; "" if none is found.
+
+    `levels`: of entries in entries, which are tried too. The search ends after some seconds.
+    """
+    end = time.monotonic() + _SEARCH_S if end is None else end
+    entries = list(words.items() if isinstance(words, Mapping) else enumerate(words))
+
+    def with_entry(given: Any, name: Any) -> object:
+        kept = [(key, given if key == name else value) for key, value in entries]
+        kept = [(key, value) for key, value in kept if value is not _LEFT_OUT]
+        return trial(dict(kept) if isinstance(words, Mapping) else [value for _, value in kept])
+
+    def inside(name: Any, value: Any) -> str:
+        if not levels or not isinstance(value, Mapping | list) or len(value) > _ENTRIES_MAX:
+            return ""
+        found = part_of(value, partial(with_entry, name=name), end, levels - 1)
+        return f"{name}.{found}" if found else ""
+
+    for name, value in entries:
+        if time.monotonic() > end:
+            return ""
+        if _passes(partial(with_entry, name=name), _LEFT_OUT):
+            return inside(name, value) or f"{name} is {_short(repr(value))}"
+    return next(filter(None, (inside(*entry) for entry in entries)), "")  # what is needed may be wrong inside
+
+
+_LEFT_OUT = object()
+
+
 def _passes(trial: Callable[[Any], object], value: Any) -> bool:
     try:
         trial(value)
-    except Exception:  # of any library
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
         return False
     return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import json
 import logging
 import re
 import sys
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from zero_offload.cli.finetune.targets import Targets
 from zero_offload.integrations.adapter_kinds import check_adapter_words, plain_init, reads_base
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
-from zero_offload.integrations.gate import check_sizes, culprit_of, read_object, reading
+from zero_offload.integrations.gate import check_sizes, culprit_of, part_of, read_object, reading
 from zero_offload.integrations.peft import adapter_file_names, base_names
 from zero_offload.integrations.pretrained import plan_weights, state_names
 from zero_offload.integrations.quantize import need_library, quantize_layers, stored_layers, stored_quantization
@@ -498,8 +500,12 @@ def generation_config(folder: ModelFolder) -> Any:
     if not homes:
         return None
     file = homes[0] / GENERATION_NAME
-    read_object(file)
-    with reading(str(file), "mend it, or delete it: the model's usual values are taken then"):
+    words = read_object(file)
+
+    def culprit() -> str:
+        return part_of(words, GenerationConfig.from_dict)
+
+    with reading(str(file), "mend it, or delete it: the model's usual values are taken then", culprit):
         return GenerationConfig.from_pretrained(homes[0])
 
 
@@ -545,23 +551,47 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
 
 
 def _tokenizer_of(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    for name in _TOKENIZER_SETTINGS:
-        if (folder / name).is_file():
-            read_object(folder / name)
-    with reading(f"the tokenizer in {folder} cannot be loaded", "get its files again"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        ids = tokenizer(_PROBE)["input_ids"]  # what settings say beside the words is taken now
-        len(tokenizer), tokenizer.get_added_vocab(), tokenizer.special_tokens_map
+    settings = {name: read_object(folder / name) for name in _TOKENIZER_SETTINGS if (folder / name).is_file()}
+    what = f"the tokenizer in {folder}"
+    with reading(what, "mend it, or get its files again", lambda: _bad_setting(folder, settings)):
+        tokenizer = _loaded_tokenizer(folder)
+        ids = tokenizer(_PROBE)["input_ids"]
     if not ids or not tokenizer("a")["input_ids"]:
-        raise ConfigError(f"the tokenizer in {folder} makes no token of text such as 'a'; get its files again")
+        raise ConfigError(f"{what} makes no token of text such as 'a'; get its files again")
     template = tokenizer.chat_template
     if not (template is None or isinstance(template, str)) and not (
         isinstance(template, dict) and all(isinstance(each, str) for each in template.values())
     ):
         raise ConfigError(f"the tokenizer in {folder}: chat_template is a {type(template).__name__}, not text; mend it")
     return tokenizer
+
+
+def _loaded_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer(_PROBE)  # what settings say beside the words is taken now
+    len(tokenizer), tokenizer.get_added_vocab(), tokenizer.special_tokens_map
+    return tokenizer
+
+
+def _bad_setting(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """The file of a tokenizer that does not load, and the field without which it does."""
+    for name, words in reversed(
+        list(settings.items())
+    ):  # the first is the file of all words, each trial of which takes long
+
+        def trial(given: Any, name: str = name) -> None:
+            with TemporaryDirectory() as changed:
+                for file in folder.iterdir():
+                    if file.name != name:
+                        (Path(changed) / file.name).symlink_to(file.resolve())
+                (Path(changed) / name).write_text(json.dumps(given), encoding="utf-8")
+                _loaded_tokenizer(Path(changed))
+
+        if field := part_of(words, trial, levels=1):
+            return f"{name}, {field}"
+    return next(iter(settings), "")
 
 
 # The model
