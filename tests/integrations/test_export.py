@@ -137,13 +137,42 @@ def test_what_adapters_cannot_be(tmp_path: Path, capsys: Capture) -> None:
     zo.close(model)
     assert main(["export", str(tmp_path / "nvme"), str(tmp_path / "out"), "--adapters", "merged"]) == 2
     assert "and generation 1 (step 1" in capsys.readouterr().err
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
-    changed = get_peft_model(folders.model(), config)
-    _train(changed, tmp_path / "changed")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "eva"])
+def test_a_run_of_an_adapter_whose_beginning_is_computed(init: str, tmp_path: Path) -> None:
+    """Both folders have the logits of the trained model: the generation has the base as the adapter left it."""
+    base, data = folders.write_folder(tmp_path / "base"), folders.write_instructions(tmp_path / "chat.jsonl", 12)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    model: Any = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path / "adapter")
+    run, out, merged = tmp_path / "run", tmp_path / "out", tmp_path / "merged"
+    assert main(["finetune", str(tmp_path / "adapter"), "--data", str(data), "--out", str(run), *SIZES]) == 0
+    assert main(["export", str(run), str(out)]) == main(["export", str(run), str(merged), "--adapters", "merged"]) == 0
+    weights = "adapter_model.safetensors"
+    assert _is_equal(load_file(out / weights), load_file(run / weights))
+    assert _adapter_config(out) == _adapter_config(run) and _adapter_config(out)["init_lora_weights"] == init
+    ids = torch.arange(24).view(2, 12)
+    expected = peft.AutoPeftModelForCausalLM.from_pretrained(run).eval()(input_ids=ids).logits
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()(input_ids=ids).logits
+    assert torch.allclose(found, expected, atol=5e-6)  # one product instead of two
+
+
+def test_an_adapter_whose_folder_lacks_what_it_has_done_to_the_base(tmp_path: Path, capsys: Capture) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
+    changed: Any = get_peft_model(folders.model(), config)
+    _train(changed, tmp_path / "changed", precision="fp32")
+    ids = torch.arange(24).view(2, 12)
+    expected = changed.eval()(input_ids=ids).logits
     zo.close(changed)
     assert main(["export", str(tmp_path / "changed"), str(tmp_path / "out")]) == 2
-    assert "init_lora_weights='pissa', which has changed the base's weights" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    assert "init_lora_weights='pissa_niter_4', which has changed the base's weights" in said
+    assert "--adapters merged" in said and not (tmp_path / "out").exists()
+    assert main(["export", str(tmp_path / "changed"), str(tmp_path / "out"), "--adapters", "merged"]) == 0
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(input_ids=ids).logits
+    assert torch.allclose(found, expected, atol=5e-6)
 
 
 class _Own(nn.Module):

@@ -20,7 +20,8 @@ from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
 from zero_offload.base.host import host_empty
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
 from zero_offload.checkpoint.saved import SavedGeneration
-from zero_offload.integrations.peft import RANDOM_INITS, base_names, merge_layer, merged_tensors, write_adapters
+from zero_offload.integrations.adapter_kinds import BASE_INITS, FILE_INITS, plain_init
+from zero_offload.integrations.peft import base_names, merge_layer, merged_tensors, write_adapters
 from zero_offload.integrations.pretrained import saved_tensors, usual_dtype
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.storage.memory.heap import trim_heap
@@ -87,17 +88,13 @@ def _with_adapters(base: Any, adapters: Mapping[str, Mapping[str, Any]]) -> nn.M
         raise CapacityError("peft knows the model's adapters, and is missing: pip install peft") from error
     model: Any = None
     for name, words in adapters.items():
-        init = words.get("init_lora_weights", True)
-        if init not in RANDOM_INITS:
-            raise ConfigError(
-                f"adapter {name!r} has init_lora_weights={init!r}, which has changed the base's weights as it began"
-            )
         config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(words["peft_type"])](**words)
         base.name_or_path = words.get("base_model_name_or_path") or ""  # what peft writes into the adapter's folder
-        if model is None:
-            model = get_peft_model(base, config, adapter_name=name)
-        else:
-            model.add_adapter(name, config)
+        with plain_init(config):
+            if model is None:
+                model = get_peft_model(base, config, adapter_name=name)
+            else:
+                model.add_adapter(name, config)
         config.modules_to_save = words.get("modules_to_save")  # peft has put its own there once more
     return model  # type: ignore[no-any-return]
 
@@ -153,7 +150,17 @@ def write_separate(
     dtype: torch.dtype | None,
     complete: Complete,
 ) -> int:
-    """Adapters as peft writes them, to a new folder; returns the number of their tensors."""
+    """Adapters as peft writes them, to a new folder; returns the number of their tensors.
+
+    Raises ConfigError for one that has left other weights of the base than those that its load will make.
+    """
+    for name, words in about["adapters"].items():
+        init = words.get("init_lora_weights", True)
+        if init not in (*FILE_INITS, *BASE_INITS):
+            raise ConfigError(
+                f"adapter {name!r} has init_lora_weights={init!r}, which has changed the base's weights by numbers that "
+                "an adapter's folder does not have: export with --adapters merged"
+            )
     model = meta_model(about)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     base_name = base_names(model)

@@ -85,7 +85,8 @@ def _is_inside(name: str) -> bool:
 def listed(folder: Path, unlisted: re.Pattern[str] = UNLISTED_NAME, kinds: re.Pattern[str] = MODEL_NAME) -> list[str]:
     """Files in a folder that are ours: by its list, and by those of folders in it; the list itself is the last one.
 
-    In folders of `unlisted` names, which a kill may leave without one, it is files of `kinds`.
+    In folders of `unlisted` names, which a kill may leave without one, it is files of `kinds`. A list that counts for
+    nothing, such as that of a copy, still says that no kill has left the folder.
     """
     if folder.is_symlink() or not folder.is_dir():
         return []
@@ -94,7 +95,7 @@ def listed(folder: Path, unlisted: re.Pattern[str] = UNLISTED_NAME, kinds: re.Pa
     for name in subfolders(folder):
         below = folder / name
         own |= {f"{name}/{each}" for each in listed(below, unlisted, kinds)}
-        if _read(below) is None and unlisted.fullmatch(name):
+        if unlisted.fullmatch(name) and not os.path.lexists(below / LIST_NAME):
             own |= {f"{name}/{each}" for each in of_kinds(below, kinds)}
     found = [name for name in all_files(folder) if name in own and name != LIST_NAME]
     return found if names is None else [*found, LIST_NAME]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_a_forged_list_leads_nowhere(tmp_path: Path, names: object) -> None:
 def test_a_copy_of_a_folder_is_its_owners(folder: Path) -> None:
     os.rename(folder, copy := folder.with_name("my copy"))
     assert listed(copy) == []
+
+
+def test_a_copy_under_a_name_of_ours_is_its_owners_too(tmp_path: Path) -> None:
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "model.safetensors").write_text("ours")
+    write_list(tmp_path / "step-4")
+    shutil.copytree(tmp_path / "step-4", tmp_path / "step-40")
+    delete(tmp_path, listed(tmp_path))
+    assert all_files(tmp_path) == ["step-40/model.safetensors", f"step-40/{LIST_NAME}"]
 
 
 def test_what_a_kill_has_left_half_made(tmp_path: Path) -> None:
