@@ -159,6 +159,40 @@ def test_a_run_of_an_adapter_whose_beginning_is_computed(init: str, tmp_path: Pa
     assert torch.allclose(found, expected, atol=5e-6)  # one product instead of two
 
 
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_a_classifier_with_an_adapter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that are in no file of the base are the adapter's: a pooler, a layer before the last. So are the names of
+    the classes. Each load, by the card too, has the logits of the folder with both merged."""
+    if kind == "bert":
+        base = folders.write_folder(tmp_path / "base", "bert")
+    else:
+        sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": folders.VOCAB}
+        model = transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**sizes))
+        model.save_pretrained(base := tmp_path / "base")
+        folders.tokenizer().save_pretrained(base)
+    names = ("good", "bad", "none")
+    rows = [{"text": text, "label": names[i % 3]} for i, (_, text) in enumerate(folders.descriptions()[:12])]
+    data, run = folders.write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "run"
+    flags = ["--data", str(data), "--method", "classify"]
+    assert main(["finetune", str(base), "--out", str(run), *flags, *SIZES, "--lora", "4", "--merge"]) == 0
+    read, ids = transformers.AutoModelForSequenceClassification.from_pretrained, torch.arange(24).view(2, 12)
+    merged = read(run / "merged")
+    assert merged.config.id2label == dict(enumerate(sorted(names)))
+    expected = merged.eval()(input_ids=ids).logits
+    assert main(["export", str(run), str(out := tmp_path / "out")]) == 0
+    assert main(["export", str(run), str(tmp_path / "merged"), "--adapters", "merged"]) == 0
+    assert torch.equal(read(tmp_path / "merged").eval()(input_ids=ids).logits, expected)
+    for folder in (run, out):
+        code = (folder / "README.md").read_text().split("```")[1].removeprefix("python\n")
+        monkeypatch.chdir(folder)
+        exec(code.replace("path/to/the/base", str(base)), found := dict[str, Any]())
+        assert torch.allclose(found["model"].eval()(input_ids=ids).logits, expected, atol=5e-6)
+        assert found["model"].config.id2label == merged.config.id2label
+        assert main(["evaluate", str(folder), *flags]) == 0
+    again = ["finetune", str(out), "--out", str(tmp_path / "again"), *flags, *SIZES]
+    assert main(again) == 0
+
+
 def test_an_adapter_whose_folder_lacks_what_it_has_done_to_the_base(tmp_path: Path, capsys: Capture) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
     changed: Any = get_peft_model(folders.model(), config)

@@ -49,6 +49,7 @@ TOKENIZER_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+_CLASSIFIER = "ForSequenceClassification"
 _WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """One of these is a tokenizer."""
 
@@ -150,9 +151,11 @@ class Sources:
         identity = self._described.get("identity")
         identity = identity if isinstance(identity, dict) else {}
         base = Path(str(identity["model"])) if "method" in identity and "model" in identity else None
-        self.base = base if base is not None and base.is_dir() else None
-        """The folder of which `finetune` has trained the model."""
-        self._folders = [*near, *([] if self.base is None else [self.base])]
+        given = [base] if base is not None and base.is_dir() else []
+        given += [below for each in given if (below := _base_of(each)) is not None]
+        self.base = given[-1] if given else None
+        """The folder of weights of which `finetune` has trained the model, or an adapter that had begun elsewhere."""
+        self._folders = [*near, *given]
         self.about: Mapping[str, Any] = generation.about
         if not self.about and base is not None and not identity.get("lora"):
             self.about = self._of_base(base, str(identity["method"]))
@@ -179,6 +182,13 @@ class Sources:
         return {}
 
 
+def _base_of(adapter: Path) -> Path | None:
+    """The folder of the base of an adapter's folder; None of another folder, and where it is not here."""
+    name = read_object(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    places = [Path(name).expanduser(), adapter / name] if isinstance(name, str) and name else []
+    return next((place for place in places if place.is_dir()), None)
+
+
 def _complete(folder: Path, entries: Sequence[TensorEntry], *, sources: Sources, is_adapter: bool) -> None:
     """Write what belongs beside the weights."""
     about = sources.about
@@ -194,6 +204,8 @@ def _complete(folder: Path, entries: Sequence[TensorEntry], *, sources: Sources,
         elif sources.base is not None:
             words = read_object(folder / ADAPTER_CONFIG_NAME)
             _put(folder / ADAPTER_CONFIG_NAME, words | {"base_model_name_or_path": str(sources.base.absolute())})
+        if is_adapter and str(about.get("class")).endswith(_CLASSIFIER):  # its classes, which the base does not have
+            _put(folder / CONFIG_NAME, config_words(about, entries))
         if "generation_config" in about:
             _put(folder / GENERATION_NAME, about["generation_config"])
         if about:
@@ -245,9 +257,11 @@ def _loading(sources: Sources, *, is_adapter: bool) -> list[str]:
     if not about:
         return ["import zero_offload as zo", "", 'zo.load_pretrained(model, ".")  # after zo.offload(model, config)']
     if is_adapter:
+        named = about["config"].get("id2label") if str(about["class"]).endswith(_CLASSIFIER) else None
+        labels = f", id2label={ ({int(number): each for number, each in named.items()})!r}" if named else ""
         return [
             "from peft import PeftModel", f"from transformers import {about['class']}", "",
-            f'base = {about["class"]}.from_pretrained("path/to/the/base", dtype="auto")',
+            f'base = {about["class"]}.from_pretrained("path/to/the/base", dtype="auto"{labels})',
             'model = PeftModel.from_pretrained(base, ".")',
         ]  # fmt: skip
     return [

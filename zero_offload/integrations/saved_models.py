@@ -158,8 +158,8 @@ def write_separate(
         init = words.get("init_lora_weights", True)
         if init not in (*FILE_INITS, *BASE_INITS):
             raise ConfigError(
-                f"adapter {name!r} has init_lora_weights={init!r}, which has changed the base's weights by numbers that "
-                "an adapter's folder does not have: export with --adapters merged"
+                f"adapter {name!r} has init_lora_weights={init!r}, which has changed the base's weights by numbers "
+                "that an adapter's folder does not have: export with --adapters merged"
             )
     model = meta_model(about)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

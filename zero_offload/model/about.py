@@ -1,7 +1,7 @@
 """A model's own description, for a reader of its generation without its script: config, class, adapters.
 
 Owns the words in manifests ("about"), which `zero-offload export` makes a folder of. A model that says nothing, or what
-JSON cannot hold, has none: a config of others never stops a commit. The call: `about`.
+JSON cannot hold, has none: a config of others never stops a commit. The calls: `about`; `config_file` for one config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def about(model: nn.Module) -> dict[str, Any]:
     try:
         if isinstance(adapters, Mapping) and callable(get_base := getattr(model, "get_base_model", None)):
             base = get_base()
-        config = _words(getattr(base, "config", None))
+        config = config_file(getattr(base, "config", None))
         if not config:
             return {}
         found: dict[str, Any] = {
@@ -33,7 +33,7 @@ def about(model: nn.Module) -> dict[str, Any]:
             "class": type(base).__name__,
             "config": config,
         }
-        if generation := _words(getattr(base, "generation_config", None)):
+        if generation := config_file(getattr(base, "generation_config", None)):
             found["generation_config"] = generation
         if isinstance(adapters, Mapping) and base is not model:
             found["adapters"] = {name: _plain(each.to_dict()) for name, each in adapters.items()}
@@ -43,8 +43,8 @@ def about(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _words(config: Any) -> dict[str, Any]:
-    """A config of transformers as its file has it; empty of others."""
+def config_file(config: Any) -> dict[str, Any]:
+    """A config of transformers as its file has it, without paths of this machine; empty of others."""
     if not callable(getattr(config, "to_json_string", None)):
         return {}
     words = json.loads(config.to_json_string())

@@ -188,7 +188,21 @@ def open_folder(
     tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config, needs_tokenizer)
     if task == CLASSIFY and config.pad_token_id is None and tokenizer is not None:
         config.pad_token_id = tokenizer.pad_token_id
-    return ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize, quantization, group_size)
+    found = ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize, quantization, group_size)
+    labels = _labels_of(adapter) if adapter is not None and task == CLASSIFY else []
+    return found.with_labels(labels) if labels else found
+
+
+def _labels_of(adapter: Path) -> list[str]:
+    """The classes that an adapter's folder names: its base has other ones. Empty where it names none."""
+    file = adapter / CONFIG_NAME
+    named = read_object(file).get("id2label") if file.is_file() else None
+    if named is None:
+        return []
+    numbers = [str(number) for number in range(len(named))] if isinstance(named, dict) else []
+    if not numbers or {*named} != {*numbers} or not all(isinstance(label, str) for label in named.values()):
+        raise ConfigError(f"{file}: id2label={named!r} does not name classes by the numbers from 0 on; mend it")
+    return [named[number] for number in numbers]
 
 
 def check_training(folder: ModelFolder, *, has_adapter: bool, merge: bool) -> None:
@@ -660,12 +674,14 @@ def build_model(
         for name in _FOR_PEFT:
             vars(module).pop(name, None)
     group_frozen_experts(model, folder)
-    plan_weights(model, folder.path, built.names if trains else _without_draws(model, built.names))
+    is_new = trains and folder.adapter is None
+    plan_weights(model, folder.path, built.names if is_new else _without_draws(model, built.names))
     return offload_model(model, offload)
 
 
 def _without_draws(model: nn.Module, names: FileNames) -> FileNames:
-    """For a model that is only read: no value is drawn, but where the adapter's file has what is used in its place."""
+    """For a model that was trained before: no value is drawn, but where the adapter's file has what is used in its
+    place."""
     base_name = base_names(model)
     replaced = {base_name(name) for name in names.adapter.known.values()} if names.adapter is not None else set()
     return replace(names, fresh=names.fresh & replaced)
@@ -720,12 +736,14 @@ def _from_config(folder: ModelFolder) -> Any:
 def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 
     kinds = {CAUSAL: TaskType.CAUSAL_LM, CLASSIFY: TaskType.SEQ_CLS}
-    # A head that begins with random numbers is trained whole; peft knows those of classifiers.
+    # What begins with random numbers is trained whole, and so is in the adapter's file: no other file has it.
     tied = set(base.all_tied_weights_keys)
     heads = sorted({name.rpartition(".")[0] for name in names.fresh - tied if name.endswith(".weight")})
-    heads = heads if folder.task == MASKED else []
+    if folder.task == CLASSIFY:  # peft knows the last part of a classifier
+        heads = [name for name in heads if not {*SEQ_CLS_HEAD_NAMES} & {*name.split(".")}]
     targets = Targets.of(base, lora.targets)
     settings: dict[str, Any] = {
         "r": lora.rank,

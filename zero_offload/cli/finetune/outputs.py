@@ -26,11 +26,19 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.run_dir import RUN_FILE, RunDir, read_json
-from zero_offload.cli.finetune.folder import ADAPTER_CONFIG_NAME, CONFIG_NAME, ModelFolder, build_model, open_folder
+from zero_offload.cli.finetune.folder import (
+    ADAPTER_CONFIG_NAME,
+    CLASSIFY,
+    CONFIG_NAME,
+    ModelFolder,
+    build_model,
+    open_folder,
+)
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.saved import read_object
 from zero_offload.integrations.pretrained import export_pretrained
 from zero_offload.integrations.quantize import words_for
+from zero_offload.model.about import config_file
 from zero_offload.model.api import close, need_runtime
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.own_files import (
@@ -129,9 +137,9 @@ class Weights:
         if kept and others:
             warn_user(str(replace(kept, names=tuple(others))))
 
-    def merge(self, offload: OffloadConfig, *, is_first: bool) -> None:
+    def merge(self, offload: OffloadConfig, task: str, *, is_first: bool) -> None:
         """Write OUT/merged: the base with the adapter in OUT merged into it. Every rank calls."""
-        folder, place, target = open_folder(self.out), self.out / BEST / MERGED, self.out / MERGED
+        folder, place, target = open_folder(self.out, task), self.out / BEST / MERGED, self.out / MERGED
         if is_first:
             delete(place, [name for name in all_files(place) if MODEL_NAME.fullmatch(name)])
             _say_aside(move_aside(place))
@@ -198,6 +206,8 @@ def _complete(place: Path, folder: ModelFolder) -> None:
         words = json.loads(config.read_text(encoding="utf-8"))
         words["base_model_name_or_path"] = str(folder.path.absolute())
         replace_file(config, json.dumps(words, indent=2).encode())
+        if folder.task == CLASSIFY:  # its classes, which the base does not have
+            replace_file(place / CONFIG_NAME, json.dumps(config_file(folder.config), indent=2).encode())
     if (config := place / CONFIG_NAME).is_file():
         words = json.loads(config.read_text(encoding="utf-8"))
         words["use_cache"] = getattr(folder.config, "use_cache", True)  # training has none
@@ -297,13 +307,14 @@ def _loading(config: FinetuneConfig, folder: ModelFolder, *, is_adapter: bool) -
             f"model = PeftModel.from_pretrained(base, {place})", tokenizer,
         ]  # fmt: skip
     name, package = (f"AutoPeftModelFor{kind}", "peft") if is_adapter else (f"AutoModelFor{kind}", "transformers")
+    labels = f", id2label={dict(folder.config.id2label)!r}" if is_adapter and config.method == "classify" else ""
     if is_adapter and config.method == "mlm":
         name = "AutoPeftModel"
     return [
         f"from {package} import {name}",
         "from transformers import AutoTokenizer",
         "",
-        f'model = {name}.from_pretrained({place}, dtype="auto")',
+        f'model = {name}.from_pretrained({place}, dtype="auto"{labels})',
         tokenizer,
     ]
 

@@ -389,7 +389,7 @@ def _publish(
     job.ranks.wait()
     if config.merge and not _has_merged(config.out):
         job.ranks.wait()
-        weights.merge(config.offload, is_first=job.ranks.is_first)
+        weights.merge(config.offload, job.folder.task, is_first=job.ranks.is_first)
     job.ranks.wait()
     if job.ranks.is_first:
         run_dir = RunDir(config.out)
