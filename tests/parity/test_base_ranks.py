@@ -92,7 +92,7 @@ def test_ranks_with_different_files(folder: Path, pool: RankPool, tmp_path: Path
     shutil.copytree(folder, tmp_path / "0")
     given = {"nvme": str(tmp_path / "run")}
     for failure in pool.call(load_own_folder, str(tmp_path), given):
-        assert failure.kind == "ConfigError" and "ranks have found different files" in failure.message
+        assert failure.kind == "ConfigError" and "ranks differ: the folder of weights is" in failure.message
     assert other.is_dir()
 
 
