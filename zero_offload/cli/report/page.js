@@ -268,7 +268,7 @@
     ctx.textBaseline = "top";
     for (const step of ticksOf(from, to, Math.max(2, (width - LEFT) / 90))) {
       if (step !== Math.round(step)) continue;
-      const text = step.toLocaleString("en-US"), half = ctx.measureText(text).width / 2;
+      const text = (step + 0).toLocaleString("en-US"), half = ctx.measureText(text).width / 2;
       ctx.textAlign = "center";
       ctx.fillText(text, Math.min(X(step), width - half - 2), bottom + 6);
     }
