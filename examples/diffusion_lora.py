@@ -24,11 +24,9 @@ with zo.deferred_init(values="skip"):  # shapes alone: the weights go from the f
 zo.load_pretrained(model, folder / "base")
 zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="cpu", nvme=folder / "tiers", durability="scratch"))
 optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-target = (
-    torch.linspace(0, 9, 8).sin().expand(4, 4, 8, 8).to(zo.device(model))
-)  # stands for latents; text embeddings are zero
+# Stands for latents; text embeddings are zero.
+target = torch.linspace(0, 9, 8).sin().expand(4, 4, 8, 8).to(zo.device(model))
 words = {"encoder_hidden_states": torch.zeros(4, 6, 32), "pooled_projections": torch.zeros(4, 32)}
-
 for step in range(31):
     noise, times = torch.randn_like(target), torch.rand(4, device=target.device)
     noisy = torch.lerp(target, noise, times.view(4, 1, 1, 1))  # the path of rectified flow
