@@ -68,6 +68,7 @@ OVERRIDES: dict[str, str] = {
     "lightning.pytorch.strategies.strategy.Strategy.model_to_device": "self",
     "lightning.pytorch.strategies.strategy.Strategy.optimizer_state": "self optimizer",
     "lightning.pytorch.strategies.strategy.Strategy.reduce": "self tensor group reduce_op",
+    "lightning.pytorch.strategies.strategy.Strategy.remove_checkpoint": "self filepath",
     "lightning.pytorch.strategies.strategy.Strategy.restore_checkpoint_after_setup": "",
     "lightning.pytorch.strategies.strategy.Strategy.save_checkpoint": "self checkpoint filepath storage_options",
     "lightning.pytorch.strategies.strategy.Strategy.setup": "self trainer",
