@@ -88,6 +88,18 @@ def test_the_process_holds_no_files_of_its_owner(tmp_path: Path) -> None:
     assert renderer.apply([0.0]) == "0.0"
 
 
+def test_a_fork_that_drops_its_copy_leaves_the_process_to_its_owner() -> None:
+    renderer = Renderer(Slow())
+    assert renderer.apply([0.0]) == "0.0"
+    serving = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    if (pid := os.fork()) == 0:
+        renderer.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert renderer.apply([0.0]) == "0.0"
+    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == serving, "the same process"
+
+
 def test_a_command_says_which_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,11 +77,13 @@ class Renderer:
             self._connection.close()
             _serve(self._tokenizer, theirs)
         theirs.close()
-        self._end = weakref.finalize(self, _end, self._connection, pid)
+        self._end = weakref.finalize(self, _end, self._connection, pid, os.getpid())
 
 
-def _end(connection: Connection, pid: int) -> None:
+def _end(connection: Connection, pid: int, owner: int) -> None:
     connection.close()
+    if os.getpid() != owner:  # a worker of a loader, which has a copy of the renderer: the process is not its own
+        return
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
