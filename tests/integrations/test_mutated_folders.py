@@ -5,6 +5,7 @@ Each field of each file gets each of the values of `tests.helpers.mutated`. `mak
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -25,7 +26,9 @@ from tests.helpers.pairwise import full
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.hf_files import INDEX_NAME
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import CAUSAL, MASKED, generation_config, meta_model, open_folder
+from zero_offload.cli.finetune.folder import CAUSAL, MASKED, meta_model, open_folder
+from zero_offload.cli.finetune.generation import generation_config
+from zero_offload.cli.main import main
 
 LIMIT_S = 30.0
 """Of one folder, on a busy machine; most take a tenth of a second."""
@@ -241,7 +244,9 @@ def test_file_and_field_are_named(
     with pytest.raises(
         ZeroOffloadError, match=f"{file}, {re.escape(field)} is .*{re.escape(repr(value))}.*: .*mend it"
     ):
-        generation_config(open_folder(folder))
+        opened = open_folder(folder)
+        if opened.generation_file is not None:
+            generation_config(opened.generation_file)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**6), ("vocab_size", 10**8)])
@@ -249,3 +254,41 @@ def test_sizes_that_nothing_is_planned_for(name: str, value: int, llama: Path, t
     folder = Mutation("config.json", (name,), value).apply(llama, tmp_path / "changed")
     with pytest.raises(ZeroOffloadError, match=f"config.json: {name} is {value:,}, and .* is the most"):
         open_folder(folder, needs_weights=False)
+
+
+def _with_settings(llama: Path, folder: Path, **settings: Any) -> Path:
+    """A copy whose generation config has them too."""
+    words = json.loads((llama / "generation_config.json").read_text())
+    linked(llama, folder, without="generation_config.json")
+    (folder / "generation_config.json").write_text(json.dumps(words | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sequence_bias", [-1]), ("penalty_alpha", 0.6), ("exponential_decay_length_penalty", 3), ("bad_words_ids", "x")],
+)
+def test_a_generation_config_that_no_text_is_written_with(
+    name: str, value: Any, llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before weights are read and before step 1 where text is written, and nowhere else."""
+    folder = _with_settings(llama, tmp_path / "changed", top_k=4, **{name: value})
+    evaluate = ["evaluate", str(folder), "--data", str(data), "--seq", "64"]
+    finetune = ["finetune", str(folder), "--data", str(data), "--out", str(tmp_path / "run"), "--split", "0.5"]
+    for command in (["chat", str(folder)], [*evaluate, "--eval-samples", "1"], finetune):
+        assert main(command) == 2
+        assert re.search(f"generation_config.json, {name} is .*mend it", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+    assert main(evaluate) == 0
+
+
+def test_answers_by_beams_words_that_end_them_and_settings_of_what_generate_returns(
+    llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"num_beams": 2, "stop_strings": ["zz"], "num_return_sequences": 2, "return_dict_in_generate": True}
+    folder = str(_with_settings(llama, tmp_path / "changed", **settings))
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
+    assert main(["chat", folder, "--max-new-tokens", "4"]) == 0, capsys.readouterr().err
+    assert main(["evaluate", folder, "--data", str(data), "--seq", "64", "--eval-samples", "1"]) == 0
+    finetune = ["finetune", folder, "--data", str(data), "--out", str(tmp_path / "run"), "--split", "0.5"]
+    assert main([*finetune, "--seq", "64", "--steps", "1"]) == 0, capsys.readouterr().err

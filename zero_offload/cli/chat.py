@@ -22,6 +22,7 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
 from zero_offload.cli.finetune.folder import ModelFolder, open_folder, quiet_libraries
+from zero_offload.cli.finetune.generation import write_text
 from zero_offload.cli.finetune.rendering import Renderer, RenderError
 from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
 from zero_offload.cli.terminal import printable
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     print_checked(folder, args)
     if args.system is not None and folder.tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {args.dir} has no chat template, so --system has no place; leave it out")
+    folder.check_generation(**_sampling(args.temperature))
     model = open_for_reading(folder, args)
     torch.manual_seed(args.seed)
     talk = Conversation(model, folder, args.system, args.max_new_tokens, args.temperature)
@@ -178,15 +180,21 @@ class Conversation:
                 f"the conversation takes {begin:,} tokens, and the model has {self._num_positions:,} positions; "
                 f"begin a new one by {_RESET}"
             )
-        with _interruptible() as stopped, torch.no_grad():
-            tokens = self._model.generate(
+        has_beams = (self._model.generation_config.num_beams or 1) > 1  # which say no word before the last
+        with _interruptible() as stopped:
+            tokens = write_text(
+                self._model,
+                self._tokenizer,
+                inputs.pop("input_ids").to(self._device),
                 **inputs.to(self._device),
                 max_new_tokens=room,
-                streamer=None if show is None else self._streamer(show),
+                streamer=None if show is None or has_beams else self._streamer(show),
                 stopping_criteria=[_Stop(stopped)],
                 **self._settings,
-            )[0, begin:]
+            )
         answer = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        if show is not None and has_beams:
+            show(answer)
         self._turns = [*turns, {"role": "assistant", "content": answer}]
         return answer, len(tokens)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError, NonFiniteError
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
+from zero_offload.cli.finetune.generation import write_text
 from zero_offload.cli.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.cli.finetune.settings import TASKS
 from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq
     prepared = prepare(args.data, folder, method=args.method, seq=seq, packing=False)
     _check_labels(folder, prepared.labels)
+    if args.eval_samples and folder.task == CAUSAL:
+        folder.check_generation(do_sample=False)
     model = open_for_reading(folder, args)
     try:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -150,16 +153,8 @@ def _answers(model: Any, folder: ModelFolder, rows: Any, num: int) -> Iterator[t
         row = rows[index]
         learned = next(at for at, label in enumerate(row["labels"]) if label != NO_LABEL)
         ids = torch.tensor([row["input_ids"][: max(learned, 1)]], dtype=torch.long, device=device)
-        with torch.no_grad():
-            written = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=_SAMPLE_TOKENS,
-                do_sample=False,
-                pad_token_id=folder.tokenizer.pad_token_id,
-            )
-        said = (ids[0], written[0, ids.shape[1] :])
-        prompt, answer = (folder.tokenizer.decode(each, skip_special_tokens=True) for each in said)
+        written = write_text(model, folder.tokenizer, ids, max_new_tokens=_SAMPLE_TOKENS, do_sample=False)
+        prompt, answer = (folder.tokenizer.decode(each, skip_special_tokens=True) for each in (ids[0], written))
         yield prompt, answer
 
 

@@ -29,6 +29,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
+from zero_offload.cli.finetune.generation import check_generation, generation_config
 from zero_offload.cli.finetune.targets import Targets
 from zero_offload.integrations.adapter_kinds import check_adapter_words, plain_init, reads_base
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
@@ -100,6 +101,18 @@ class ModelFolder:
     def is_quantized(self) -> bool:
         """True if the linear layers of its model are quantized."""
         return self.quantize is not None or self.quantization is not None
+
+    @property
+    def generation_file(self) -> Path | None:
+        """The generation config of its adapter, or of its base; None where neither has one."""
+        files = [each / GENERATION_NAME for each in (self.adapter, self.path) if each is not None]
+        return next((each for each in files if each.is_file()), None)
+
+    def check_generation(self, **settings: Any) -> None:
+        """Raise ConfigError where no text can be written by its generation config; see `check_generation`."""
+        if self.generation_file is not None:
+            num_words = Hints(self.config).number("vocab_size") or len(self.tokenizer)
+            check_generation(self.generation_file, self.tokenizer, num_words, **settings)
 
     def with_labels(self, labels: Sequence[str]) -> ModelFolder:
         """Its head classifies into these."""
@@ -506,23 +519,6 @@ def class_name(folder: ModelFolder) -> str:
     return next((name for name in folder.config.architectures or () if name in names), names[0])
 
 
-def generation_config(folder: ModelFolder) -> Any:
-    """That of its adapter, or of its base; None where neither has one."""
-    from transformers import GenerationConfig
-
-    homes = [each for each in (folder.adapter, folder.path) if each is not None and (each / GENERATION_NAME).is_file()]
-    if not homes:
-        return None
-    file = homes[0] / GENERATION_NAME
-    words = read_object(file)
-
-    def culprit() -> str:
-        return part_of(words, GenerationConfig.from_dict)
-
-    with reading(str(file), "mend it, or delete it: the model's usual values are taken then", culprit):
-        return GenerationConfig.from_pretrained(homes[0])
-
-
 _WORD_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -728,8 +724,8 @@ def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None 
 def _from_config(folder: ModelFolder) -> Any:
     model = _model_of(folder.config, folder.task)
     model.config.use_cache = False  # a cache keeps views of a block's values from one forward to the next
-    if model.can_generate() and (found := generation_config(folder)) is not None:
-        model.generation_config = found
+    if model.can_generate() and folder.generation_file is not None:
+        model.generation_config = generation_config(folder.generation_file)
     return model
 
 

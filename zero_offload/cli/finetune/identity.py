@@ -24,8 +24,8 @@ from zero_offload.cli.finetune.folder import (
     ModelFolder,
     adapter_file,
     class_name,
-    generation_config,
 )
+from zero_offload.cli.finetune.generation import generation_config
 from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.finetune.sources import digests
 from zero_offload.cli.saved import described
@@ -61,8 +61,8 @@ def made_of(folder: ModelFolder, lora: Lora | None = None) -> dict[str, Any]:
         found[ADAPTER] = adapter_values(_adapter_config(folder, lora))
     if folder.tokenizer is not None:
         found[TOKENIZER] = tokenizer_values(folder.tokenizer)
-    if folder.task == CAUSAL and (config := generation_config(folder)) is not None:
-        found[GENERATION] = generation_values(config)
+    if folder.task == CAUSAL and folder.generation_file is not None:
+        found[GENERATION] = generation_values(generation_config(folder.generation_file))
     files = files_of(folder.path) | ({} if folder.adapter is None else files_of(adapter_file(folder.adapter)))
     return found | {WEIGHTS: {name: _fingerprint(path) for name, path in sorted(files.items())}}
 

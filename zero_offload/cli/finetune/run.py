@@ -27,7 +27,14 @@ from zero_offload.base.types import Existing
 from zero_offload.checkpoint.metrics import read_lines
 from zero_offload.checkpoint.run_dir import FILES_FILE, METRICS_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import ModelFolder, build_model, check_training, open_folder, recompute_blocks
+from zero_offload.cli.finetune.folder import (
+    CAUSAL,
+    ModelFolder,
+    build_model,
+    check_training,
+    open_folder,
+    recompute_blocks,
+)
 from zero_offload.cli.finetune.identity import (
     MADE_OF,
     check_folder,
@@ -149,7 +156,14 @@ def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
     task = TASKS.get(config.method, TASKS["sft"])
     folder = open_folder(config.model, task, quantize=config.quantize or None, group_size=config.group_size)
     check_training(folder, has_adapter=_is_adapter(config, folder), merge=config.merge)
+    if task == CAUSAL and _generates(config):
+        folder.check_generation(do_sample=False)
     return config.with_length(folder.num_positions), folder
+
+
+def _generates(config: FinetuneConfig) -> bool:
+    """True if texts are written at evaluations."""
+    return config.samples > 0 and bool(config.eval_data or config.split)
 
 
 def _is_adapter(config: FinetuneConfig, folder: ModelFolder) -> bool:
@@ -166,8 +180,7 @@ def _refuse_another(config: FinetuneConfig, folder: ModelFolder, made: Mapping[s
     lines: list[str] = []
     # A length may follow from the model's config, which is to be named then.
     if _goes_on(config, run_dir, (*may_change, "seq")):
-        generates = config.samples > 0 and bool(config.eval_data or config.split)
-        lines += check_folder(config.out, folder, made, generates=generates)
+        lines += check_folder(config.out, folder, made, generates=_generates(config))
     if _goes_on(config, run_dir, may_change):
         return lines
     if is_published(run_dir.path):

@@ -35,6 +35,7 @@ from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.checkpoint.format import History
 from zero_offload.cli.finetune.data import Prepared
 from zero_offload.cli.finetune.folder import CAUSAL, ModelFolder
+from zero_offload.cli.finetune.generation import write_text
 from zero_offload.cli.finetune.learning import Learning
 from zero_offload.cli.finetune.outputs import Weights
 from zero_offload.cli.finetune.rendering import Renderer
@@ -263,15 +264,9 @@ class FinetuneMixin(OffloadMixin):
         for prompt in _prompts(job):
             ids = torch.tensor([prompt], dtype=torch.long, device=self.args.device)
             # Every rank writes the same, with as many forwards: all of them have to run each.
-            written = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=_NEW_TOKENS,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            both = tokenizer.batch_decode([prompt, written[0, len(prompt) :].tolist()], skip_special_tokens=True)
+            settings = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "use_cache": True}
+            written = write_text(self.model, tokenizer, ids, **settings)
+            both = tokenizer.batch_decode([prompt, written.tolist()], skip_special_tokens=True)
             texts.append(" -> ".join(map(_in_a_line, both)))
         return texts
 
