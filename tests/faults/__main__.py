@@ -139,6 +139,7 @@ def main(arguments: Sequence[str]) -> int:
         faults = [each for each in faults if not record.is_done(each.behaviour)]
     missed = 0
     with tempfile.TemporaryDirectory() as temporary:
+        os.chmod(temporary, 0o755)  # some tests run as another user, who reads the copy
         folder = Path(temporary) / "copy"
         copy_to(folder)
         if not chosen.faults_only:
