@@ -783,6 +783,20 @@ FAULTS = [
         CRASHES,
     ),
     fault(
+        "states that the program has replaced become the generation of the step before",
+        "model/commits.py",
+        "if self._is_due and not self._is_replaced:",
+        "if self._is_due:",
+        "tests/parity/test_commits.py::test_states_that_the_program_replaces_are_in_the_generation_of_the_next_step",
+    ),
+    fault(
+        "no generation is made of a step that is due after one that broke off",
+        "model/commits.py",
+        "if self._is_due and not self._is_replaced:",
+        "if self._is_due and self._holds is not Holds.CHANGED_STEP:",
+        "tests/unit/model/test_commits.py",
+    ),
+    fault(
         "slots of a commit are free before it is complete",
         "storage/shards/snapshot.py",
         "        self._wait_until(lambda: not self._active)\n\n    def _launch",

@@ -36,24 +36,43 @@ class State:
 
 @dataclass
 class Keeper:
-    """Which states a run directory holds: those of the last step that was due, or that closing found."""
+    """Which states a run directory holds: those of the last step that was due, or that closing found.
+
+    The rule, from what has happened to the states since a generation had them, oldest first ("update", "step",
+    "commit", "written", "states", "load"). They are a step's from its end until something else happens, and parameters
+    that the program writes meanwhile are a part of it. States that the program replaces, or writes when no step waits,
+    are no step's before `commit` says so. An update makes them the next step's.
+    """
 
     commit_every: int
     keeps: bool
     generation: State | None = None
-    latest: dict[str, Any] | None = None
-    """What is known of the last step, until a generation has it."""
-    is_aside: bool = False
-    """Whether states were replaced since: the step becomes a generation only if the script says so."""
-    is_loaded: bool = False
-    """Whether all of them were, by a checkpoint."""
+    happened: list[str] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)
+    """Of the last step or commit that happened."""
     due: bool = False
     completes: bool = False
     checkpoints: dict[int, State] = field(default_factory=dict)
 
-    def drop(self) -> None:
-        """The states are no step's any more."""
-        self.latest, self.is_aside, self.is_loaded = None, False, False
+    def note(self, event: str, **known: Any) -> None:
+        """What follows an update or a load owes nothing to what came before."""
+        if event in ("update", "load"):
+            self.happened.clear()
+        self.happened.append(event)
+        self.known = known or self.known
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step is there that no generation has."""
+        return "step" in self.happened or "commit" in self.happened
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all states are those of the newest step or generation."""
+        parts = {"update", "step", "commit"}
+        at = max((index for index, event in enumerate(self.happened) if event in parts), default=-1)
+        is_waiting = at >= 0 and self.happened[at] != "update"
+        return set(self.happened[at + 1 :]) <= ({"written"} if is_waiting else set())
 
 
 class Plain(Player):
@@ -114,7 +133,7 @@ class Plain(Player):
             self._update()
             self._updated = False
             keeper = self._keeper
-            keeper.latest, keeper.is_aside = {"lr": self._lr, "num_steps": self._num_steps}, False
+            keeper.note("step", lr=self._lr, num_steps=self._num_steps)
             keeper.due = keeper.due or self._num_steps % keeper.commit_every == 0
         self._news.clear()
         self._drop()
@@ -122,7 +141,7 @@ class Plain(Player):
 
     def _update(self) -> None:
         if all(grad.isfinite().all() for grad in self._grads().values()):
-            self._keeper.drop()
+            self._keeper.note("update")
             for master in self._masters.values():
                 master.update(self._lr, self._factor)
 
@@ -179,25 +198,25 @@ class Plain(Player):
             param.data.copy_(values)
 
     def _commit_due(self) -> None:
-        if self._keeper.due and not self._keeper.is_aside:
+        if self._keeper.due and self._keeper.is_whole:
             self._commit_latest()
 
     def _commit_latest(self) -> None:
-        latest, self._keeper.due = self._keeper.latest, False
-        self._keeper.drop()
-        if latest is not None and self._keeper.keeps:
-            self._keeper.generation = self._state(**latest)
+        keeper = self._keeper
+        keeper.due = False
+        if keeper.has_step and keeper.keeps:
+            keeper.generation = self._state(**keeper.known)
+        keeper.happened.clear()
 
     def commit(self, extra: int) -> list[Any]:
         keeper = self._keeper
         keeper.completes = True
-        is_further = keeper.latest is None
-        if is_further and self._news and not keeper.is_aside:
+        if not keeper.has_step and self._news and keeper.is_whole:
             return []  # on the way to the next step
-        keeper.latest = {"lr": self._lr, "num_steps": self._num_steps, "rng": torch.get_rng_state(), "extra": extra}
-        keeper.is_aside = False
-        if is_further:
-            keeper.due = keeper.due or keeper.is_loaded or self._num_steps % keeper.commit_every == 0
+        if not keeper.has_step:
+            keeper.due = keeper.due or "load" in keeper.happened or self._num_steps % keeper.commit_every == 0
+        rng = torch.get_rng_state()
+        keeper.note("commit", lr=self._lr, num_steps=self._num_steps, rng=rng, extra=extra)
         self._commit_due()
         return []
 
@@ -205,8 +224,8 @@ class Plain(Player):
         keeper = self._keeper
         if not keeper.keeps:
             return []
-        if keeper.latest is not None and (keeper.is_aside or (keeper.completes and "rng" not in keeper.latest)):
-            keeper.latest = None
+        if not keeper.is_whole or (keeper.completes and "rng" not in keeper.known):
+            keeper.happened.clear()
         self._commit_latest()
         keeper.completes = False
         self._live.clear()
@@ -223,8 +242,8 @@ class Plain(Player):
         if slot not in self._keeper.checkpoints:
             return []
         found = self._restore(self._keeper.checkpoints[slot])
-        self._keeper.latest, self._keeper.due = None, False
-        self._keeper.is_aside = self._keeper.is_loaded = True
+        self._keeper.note("load")
+        self._keeper.due = False
         return found
 
     def restart(self, dtype: str | None) -> list[Any]:
@@ -258,7 +277,7 @@ class Plain(Player):
         for name, param in self._in(part).items():
             values = param.detach() if kind == "params" else self._value(name, param)
             self._set(name, param, values * factor)
-        self._keeper.is_aside = self._keeper.is_aside or self._keeper.latest is None
+        self._keeper.note("written")
         return []
 
     def read_states(self) -> list[Any]:
@@ -275,7 +294,7 @@ class Plain(Player):
             if master.num_updates:
                 master.exp_avg *= factor
                 master.num_updates += 1
-        self._keeper.is_aside = True
+        self._keeper.note("states")
         return []
 
 

@@ -190,3 +190,20 @@ def test_a_step_without_commit_is_written_behind_the_next_backward(nvme: Path, m
     drain(model)
     assert runtime(model).store.snapshots.num_ended == 1
     zo.close(model)
+
+
+def test_states_that_the_program_replaces_are_in_the_generation_of_the_next_step(nvme: Path) -> None:
+    """And in none of the step before, which they are not the states of, though that step was due."""
+    model, optimizer = start(nvme, params="cpu", optimizer="cpu", commit_every=2)
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    for param in model.parameters():
+        optimizer.state[param]["exp_avg"].mul_(0.5)
+    model(tokens_of(2)).backward()
+    optimizer.step()
+    drain(model)
+    assert runtime(model).store.snapshots.num_ended == 0
+    step(model, optimizer, 3)
+    drain(model)
+    assert runtime(model).store.snapshots.num_ended == 1
+    zo.close(model)

@@ -15,6 +15,7 @@ says whether the step that begins becomes a generation: a bit of a message that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.commit_clock import CommitClock
@@ -22,6 +23,28 @@ from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.optim.worker import Worker
 from zero_offload.storage.shards.snapshot import Snapshots
+
+
+class Holds(Enum):
+    """The states that the model holds, and so what a commit would keep."""
+
+    GENERATION = "generation"  # the newest generation's, none yet, or states that are about to change: nothing to keep
+    STEP = "step"  # the last step's, whose record waits for its commit
+    CHANGED_STEP = "changed step"  # the program has replaced some since the last step, whose record waits
+    CHANGED = "changed"  # the program has replaced some since the newest generation
+    CHECKPOINT = "checkpoint"  # all are a checkpoint's
+
+
+TRANSITIONS: dict[Holds, frozenset[Holds]] = {
+    Holds.GENERATION: frozenset({Holds.GENERATION, Holds.STEP, Holds.CHANGED, Holds.CHECKPOINT}),
+    Holds.STEP: frozenset({Holds.STEP, Holds.GENERATION, Holds.CHANGED_STEP, Holds.CHECKPOINT}),
+    Holds.CHANGED_STEP: frozenset({Holds.STEP, Holds.GENERATION, Holds.CHECKPOINT}),
+    Holds.CHANGED: frozenset({Holds.STEP, Holds.GENERATION, Holds.CHECKPOINT}),
+    Holds.CHECKPOINT: frozenset({Holds.STEP, Holds.GENERATION, Holds.CHECKPOINT}),
+}
+
+REPLACED = {Holds.GENERATION: Holds.CHANGED, Holds.STEP: Holds.CHANGED_STEP}
+"""After the program has replaced states; the others stay as they are."""
 
 
 class Commits:
@@ -44,12 +67,11 @@ class Commits:
         self._updates, self._commits = workers
         self._unit_order = unit_order
         self._every = every
+        self._holds = Holds.GENERATION
         self._latest: StepRecord | None = None
-        """The last step, until a generation has it."""
-        self._is_aside = self._is_loaded = False
-        """The first is True if the states are no longer what `_latest` says or, without it, the newest generation. The
-        second is True if they are all a checkpoint's."""
-        self._due = False
+        """The last step, in the states that have one."""
+        self._is_due = False
+        """True if a step is to become a generation: the last one or, where its states were replaced, the next."""
         self.completes = False
         """True if this run calls `complete`: then a record without its part belongs to a step that broke off."""
         self._clock: CommitClock | None = None
@@ -61,9 +83,8 @@ class Commits:
 
     def start(self, *, loaded: bool = False) -> None:
         """The states are those of the generation that was found or, if `loaded`, of a checkpoint."""
-        self.drop()
-        self._is_aside = self._is_loaded = loaded
-        self._due = False
+        self._advance(Holds.CHECKPOINT if loaded else Holds.GENERATION)
+        self._is_due = False
         # Files that are cut anew have had a commit of their own.
         self._num_launched = self._num_ended = self._snapshots.num_ended
         if self._clock is not None:
@@ -71,20 +92,27 @@ class Commits:
 
     def drop(self) -> None:
         """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
-        self._latest, self._is_aside, self._is_loaded = None, False, False
+        self._advance(Holds.GENERATION)
+
+    def _advance(self, to: Holds, record: StepRecord | None = None) -> None:
+        """Raises AssertionError for a move that `TRANSITIONS` does not have."""
+        assert to in TRANSITIONS[self._holds], f"states of a {self._holds.value} cannot become those of a {to.value}"
+        self._holds, self._latest = to, record
 
     def set_aside(self) -> None:
         """The program has written states of its own: the last step is committed only if it says so by `complete`."""
-        self._is_aside = True
+        if self._holds in REPLACED:
+            self._advance(REPLACED[self._holds], self._latest)
 
     def note_written(self) -> None:
         """The program has changed parameters: as a part of the last step, unless a generation has that already."""
-        self._is_aside = self._is_aside or self._latest is None
+        if self._holds is Holds.GENERATION:
+            self._advance(Holds.CHANGED)
 
     @property
     def pending_step(self) -> int:
         """The step that `launch_latest` would make a generation; 0 when there is none."""
-        return 0 if self._latest is None or self._is_aside else self._latest.step
+        return self._latest.step if self._latest is not None and self._holds is Holds.STEP else 0
 
     def is_due_by_clock(self) -> bool:
         """True if the step that begins is to become a generation by this rank's clock. Never while a commit runs: the
@@ -97,7 +125,7 @@ class Commits:
 
     def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
         """A step was taken, of this length, of which commits have cost `wait_s`."""
-        self._latest, self._is_aside = record, False
+        self._advance(Holds.STEP, record)
         if self._keeper is None:
             return
         if self._clock is not None:
@@ -105,7 +133,7 @@ class Commits:
             self._num_ended, is_over = ended, ended >= self._num_launched
             self._clock.add(step_s, wait_s, is_beside=ended > before or not is_over, is_over=is_over)
         # Whatever number of steps one backward has: the last one may not be the one that is due.
-        self._due = self._due or (
+        self._is_due = self._is_due or (
             record.step % self._every == 0 if isinstance(self._every, int) else self._is_due_by_time
         )
 
@@ -117,25 +145,30 @@ class Commits:
         generation has.
         """
         self.completes = True
-        is_further = self._latest is None
-        if is_further and in_step and not self._is_aside:
+        if self._holds is Holds.GENERATION and in_step:
             return
-        self._latest, self._is_aside = record(), False
-        if is_further:
-            num_steps = self._latest.step
-            self._due = self._due or self._is_loaded or (isinstance(self._every, int) and not num_steps % self._every)
+        before, latest = self._holds, record()
+        self._advance(Holds.STEP, latest)
+        if before not in (Holds.STEP, Holds.CHANGED_STEP):
+            is_multiple = isinstance(self._every, int) and not latest.step % self._every
+            self._is_due = self._is_due or before is Holds.CHECKPOINT or is_multiple
         self.launch_due()
 
+    @property
+    def _is_replaced(self) -> bool:
+        """True if the program has replaced states, which are no step's until it says so by `complete`."""
+        return self._holds not in (Holds.GENERATION, Holds.STEP)
+
     def launch_due(self) -> None:
-        # What is set aside is left out, and the next step is due in its place.
-        if self._due and not self._is_aside:
+        # Replaced states are left out, and the next step is due in their place.
+        if self._is_due and not self._is_replaced:
             self.launch_latest()
 
     def launch_latest(self) -> None:
         """Make the last step a generation, unless it is one."""
         record, keeper, commits = self._latest, self._keeper, self._commits
         self.drop()
-        self._due = False
+        self._is_due = False
         if record is None or keeper is None or commits is None:
             return
         snapshots, order = self._snapshots, self._unit_order()
@@ -153,14 +186,14 @@ class Commits:
     def drop_unresumable(self) -> None:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""
         record = self._latest
-        if self._is_aside and (what := self._missing_in(record)):
+        if self._is_replaced and (what := self._missing_in(record)):
             warn_user(
                 f"{what}: after it load_state_dict, optimizer.state, zo.load_checkpoint, zo.gathered(mode='write') or "
                 "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
                 "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
             )
         # The script may also have ended between `step` and `commit`.
-        if self._is_aside or (self.completes and record is not None and record.rng is None):
+        if self._is_replaced or (self.completes and record is not None and record.rng is None):
             self.drop()
 
     def _missing_in(self, record: StepRecord | None) -> str:

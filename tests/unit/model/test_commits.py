@@ -124,3 +124,44 @@ def test_a_program_that_never_completes_its_steps(every: int | str, runtime: Run
     commits.launch_due()
     commits.drop_unresumable()
     assert runtime.committed == [(2, None)]
+
+
+def _step(commits: Commits, runtime: Runtime) -> None:
+    """As the model's runtime does it, by a program that never completes its steps."""
+    runtime.step += 1
+    commits.launch_due()
+    commits.drop()
+    commits.add(_record(runtime.step), 1.0, 0.0)
+
+
+def test_a_step_whose_states_are_replaced_is_left_out_and_the_next_takes_its_place(runtime: Runtime) -> None:
+    commits = runtime.commits(2)
+    for _ in range(2):
+        _step(commits, runtime)
+    commits.set_aside()  # step 2 is due
+    _step(commits, runtime)
+    assert not runtime.committed
+    _step(commits, runtime)
+    assert [step for step, _ in runtime.committed] == [3]
+
+
+def test_a_due_step_waits_where_only_replaced_states_are_there(runtime: Runtime) -> None:
+    """The commit of a step that broke off is made by the next one."""
+    commits = runtime.commits(2)
+    for _ in range(2):
+        _step(commits, runtime)
+    commits.drop()  # step 3 began, and broke off
+    commits.set_aside()
+    commits.launch_due()
+    _step(commits, runtime)
+    commits.launch_due()
+    assert [step for step, _ in runtime.committed] == [3]
+
+
+def test_a_program_says_that_replaced_states_are_the_steps(runtime: Runtime) -> None:
+    commits = runtime.commits(2)
+    for _ in range(2):
+        _step(commits, runtime)
+    commits.set_aside()
+    commits.complete(lambda: _record(2, "replaced"))
+    assert runtime.committed == [(2, "replaced")]
