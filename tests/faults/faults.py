@@ -783,6 +783,13 @@ FAULTS = [
         CRASHES,
     ),
     fault(
+        "clipped gradients of a drive keep their pages while the next forward runs",
+        "runtime/grads/gradients.py",
+        "        self._save_changed()\n        self._memory.num_threads",
+        "        self._memory.num_threads",
+        "tests/parity/test_gradient_writes.py::test_what_was_clipped_where_it_rests_leaves_before_the_next_forward",
+    ),
+    fault(
         "states that the program has replaced become the generation of the step before",
         "model/commits.py",
         "if self._is_due and not self._is_replaced:",

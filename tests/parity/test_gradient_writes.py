@@ -174,3 +174,23 @@ def test_a_unit_is_waited_for_when_its_pages_are_wanted(nvme: Path, monkeypatch:
     assert events[:3] == [f"write {order[0]}", f"write {order[1]}", f"wait {order[0]}"]
     assert [event.split()[0] for event in events].count("wait") == len(order)
     zo.close(model)
+
+
+def test_what_was_clipped_where_it_rests_leaves_before_the_next_forward(nvme: Path) -> None:
+    """Gradients of the last unit that was clipped keep no pages: a forward has them for parameters."""
+    model = build(functools.partial(TinyLM, WIDE, 4))
+    zo.offload(model, zo.OffloadConfig(grads="nvme", nvme=nvme, durability="scratch", overlap="forward"))
+    held: list[bool] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: held.append(_holds_pages(model)))
+    model(tokens_of(0)).backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    assert _holds_pages(model)
+    model(tokens_of(1))
+    assert held == [False, False]
+    zo.close(model)
+
+
+def _holds_pages(model: nn.Module) -> bool:
+    """True if gradients that rest on a drive are in memory."""
+    stores = [section.store for section in runtime_of(model).grads.sections]
+    return any(store._pages is not None and store._pages.attached for store in stores)
