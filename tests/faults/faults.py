@@ -790,6 +790,13 @@ FAULTS = [
         "tests/parity/test_gradient_writes.py::test_what_was_clipped_where_it_rests_leaves_before_the_next_forward",
     ),
     fault(
+        "a step takes memory from the units that the next forward uses first",
+        "runtime/prefetcher.py",
+        "                    self._evictor.evict(holders.pop())",
+        "                    self._evictor.evict(holders.popleft())",
+        "tests/parity/test_device_memory.py::test_a_step_takes_memory_from_the_units_used_last",
+    ),
+    fault(
         "states that the program has replaced become the generation of the step before",
         "model/commits.py",
         "if self._is_due and not self._is_replaced:",

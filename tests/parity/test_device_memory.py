@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import WIDE, TinyLM, tokens_of
 from zero_offload.base.types import FRAME, MIB
+from zero_offload.model.api import need_runtime
+from zero_offload.runtime.units.unit import UnitState
 
 
 class Scaled(nn.Module):
@@ -58,3 +60,25 @@ def test_the_least_that_a_plan_says_runs_and_less_does_not(
 
 def test_what_stays_in_memory_needs_none() -> None:
     assert zo.plan(TinyLM(WIDE), zo.OffloadConfig(device_memory=MIB)).fits
+
+
+def test_a_step_takes_memory_from_the_units_used_last(nvme: Path) -> None:
+    """The next forward begins with units whose memory is there: their values come from the update."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Tanh()) for _ in range(8)])
+    zo.offload(model, config_of(nvme, 24 * MIB), units=list(model))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    evictor = need_runtime(model, "this test").prefetcher._evictor
+    for _ in range(3):
+        model(torch.ones(4, 1024)).sum().backward()
+        before, evicted = _is_away(model), evictor.num_evictions
+        optimizer.step()
+        evicted = evictor.num_evictions - evicted
+        optimizer.zero_grad()
+    assert before == [True, *[False] * 6, True]  # backward has looked ahead
+    assert _is_away(model) == [*[False] * 6, True, True] and evicted == 1
+    zo.close(model)
+
+
+def _is_away(model: nn.Module) -> list[bool]:
+    """For each unit, in the order of their use, True if it has no memory."""
+    return [unit.state is UnitState.AWAY for unit in need_runtime(model, "this test").units]
