@@ -318,6 +318,9 @@ def test_a_flag_that_is_not_known_is_answered_by_one_that_is(capsys: Capture) ->
         (["finetune", "m", "--num-train-epochs", "1"], "did you mean --epochs?"),
         (["finetune", "m", "--output_dir", "x"], "did you mean --out?"),
         (["finetune", "m", "--lora-r", "8"], "did you mean --lora?"),
+        (["finetune", "m", "--leraning-rate", "1"], "did you mean --lr?"),
+        (["finetune", "m", "--nvme-pth", "x"], "did you mean --nvme?"),
+        (["finetune", "m", "run.toml"], "settings are given by --config run.toml"),
         (["train", "--nvme-path", "x"], "did you mean --nvme?"),
         (["train", "--offload-optimizer", "cpu"], "did you mean --optimizer-tier?"),
         (["finetune", "--model", "m"], "a model has no flag: zero-offload finetune FOLDER ..."),
@@ -328,6 +331,13 @@ def test_flags_of_other_tools_are_known(words: list[str], hint: str, capsys: pyt
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and capsys.readouterr().err.rstrip().endswith(hint)
+
+
+def test_settings_in_the_place_of_a_model(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[finetune]\n")
+    done = _run(capsys, "finetune", file, "--data", "x")
+    assert done.code == 2 and f"settings are given by --config {file}" in done.err
 
 
 def test_settings_of_other_tools_are_known() -> None:

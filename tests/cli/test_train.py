@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from tests.helpers.launched import run_program
 from zero_offload.cli.main import main
 from zero_offload.cli.recipes import train as recipe
 from zero_offload.cli.recipes.loop import StopRequest
+from zero_offload.cli.recipes.settings import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("quick_endings")
 STEPS = 14
@@ -211,6 +213,41 @@ def test_other_settings_in_the_same_place_are_refused_until_discarded(
     discarded = _here(capsys, *short, "--seed", 3, "--discard")
     assert discarded.code == 0, discarded.err
     assert [row["step"] for row in _rows(out)] == [1, 2] and (out / "metrics.jsonl").read_bytes() != before
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 7), (1, 1), (3, 9), (9, 9), (20, 9)])
+def test_the_schedule_is_said_as_it_is(warmup: int, steps: int) -> None:
+    def said(steps: int, **settings: Any) -> str:
+        job: Any = SimpleNamespace(config=TrainConfig(warmup=warmup, steps=steps, **settings), tokens_per_step=8)
+        return recipe._schedule_text(job)
+
+    rates = [1e-3 * recipe._lr_factor(step, warmup, steps) for step in range(steps)]
+    assert min(rates) > 0
+    highest = f"{max(rates):g} at step {rates.index(max(rates)) + 1}, {rates[-1]:g} at the last"
+    assert f"learning rate {rates[0]:g} at step 1, {highest}" in said(steps, lr=1e-3)
+    assert ("warning" in said(steps, lr=1e-3)) == (warmup > steps)
+    assert "warning: --lr 2 is far too high for AdamW" in said(steps, lr=2.0)
+    assert "warning: --lr 1e-12 is far too low for AdamW" in said(steps, lr=1e-12)
+    assert "1,000,000,000,000 steps" in said(10**12)  # no list of all rates
+
+
+@pytest.mark.parametrize("flags", [[], ["--cpu-memory", "96MiB"]], ids=["all", "budget"])
+def test_the_plan_has_the_rows_of_the_run(flags: list[str], text: Path, tmp_path: Path, capsys: Capture) -> None:
+    same = [*flags, "--optimizer-tier", "cpu", "--states", "compact", "--commit-every", 1, "--nvme", tmp_path / "nvme"]
+    sizes = ["--batch", 2, "--seq", 16, "--steps", 1, "--params-tier", "cpu", "--grads-tier", "cpu"]
+    planned = ["--model", "tiny", *same, "--tokens", 32, "--sequence", 16, "--json"]
+    assert main(["plan", *map(str, planned)]) == 0
+    plan = json.loads(capsys.readouterr().out)["planned"]
+    out = tmp_path / "out"
+    done = _here(capsys, "--model", "tiny", *same, *sizes, "--data", text, "--out", out)
+    assert done.code == 0, done.err
+    found = json.loads((out / "run.json").read_text())["planned"]
+    assert list(plan["rows"]) == list(found["rows"])
+    for each in (plan, found):
+        beside = each["rows"].pop("program")["memory"]
+        assert not flags or each["available"]["memory"] > 96 * 2**20 + beside
+    assert plan["rows"] == found["rows"]
+    assert _rows(out)[-1]["planned_bytes"] == found["total"]
 
 
 def test_a_run_goes_on_with_its_text_and_model_wherever_they_lie(text: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -81,10 +81,35 @@ def test_what_trains_little_is_said_with_what_to_type() -> None:
     assert "nothing is cut off" in said(8)
     assert "trains 200 labels of 410 tokens read in an epoch" in said(8, method="classify")
     assert "masks some of 200 of 410 tokens read in an epoch" in said(8, method="mlm")
+    assert "warning: --lr 2 is far too high for AdamW" in said(8, lr=2.0) and "usual is --lr 1e-05" in said(8, lr=2.0)
+    assert "warning: --lr 1e-10 is far too low for AdamW" in said(8, lr=1e-10, lora=4)
+    assert "usual is --lr 0.0002" in said(8, lr=1e-10, lora=4)
+    assert not any("--lr" in said(40, lr=rate) for rate in (1e-9, 1e-5, 0.05))
     learning(1).check()
     learning(2, warmup=1).check()
     with pytest.raises(zo.ConfigError, match="1 step, at learning rate 0, as --warmup 1 begins there.* --warmup 0"):
         learning(1, warmup=1).check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "accumulate", "ranks", "steps", "epochs", "repeated"),
+    [
+        (30, 2, 4, 1, 2, 8 / 15, 0),  # of four steps in an epoch the last has 3 micro-batches
+        (30, 2, 4, 1, 4, 1, 0),
+        (30, 2, 4, 1, 10, 2 + 8 / 15, 0),
+        (1, 8, 4, 1, 3, 3, 0),
+        (9, 4, 1, 2, 3, 1.5, 7),
+        (13, 8, 1, 2, 2, 2, 3),
+        (16, 4, 2, 2, 1, 1, 0),
+    ],
+)
+def test_epochs_and_rows_are_those_that_trainer_comes_to(
+    rows: int, batch: int, accumulate: int, ranks: int, steps: int, epochs: float, repeated: int
+) -> None:
+    given = {"model": "m", "data": ["d"], "batch": batch, "accumulate": accumulate}
+    config = FinetuneConfig.from_tables(given, {})
+    assert config.epochs_of(steps, rows, ranks) == pytest.approx(epochs)
+    assert config.repeated_rows(rows, ranks) == repeated
 
 
 # Runs
@@ -136,6 +161,22 @@ def test_the_plan_of_learning_stands_beside_that_of_memory(
     for said in (text, planned):
         for word in (f"trains {found['tokens_trained']:,} of {found['tokens_read']:,} tokens", "cut off at --seq 48"):
             assert word in said
+
+
+def test_packed_rows_and_parts_of_an_epoch(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fills packed rows up is no token that a step reads, and the last step of an epoch may be a short one."""
+    data, out = folders.write_instructions(tmp_path / "chat.jsonl", 20), tmp_path / "out"
+    flags = ("--batch", "2", "--accumulate", "2")
+    whole = run(model, data, out, *flags, "--json")
+    found = json.loads(capsys.readouterr().out)["learning"]
+    assert found["rows"] < found["samples"] and found["rows"] % 4 != 0
+    assert sum(row["tokens"] for row in whole) == found["tokens_read"] - found["tokens_cut"]
+    rows = run(model, data, out, *flags, "--epochs", "1.3", "--lr", 2, "--json")
+    told = capsys.readouterr()
+    assert "warning: --lr 2 is far too high" in told.err  # a run that goes on says it too
+    found = json.loads(told.out)["learning"]
+    assert len(rows) == found["steps"] == len(whole) + 1
+    assert rows[-1]["epoch"] == pytest.approx(found["epochs"])
 
 
 def test_a_run_at_rate_0_is_not_begun(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

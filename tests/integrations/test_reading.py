@@ -240,6 +240,25 @@ def test_the_loss_is_the_mean_over_all_tokens(
     assert first[0]["content"] in found["answers"][0]["prompt"]
 
 
+def test_a_loss_that_is_no_number_ends_in_one_line(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, made = write_instructions(tmp_path / "chat.jsonl", 2), folders.model()
+    folder = write_folder(tmp_path / "folder")
+    for value, code in ((math.nan, 7), (math.inf, 7), (1e5, 0)):
+        with torch.no_grad():
+            made.lm_head.weight[5] = value
+        made.save_pretrained(folder)
+        flags = ["--precision", "fp32", "--json"]
+        assert main(["evaluate", str(folder), "--data", str(data), *flags]) == code
+        told = capsys.readouterr()
+        if code:
+            assert told.out == "" and f"error: the loss of {folder} on {data} is nan, over" in told.err
+            assert "--precision fp32" in told.err and "Traceback" not in told.err
+    found = json.loads(told.out, parse_constant=pytest.fail)
+    assert found["loss"] > 700 and found["perplexity"] is None  # more than a float takes
+
+
 def on_a_rank(rank: int, world_size: int, folder: Path, data: Path) -> str:
     out = io.StringIO()
     with tools.launched(rank, world_size), pytest.MonkeyPatch.context() as patched:

@@ -55,20 +55,25 @@ def unknown_names(given: Iterable[str], names: Sequence[str], prefix: str = "") 
 
 
 def did_you_mean(key: str, names: Sequence[str], prefix: str = "") -> str:
-    """A question that offers what other tools call so, else the nearest of `names`, with a space behind; empty if there
-    is neither. Names may be of settings ("cpu_memory") or flags ("--cpu-memory")."""
+    """A question that offers what other tools call so or nearly so, else the nearest of `names`, with a space behind;
+    empty if there is neither. Names may be of settings ("cpu_memory") or flags ("--cpu-memory")."""
     spelled = {_plain(name): name for name in names}
-    meant = (spelled[ours] for ours in _OTHERS.get(_plain(key), ()) if ours in spelled)
-    near = next(meant, None) or next(iter(difflib.get_close_matches(str(key), names, n=1)), None)
-    return f"did you mean {prefix}{near}? " if near else ""
+    for their, ours in _OTHERS.items():
+        meant = next((spelled[each] for each in ours if each in spelled), None)
+        spelled |= {} if meant is None else {their: spelled.get(their, meant)}
+    found = difflib.get_close_matches(_plain(key), spelled, n=1, cutoff=_ALIKE)
+    near = [spelled[each] for each in found] or difflib.get_close_matches(str(key), names, n=1)
+    return f"did you mean {prefix}{near[0]}? " if near else ""
 
 
 def _plain(name: object) -> str:
     return str(name).partition("=")[0].lstrip("-").replace("-", "_").lower()
 
 
+_ALIKE = 0.8
+"""Of two words for the same, as difflib counts: a letter or two differ."""
 _SYNONYMS = {
-    "lr": "learning_rate learning-rate peak_lr max_lr",
+    "lr": "learning_rate lr_rate learning-rate peak_lr max_lr",
     "batch": "batch_size train_batch_size micro_batch_size micro_batch train_micro_batch_size_per_gpu "
     "per_device_train_batch_size per_device_batch_size device_batch_size bs",
     "accumulate": "gradient_accumulation_steps gradient_accumulation grad_accumulation grad_accum accumulation_steps "

@@ -165,8 +165,13 @@ def _print(
     seconds: float,
     answers: Sequence[tuple[str, str]],
 ) -> None:
-    words = {"loss": score.loss, "perplexity": score.perplexity, "accuracy": score.num_correct / max(score.count, 1)}
+    words: Row = {
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+        "accuracy": score.num_correct / max(score.count, 1),
+    }
     if args.json:
+        words |= {} if math.isfinite(score.perplexity) else {"perplexity": None}  # JSON has no infinity
         told = {"dir": str(args.dir), **words, "count": score.count, "seconds": round(seconds, 3), "data": counts}
         said = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
         print(json.dumps(told | ({"answers": said} if said else {})))

@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(unknown[0], flags).strip()
         if unknown[0].partition("=")[0].replace("_", "-") in _OF_MODELS and args.command in _OF_A_FOLDER:
             hint = f"a model has no flag: zero-offload {args.command} FOLDER ..."
+        if unknown[0].endswith(".toml") and args.command == "finetune":
+            hint = f"settings are given by --config {unknown[0]}"
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -96,7 +96,7 @@ class Request:
     lora: int = 0
     """Rank of adapters on all linear layers; 0 trains all parameters."""
     program_bytes: int = 0
-    """Of this process; 0 where the memory that is planned with leaves room for it."""
+    """Of this process, beside a budget; 0 where a machine's memory is given whole, of which `RAM_SHARE` leaves room."""
 
     @classmethod
     def of(
@@ -115,7 +115,7 @@ class Request:
         batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
         gpu = None if args.gpu is None else find_gpu(args.gpu)[0]
         gpu_here = None if gpu else gpu_here
-        program = resident_bytes()[0] if args.ram is None and config.cpu_memory is None else 0
+        program = resident_bytes()[0] if args.ram is None else 0
         found = cls(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives, lora, program)
         return replace(found, config=found._with_budgets(args.ram))
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from zero_offload.base.errors import CapacityError
+from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import METRICS_FILE
 from zero_offload.cli.finetune.folder import quiet_libraries
@@ -48,6 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    named = args.finetune_model or ""
+    if named.endswith(".toml") and not os.path.isdir(named):
+        raise ConfigError(f"{named} is read as the model's folder; settings are given by --config {named}")
     table, offload = read_tables(args.config, TABLE) if args.config else ({}, {})
     given, offload_given = given_flags(args, "finetune_"), given_flags(args, "offload_")
     if isinstance(precision := offload.get("precision"), dict) and "precision" in offload_given:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Counts
-from zero_offload.cli.finetune.settings import HIGH_RATE, FinetuneConfig, usual_rate
+from zero_offload.cli.finetune.settings import FinetuneConfig, usual_rate
+from zero_offload.cli.recipes.settings import rate_warnings
 
 if TYPE_CHECKING:
     from zero_offload.cli.finetune.data import Prepared  # brings datasets
@@ -38,6 +39,8 @@ class Learning:
     """Steps between evaluations; 0 without any."""
     warmup_steps: int
     """Steps until the highest rate; 0: the first one has it."""
+    repeated: int = 0
+    """Of `rows`, those that come once more in an epoch."""
 
     @classmethod
     def of(cls, config: FinetuneConfig, prepared: Prepared, num_ranks: int, *, shrinks: bool = True) -> Learning:
@@ -50,9 +53,10 @@ class Learning:
             rows,
             "seq_lengths" in prepared.train.column_names,
             steps,
-            steps / config.steps_per_epoch(rows, num_ranks),
+            config.epochs_of(steps, rows, num_ranks),
             config.eval_steps(steps) if prepared.evaluation is not None else 0,
             config.warmup_steps(steps, shrinks=shrinks),
+            config.repeated_rows(rows, num_ranks),
         )
 
     def rate(self, step: int) -> float:
@@ -84,6 +88,8 @@ class Learning:
         evaluated = f"; evaluated every {self.eval_every:,}" if self.eval_every else ""
         yield f"{self.config.method}: {length}{evaluated}"
         yield self._data_line()
+        if self.repeated:
+            yield f"{self.repeated:,} of the {many} come once more in an epoch: every rank gets as many"
         first, highest = self.rate(1), self.rate(self.highest_at)
         up = f"{first:g} at step 1, up to " if self.highest_at > 1 else ""
         down = ", then down to 0 by a cosine" if self.highest_at < self.steps else ""
@@ -117,12 +123,7 @@ class Learning:
             )
         elif warmup and config.warmup >= 1 and steps < _SHORT:
             yield f"step 1 of {steps:,} has rate 0 and trains nothing, as warm-up begins there; --warmup 0 trains it"
-        usual = usual_rate(config.method, is_adapter=config.lora > 0)
-        if config.lr > HIGH_RATE:
-            yield (
-                f"warning: --lr {config.lr:g} is far too high for AdamW, which moves each weight by about that much in "
-                f"a step: the model will be destroyed; usual is --lr {usual:g}"
-            )
+        yield from rate_warnings(config.lr, usual_rate(config.method, is_adapter=config.lora > 0))
         if self.counts.truncated * 2 > self.counts.samples:
             yield "warning: most samples are cut off; give a larger --seq"
 
@@ -132,6 +133,7 @@ class Learning:
         return {
             "method": self.config.method,
             "rows": self.rows,
+            "rows_repeated": self.repeated,
             "rows_read": counts.read,
             "samples": counts.samples,
             "samples_cut": counts.truncated,

@@ -137,6 +137,9 @@ def finetune(
             learning = job.learning.to_dict()
             if begins:
                 job.learning.check()
+            elif not dry_run:
+                for line in job.learning.warnings():
+                    progress.note(line)
             if dry_run:
                 return FinetuneResult(Ending.PLANNED, 0, None, config.out, plan, learning)
             if begins and not plan["fits"]:

@@ -34,8 +34,6 @@ TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
 """By method, what the model does."""
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classify": (2e-5, 5e-4)}
 """By method, the learning rate of all parameters and of adapters."""
-HIGH_RATE = 0.05
-"""No model is trained at a higher rate by AdamW, whose step is about as large as the rate; weights are about 0.02."""
 _ASKED = ("mlm", "classify")
 """Methods that no data tell: without `method` the same data are trained by another one."""
 _SEQ = 1024
@@ -143,8 +141,20 @@ class FinetuneConfig:
         return self.steps or max(1, math.ceil(self.epochs * self.steps_per_epoch(num_rows, num_ranks)))
 
     def steps_per_epoch(self, num_rows: int, num_ranks: int) -> int:
-        num_batches = math.ceil(num_rows / (self.batch * num_ranks))
-        return max(1, math.ceil(num_batches / self.accumulate))
+        return max(1, math.ceil(self._batches_per_epoch(num_rows, num_ranks) / self.accumulate))
+
+    def epochs_of(self, num_steps: int, num_rows: int, num_ranks: int) -> float:
+        """Passes over the data in so many steps. The last step of a pass may have fewer micro-batches."""
+        whole, rest = divmod(num_steps, self.steps_per_epoch(num_rows, num_ranks))
+        return whole + rest * self.accumulate / self._batches_per_epoch(num_rows, num_ranks)
+
+    def repeated_rows(self, num_rows: int, num_ranks: int) -> int:
+        """Rows that come once more in a pass: every rank gets as many whole micro-batches, as accelerate deals them."""
+        together = self.batch * num_ranks
+        return -num_rows % together if num_ranks > 1 else 0
+
+    def _batches_per_epoch(self, num_rows: int, num_ranks: int) -> int:
+        return math.ceil(num_rows / (self.batch * num_ranks))
 
     def eval_steps(self, num_steps: int) -> int:
         """Steps between evaluations."""

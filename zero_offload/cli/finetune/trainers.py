@@ -50,6 +50,7 @@ _NON_FINITE_STEPS_MAX = 3
 _PROMPT_TOKENS, _NEW_TOKENS, _SHOWN = 128, 64, 160
 _RENAMED = {"learning_rate": "lr"}
 _LEFT_OUT = ("num_tokens", "num_input_tokens_seen", "train_runtime", "train_tokens_per_second")
+_NUM_TOKENS = "num_tokens"
 _Base: Any = object
 """To mypy: the Trainer class that comes behind."""
 
@@ -346,6 +347,25 @@ class FinetuneSFT(FinetuneMixin, SFTTrainer):
     pass
 
 
+class FinetunePacked(FinetuneSFT):
+    """Of packed rows: no attention mask says how many tokens are theirs and which fill a row up, so a batch does."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(data_collator=self._counted, **kwargs)
+
+    def _counted(self, rows: list[Any]) -> Any:
+        lengths = [len(row["input_ids"]) for row in rows]
+        return self._job.prepared.collator(rows) | {_NUM_TOKENS: torch.tensor(lengths, dtype=torch.long, device="cpu")}
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._num_tokens = inputs.pop(_NUM_TOKENS)  # no input of a model
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        track: Any = super()._track_num_input_tokens
+        track(inputs | {"attention_mask": self._num_tokens})
+
+
 class FinetuneDPO(FinetuneMixin, DPOTrainer):  # type: ignore[misc, unused-ignore]
     pass
 
@@ -390,7 +410,7 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "fp16": config.offload.numerics.compute == "fp16",
         "use_cpu": is_host,
         "gradient_checkpointing": False,  # the model runs its blocks again by itself
-        "include_num_input_tokens_seen": "all" if "seq_lengths" in data.train.column_names else "non_padding",
+        "include_num_input_tokens_seen": "non_padding",
         "dataloader_pin_memory": False,  # tokens are few bytes
     }
     if job.ranks.size > 1 and args["use_cpu"]:
@@ -405,7 +425,10 @@ def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: z
         "progress": progress,
     }
     if config.method == "sft":
-        return FinetuneSFT(args=SFTConfig(**args, **data.trainer_settings), data_collator=data.collator, **given)
+        given |= {"args": SFTConfig(**args, **data.trainer_settings)}
+        if "seq_lengths" in data.train.column_names:
+            return FinetunePacked(**given)
+        return FinetuneSFT(data_collator=data.collator, **given)
     if config.method == "dpo":
         kind = FinetuneDPO if reference is not None else FinetuneAdapterDPO
         base: Any = reference.get_base_model() if isinstance(reference, PeftModel) else reference

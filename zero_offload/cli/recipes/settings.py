@@ -135,6 +135,19 @@ def read_tables(path: Path, name: str = "train") -> tuple[dict[str, Any], dict[s
     return document.get(name, {}), document.get("offload", {})
 
 
+_RATE_MIN, _RATE_MAX = 1e-9, 0.05
+"""AdamW moves a weight by about the rate in a step. Weights are about 0.02, of which fp32 tells apart steps of 2e-9."""
+
+
+def rate_warnings(lr: float, usual: float) -> Iterator[str]:
+    """A line for a peak learning rate that trains no model."""
+    moves = "AdamW, which moves each weight by about that much in a step"
+    if lr > _RATE_MAX:
+        yield f"warning: --lr {lr:g} is far too high for {moves}: the model will be destroyed; usual is --lr {usual:g}"
+    elif lr < _RATE_MIN:
+        yield f"warning: --lr {lr:g} is far too low for {moves}: most will not change; usual is --lr {usual:g}"
+
+
 def default_out(data: tuple[Path, ...]) -> Path:
     """Where a run on this text goes unless told: runs on different text do not meet."""
     return RUNS / (data[0].absolute().stem or "text") if data else TrainConfig.out

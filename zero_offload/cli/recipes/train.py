@@ -35,7 +35,7 @@ from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, generate, next_token_loss
 from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import earlier_identity, find_existing
-from zero_offload.cli.recipes.settings import TrainConfig
+from zero_offload.cli.recipes.settings import TrainConfig, rate_warnings
 from zero_offload.cli.saved import described
 from zero_offload.cli.terminal import printable
 from zero_offload.hardware.machines import Cluster
@@ -211,15 +211,18 @@ def _check_model(out: Path, existing: Existing, gpt: GPTConfig) -> None:
 def _schedule_text(job: _Job) -> str:
     """How long the run is, and at which rates it learns."""
     config = job.config
-    rates = [config.lr * _lr_factor(step, config.warmup, config.steps) for step in range(config.steps)]
-    highest_at = rates.index(max(rates)) + 1
+    highest_at = min(max(config.warmup, 1), config.steps)
+    first, highest, last = (
+        config.lr * _lr_factor(step - 1, config.warmup, config.steps) for step in (1, highest_at, config.steps)
+    )
     text = f"{config.steps:,} step{'s'[: config.steps != 1]} of {job.tokens_per_step:,} tokens; "
-    text += f"learning rate {rates[0]:g} at step 1, {max(rates):g} at step {highest_at:,}, {rates[-1]:g} at the last"
-    if max(rates) < config.lr:
-        text += (
-            f"\nwarning: warm-up takes {config.warmup:,} steps, more than the run has: give --warmup 0, or more --steps"
+    text += f"learning rate {first:g} at step 1, {highest:g} at step {highest_at:,}, {last:g} at the last"
+    warnings = [*rate_warnings(config.lr, TrainConfig.lr)]
+    if config.warmup > config.steps:
+        warnings.append(
+            f"warning: warm-up takes {config.warmup:,} steps, more than the run has: give --warmup 0, or more --steps"
         )
-    return text
+    return "\n".join([text, *warnings])
 
 
 def _planned(config: TrainConfig, model: GPT, ranks: Ranks, program_bytes: int) -> PlanTable:
