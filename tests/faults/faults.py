@@ -477,6 +477,13 @@ FAULTS = [
         f"{ALIKE}test_settings_that_differ",
     ),
     fault(
+        "ranks with other configs of adapters train one mixed model",
+        "model/about.py",
+        "    if isinstance(adapters, Mapping):\n        for name, each in adapters.items():\n            yield",
+        "    if isinstance(adapters, Mapping):\n        for name, each in ():\n            yield",
+        f"{ALIKE}test_models_that_are_built_otherwise",
+    ),
+    fault(
         "ranks step with other learning rates",
         "optim/optimizer.py",
         '                owner.compare("optimizer", self.compared)\n',
@@ -1090,7 +1097,7 @@ FAULTS = [
     ),
     fault(
         "an attention that a config's file names is not compared",
-        "integrations/identity.py",
+        "model/about.py",
         '    words |= {name: getattr(config, f"_{name}", None) for name in _IMPLEMENTATIONS}\n',
         "",
         IDENTITY + "test_each_field_of_a_config_is_named_or_in_the_list[llama]",

@@ -16,7 +16,7 @@ import pytest
 import tests.helpers.tools as tools  # before transformers  # isort: skip
 import torch
 import transformers
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, get_peft_model
 
 import zero_offload as zo
 from tests.helpers import folders
@@ -29,7 +29,9 @@ from zero_offload.cli.main import main
 from zero_offload.cli.recipes import run_dir as recipe_run_dir
 from zero_offload.cli.recipes.run_dir import find_existing
 from zero_offload.integrations import identity
-from zero_offload.integrations.identity import config_values, first_difference
+from zero_offload.integrations.identity import first_difference
+from zero_offload.model import about
+from zero_offload.model.about import config_values
 
 pytestmark = pytest.mark.tools
 
@@ -112,7 +114,7 @@ def test_each_field_of_a_config_is_named_or_in_the_list(kind: str, tmp_path: Pat
             num["refused"] += 1
             continue
         found = first_difference(before, config_values(changed))
-        if {*names} & {*identity.CONFIG_MAY_CHANGE, "model_type"}:
+        if {*names} & {*about.CONFIG_MAY_CHANGE, "model_type"}:
             num["listed"] += 1
             assert found is None or "model_type" in names, names
         elif found is None:  # the class takes no notice
@@ -144,7 +146,7 @@ def test_each_field_of_an_adapter_is_named_or_in_the_list(folder: Path, tmp_path
     LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(folder)).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
     text = file.read_text()
-    before = identity.adapter_values(PeftConfig.from_pretrained(str(tmp_path)))
+    before = about.adapter_values(PeftConfig.from_pretrained(str(tmp_path)))
     num_named = 0
     for name, value in json.loads(text).items():
         if name == "peft_type":
@@ -156,13 +158,22 @@ def test_each_field_of_an_adapter_is_named_or_in_the_list(folder: Path, tmp_path
             continue
         finally:
             file.write_text(text)
-        found = first_difference(before, identity.adapter_values(changed))
+        found = first_difference(before, about.adapter_values(changed))
         is_ignored = getattr(changed, name, None) == json.loads(text)[name]
-        assert (found is None) == (is_ignored or name in identity.ADAPTER_MAY_CHANGE), name
+        assert (found is None) == (is_ignored or name in about.ADAPTER_MAY_CHANGE), name
         num_named += found is not None
     assert num_named > 20
     change(file, target_modules=["q_proj"], r=8, peft_version="0.1")
-    assert first_difference(before, identity.adapter_values(PeftConfig.from_pretrained(str(tmp_path)))) is None
+    assert first_difference(before, about.adapter_values(PeftConfig.from_pretrained(str(tmp_path)))) is None
+
+
+def test_what_ranks_compare_of_a_model_decides_numbers(folder: Path) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found = about.deciding_values(get_peft_model(base, LoraConfig(lora_alpha=24, target_modules=["q_proj"])))
+    assert found["peft_config.default.lora_alpha"] == "24"
+    assert not [name for name in found if str(folder) in found[name] or name.endswith("transformers_version")]
+    configs = [name for name in found if name.endswith("config.attention_dropout")]
+    assert len(configs) == 1 and found[configs[0]] == repr(base.config.attention_dropout)
 
 
 def _edit_token(words: dict[str, Any]) -> None:
@@ -236,7 +247,7 @@ def test_settings_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
 def test_values_are_the_same_in_each_process() -> None:
     """What JSON lacks is text, without an address."""
     values: dict[str, Any] = {"a": (1, float("inf")), "b": {"y", "x"}, "c": object(), 4: torch.float32, "d": print}
-    assert identity.plain(values) == {
+    assert about.plain(values) == {
         "a": [1, "inf"],
         "b": ["x", "y"],
         "c": "object",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
+from tests.helpers.experts import experts_lm
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool, RankPools, read_params
 from zero_offload.base.alike import OWN
@@ -28,7 +29,7 @@ DIFFER: dict[str, tuple[Settings, Settings, str]] = {
     "stage": ({"stage": 2}, {"stage": 3}, "stage is 2 on rank 0 and 3 on rank 1"),
     "stage that divides nothing": ({"stage": 0}, {"stage": 1}, "stage is 0 on rank 0 and 1 on rank 1"),
     "params": ({"params": "cpu"}, {"params": "device"}, "params is 'cpu' on rank 0 and 'device' on rank 1"),
-    "grads": ({"grads": {"cpu": 0.5, "device": 0.5}}, {}, "grads is {'cpu': 0.5, 'device': 0.5} on rank 0 and 'cpu'"),
+    "grads": ({"grads": {"cpu": 0.5, "device": 0.5}}, {}, "grads is {'device': 0.5, 'cpu': 0.5} on rank 0 and 'cpu'"),
     "optimizer": ({"optimizer": "auto"}, {}, "optimizer is 'auto' on rank 0 and 'cpu' on rank 1"),
     "activations": ({"activations": "cpu"}, {}, "activations is 'cpu' on rank 0 and 'device' on rank 1"),
     "nvme": ({"nvme": "DIR", "existing": "discard"}, {}, "directories in nvme is 1 on rank 0 and 0 on rank 1"),
@@ -296,6 +297,14 @@ def other_micro_batches(run: Run) -> None:
     run.optimizer.step()
 
 
+def accumulated_alone(run: Run) -> None:
+    run.optimizer.step()
+    if run.odd:
+        zo.accumulate(run.model, [run.rows] * 2, lambda model, rows: model(rows))
+    else:
+        run.backward()
+
+
 def other_export(run: Run) -> None:
     zo.export_pretrained(run.model, "nowhere", dtype="bf16" if run.odd else None)
 
@@ -315,6 +324,7 @@ CALLS: list[tuple[Callable[[Run], None], str]] = [
     (zero_grad_alone, "AdamW.step with gradients changed by .grad"),
     (no_sync_alone, "rank 0 is at the reduction of gradients of "),
     (other_micro_batches, "the number of micro-batches of zo.accumulate is 2 on rank 0 and 3 on rank 1"),
+    (accumulated_alone, "the number of micro-batches of zo.accumulate is not given on rank 0 and 2 on rank 1"),
     (other_export, "dtype is None on rank 0 and 'bf16' on rank 1"),
 ]
 
@@ -340,6 +350,92 @@ def test_more_ranks_are_grouped_by_what_they_have(pools: RankPools) -> None:
     for each in pools.of(3).succeed(call_otherwise, [other_norm, no_clip]):
         assert "max_norm is 1.0 on ranks 0 and 2 and 0.5 on rank 1" in each["other_norm"]
         assert "ranks 0 and 2 are at zo.clip_grad_norm_, rank 1 at AdamW.step" in each["no_clip"]
+
+
+class Words:
+    """A config as transformers and peft have them."""
+
+    sub_configs: dict[str, type] = {}
+
+    def __init__(self, **words: Any) -> None:
+        self.words = words
+
+    def to_dict(self) -> Settings:
+        return self.words
+
+
+class Configured(TinyLM):
+    def __init__(self, dropout: float = 0.0, alpha: int = 8, folder: str = "") -> None:
+        super().__init__()
+        self.config = Words(dropout=dropout, parts={"width": 4}, _name_or_path=folder)
+        self.peft_config = {"default": Words(alpha=alpha, base_model_name_or_path=folder)}
+
+
+BUILT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
+    "config": (
+        Configured,
+        lambda: Configured(0.5),
+        "differ: config.dropout is 0.0 on rank 0 and 0.5 on rank 1. ",
+    ),
+    "adapter": (
+        lambda: Configured(folder="/a"),
+        lambda: Configured(alpha=16, folder="/b"),
+        "ranks differ: peft_config.default.alpha is 8 on rank 0 and 16 on rank 1. ",
+    ),
+    "no config": (TinyLM, Configured, "config.parts.width is not given on rank 0 and 4 on rank 1"),
+    "dtype": (TinyLM, lambda: TinyLM().bfloat16(), "dtypes of parameters is ['torch.float32'] on rank 0 and ['torch.b"),
+    "deferred": (TinyLM, lambda: deferred(TinyLM), "parameters of zo.deferred_init is 'none' on rank 0 and 'all' on"),
+    "groups": (lambda: experts_lm(size=1), lambda: experts_lm(size=2), "experts in a group is [1] of digest "),
+}
+"""Models that ranks build otherwise, of the same values."""
+
+
+def deferred(make: Callable[[], nn.Module]) -> nn.Module:
+    with zo.deferred_init():
+        return make()
+
+
+def build_each(rank: int, world_size: int) -> dict[str, str]:
+    config = zo.OffloadConfig()
+    found = {}
+    for name, makes in BUILT.items():
+        found[name] = error_of(lambda makes=makes: zo.offload(build(makes[rank]), config))  # type: ignore[misc]
+    model = build(TinyLM)
+    units = list(model.blocks) if rank else list(model.blocks)[:-1]
+    found["units"] = error_of(lambda: zo.offload(model, config, units=units))
+    alike = build(lambda: Configured(folder=f"/{rank}"))
+    zo.offload(alike, config)
+    alike.later = nn.Linear(2, 2)
+    alike.peft_config["default"].words["alpha"] += rank
+    found["later"] = error_of(lambda: zo.offload(alike))
+    zo.close(alike)
+    return found
+
+
+def test_models_that_are_built_otherwise(pool: RankPool) -> None:
+    pool.renew()
+    first, second = pool.succeed(build_each)
+    pool.renew()
+    assert first == second
+    for name, (_, _, says) in BUILT.items():
+        assert first[name].startswith("ConfigError: zo.offload") and says in first[name], first[name]
+    assert "peft_config.default.alpha is 8 on rank 0 and 9 on rank 1" in first["later"]
+    assert "units is " in first["units"] and "(small)" in first["units"]
+
+
+def clip_in_another_order(rank: int, world_size: int) -> float:
+    run = Run(rank)
+    params = list(run.model.parameters())
+    norm = zo.clip_grad_norm_(params[::-1] if run.odd else params, 1.0)
+    run.optimizer.step()
+    zo.close(run.model)
+    return norm.item()
+
+
+def test_lists_to_clip_may_be_in_any_order(pool: RankPool) -> None:
+    """As those that a program makes of a set."""
+    first, second = pool.succeed(clip_in_another_order)
+    assert first == second
 
 
 def update_in_backward(rank: int, world_size: int) -> tuple[str, bool]:

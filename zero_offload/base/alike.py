@@ -30,6 +30,10 @@ OWN: Texts = {
 """Fields of `OffloadConfig` that ranks may have of their own, and why; all others are compared."""
 
 
+_LINES_MAX = 20
+"""Settings that one error names."""
+
+
 class Compared(NamedTuple):
     """The texts of one rank; `word` is equal where they are."""
 
@@ -67,22 +71,32 @@ def _plain(holder: object, name: str) -> object:
     return value
 
 
-def difference(where: str, every: Iterable[tuple[int, Texts]]) -> ConfigError | None:
-    """The error for `where` about what ranks, by number, have of settings that all of them name; None if all agree."""
+def difference(where: str, every: Iterable[tuple[int, Texts]], *, alone: bool = False) -> ConfigError | None:
+    """The error for `where` about what ranks, by number, have of settings that all of them name; None if all agree.
+
+    With `alone`, of all settings if those agree: one that a rank does not name is not given there.
+    """
     found = sorted(every, key=lambda each: each[0])
-    named = [name for name in found[0][1] if all(name in texts for _, texts in found)]
-    grouped = {name: by_value([(rank, texts[name]) for rank, texts in found]) for name in named}
-    lines = [
-        f"{name} is {' and '.join(f'{value} on {ranks}' for value, ranks in each)}"
-        for name, each in grouped.items()
-        if len(each) > 1
-    ]
+    names = list(dict.fromkeys(name for _, texts in found for name in texts))
+    named = [name for name in names if all(name in texts for _, texts in found)]
+    lines = _differing(found, named) or (_differing(found, names) if alone else [])
     if not lines:
         return None
+    if len(lines) > _LINES_MAX:
+        lines = [*lines[:_LINES_MAX], f"and {len(lines) - _LINES_MAX} more"]
     return ConfigError(
         f"{where}: ranks differ: {'; '.join(lines)}. Give all ranks the same: with different settings they would train "
         "a mixture"
     )
+
+
+def _differing(found: Sequence[tuple[int, Texts]], names: Iterable[str]) -> list[str]:
+    grouped = {name: by_value([(rank, texts.get(name, "not given")) for rank, texts in found]) for name in names}
+    return [
+        f"{name} is {' and '.join(f'{value} on {ranks}' for value, ranks in each)}"
+        for name, each in grouped.items()
+        if len(each) > 1
+    ]
 
 
 def by_value(every: Sequence[tuple[int, str]]) -> list[tuple[str, str]]:

@@ -388,7 +388,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(request, str):
             values[name] = _plain(request)
         else:
-            shares = {_plain(tier): float(share) for tier, share in request.items() if share}
+            shares = {tier: float(request[tier]) for tier in _TIERS if request.get(tier)}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
     for name in _CHOICES:
         values[name] = _plain(settings[name])

@@ -9,24 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from zero_offload.checkpoint.metrics import show
+from zero_offload.model.about import config_values, plain
 
-CONFIG_MAY_CHANGE = (
-    *("_name_or_path", "transformers_version", "auto_map"),
-    *("architectures", "dtype"),  # the class is compared by itself; what computes is the run's precision
-    *("id2label", "label2id"),  # labels are the data's
-    "use_cache",
-)
-"""Fields of a model's config that decide no number, in nested configs too."""
-ADAPTER_MAY_CHANGE = ("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version")
-"""Those of an adapter's config."""
 GENERATION_MAY_CHANGE = ("transformers_version", "_from_model_config")
-_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-"""A config's file may name them, and `to_dict` leaves them out."""
 _LENGTH_MAX, _ENTRIES_MAX, _TEMPLATE_MAX = 2000, 64, 100_000
 """Longer text, and larger lists and tables, are kept as their digests."""
 _AROUND = 40
@@ -42,16 +31,6 @@ class Difference(NamedTuple):
     """The values, as text that fits a line."""
 
 
-def config_values(config: Any) -> dict[str, Any]:
-    """Those of a config of transformers, by field."""
-    words = {name: value for name, value in config.to_dict().items() if name not in CONFIG_MAY_CHANGE}
-    for name in config.sub_configs:
-        if hasattr(inner := getattr(config, name, None), "to_dict"):
-            words[name] = config_values(inner)
-    words |= {name: getattr(config, f"_{name}", None) for name in _IMPLEMENTATIONS}
-    return {name: plain(words[name]) for name in sorted(words)}
-
-
 def filled_in(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Values that another version of transformers has written, with the fields that the class of `config` has now.
 
@@ -61,12 +40,6 @@ def filled_in(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
         return config_values(type(config).from_dict(dict(values)))
     except Exception:  # of any model's code
         return dict(values)
-
-
-def adapter_values(config: Any) -> dict[str, Any]:
-    """Those of a config of peft, its kind of initialization among them."""
-    words = {name: value for name, value in config.to_dict().items() if name not in ADAPTER_MAY_CHANGE}
-    return {name: plain(words[name]) for name in sorted(words)}
 
 
 def generation_values(config: Any) -> dict[str, Any]:
@@ -90,23 +63,6 @@ def tokenizer_values(tokenizer: Any) -> dict[str, Any]:
     found = {name: _short(plain(words[name])) for name in sorted(words)}
     template = plain(tokenizer.chat_template)
     return found | {"chat_template": template if len(json.dumps(template)) < _TEMPLATE_MAX else _digest(template)}
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it. What JSON lacks is text; sets are lists in order."""
-    if isinstance(value, Mapping):
-        return {str(getattr(key, "value", key)): plain(each) for key, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(plain, value), key=str)
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if hasattr(value, "to_dict"):
-        return plain(value.to_dict())
-    value = getattr(value, "value", value)  # of an enum
-    if value is None or isinstance(value, bool | str | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text else text  # an address is another one in each process
 
 
 def _short(value: Any) -> Any:

@@ -44,9 +44,10 @@ from zero_offload.base.problems import warn_user
 from zero_offload.base.stats import DeviceParams, Stats
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.extras import capture_rng, from_json, restore_rng
-from zero_offload.integrations.identity import adapter_values, config_values, first_difference, plain
+from zero_offload.integrations.identity import first_difference
 from zero_offload.integrations.peft import is_peft
 from zero_offload.integrations.pretrained import export_pretrained, replace_weights
+from zero_offload.model.about import adapter_values, config_values, plain
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
 from zero_offload.model.offload import offload as offload_model
 from zero_offload.model.run_log import RunLog

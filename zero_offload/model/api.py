@@ -249,9 +249,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def device(model: nn.Module) -> torch.device:
     """Where an offloaded model computes, and its outputs are: `targets.to(zo.device(model))`.
 
-    Inputs of the outermost forward are brought there, as by FSDP2 and DistributedDataParallel: tensors in tuples, lists
-    and dicts, wherever they are. Targets that a loss outside of the model compares outputs with are moved by hand. On
-    several ranks each has its own device.
+    Inputs of the outermost forward are brought there, as by FSDP2 and DistributedDataParallel: tensors in tuples,
+    lists, dicts and dataclasses, wherever they are. Targets that a loss outside of the model compares outputs with are
+    moved by hand. On several ranks each has its own device.
     """
     return need_runtime(model, "zo.device").device.torch_device
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from zero_offload.base.alike import Compared
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.problems import warn_user
@@ -34,6 +35,8 @@ from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.quantized import Holder, Slot, ordinary_buffers_of, prepare, problem_of, slots
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.runtime.ranks.group import CALL
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.base_file import fingerprint_of
@@ -92,6 +95,10 @@ def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, 
             f"ranks have built different models: of {counts[0]} parameters on rank 0, and of {counts[other]} on rank "
             f"{other}. Build the same one on all ranks"
         )
+    if values:
+        notice = Notice(compared=[_built_of(params.values())])
+        with ranks.together(CALL, notice):
+            pass
     mine = "".join(f"{_word(name, param, values):0{_DIGITS}x}" for name, param in params.items())
     every = ranks.gather_digests(mine)
     ranks_per_column = ranks.world_size // ranks.num_columns
@@ -99,6 +106,20 @@ def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, 
         first = rank - rank % ranks_per_column
         if words != every[first]:
             raise _difference(list(params), first, rank, every)
+
+
+def _built_of(params: Iterable[torch.Tensor]) -> Compared:
+    """What would make all values differ."""
+    kinds = {(str(param.dtype), recipe_of(param) is not None) for param in params}
+    return Compared.of(
+        {
+            "dtypes of parameters": sorted({dtype for dtype, _ in kinds}),
+            "parameters of zo.deferred_init": _SHARES[frozenset(is_deferred for _, is_deferred in kinds)],
+        }
+    )
+
+
+_SHARES = {frozenset({True}): "all", frozenset({False}): "none", frozenset({True, False}): "some", frozenset(): "none"}
 
 
 def _word(name: str, param: torch.Tensor, values: bool) -> int:

@@ -32,7 +32,7 @@ from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
-from zero_offload.model.about import about
+from zero_offload.model.about import about, deciding_values
 from zero_offload.model.deferred.from_files import make_what_came_later
 from zero_offload.model.move_in import (
     base_paths,
@@ -190,6 +190,7 @@ class Builder:
             notice.compared.append(
                 Compared.of({**of_config(self.config), "mesh": callers.cut(mesh), "the compute device": device_type})
             )
+            notice.compared += _configs_of(model, len(callers.members))
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
@@ -421,12 +422,14 @@ class Growth:
         self.model, self.owner, self.undo = model, owner, undo
         with owner.together("zo.offload"):
             owner.drain()  # a commit under way talks to the other ranks, as what follows does
-        with owner.ranks.together():
+        notice = Notice()
+        with owner.ranks.together(CALL, notice):
             with _saying_whose_they_are(model, owner):
                 _check_call(owner, config, mesh)
             found = {id(tensor): tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None}
             self.root = owner.root_of(found.values()) or model
             added = {name: tensor for name, tensor in offloaded_tensors(self.root) if id(tensor) in found}
+            notice.compared += _configs_of(self.root, owner.ranks.world_size)
             with _saying_whose_they_are(model, owner):
                 _check_added(owner, self.root, added)
             self.spec = ModelSpec.from_module(self.root, units, added.values(), experts_in(self.root))
@@ -670,22 +673,38 @@ def _versions() -> dict[str, str]:
     }
 
 
+def _configs_of(model: nn.Module, num_ranks: int) -> list[Compared]:
+    """Facts that several ranks have alike: what configs of transformers and peft say of a model's numbers."""
+    if num_ranks == 1:
+        return []
+    texts = deciding_values(model)
+    return [Compared(word_of(texts), lambda: texts)]
+
+
 def _check_same_units(model: nn.Module, units: Sequence[UnitLayout], ranks: CommitGroup) -> None:
     """Raise ConfigError on every rank where they have cut the same parameters into different units, which each gathers
     in its own order; or recompute others. Collective."""
-    cut = [[(str(s.dtype), s.trainable, [p.spec.name for p in s.params]) for s in unit.sections] for unit in units]
+    cut = [
+        (unit.name, [(str(s.dtype), s.trainable, [p.spec.name for p in s.params]) for s in unit.sections])
+        for unit in units
+    ]
+    sizes = {unit.name: unit.experts.size for unit in units if unit.experts is not None}
     recomputed = [name for name, module in model.named_modules() if is_recomputed(module)]
     dtypes = [(name, str(buffer.dtype)) for name, buffer in model.named_buffers()]
-    notice = Notice()
+    notice, more = Notice(), len(units) > _SHOWN
     with ranks.together(CALL, notice):
-        compared = {
-            "units": (len(units), cut),
+        compared: dict[str, tuple[object, object]] = {
+            "units": (f"{len(units)} ({', '.join(unit.name for unit in units[:_SHOWN])}{', ...' * more})", cut),
+            "experts in a group": (sorted(set(sizes.values())), sizes),
             "modules of zo.checkpoint": (len(recomputed), recomputed),
             "dtypes of buffers": (len(dtypes), dtypes),
         }
-        notice.compared.append(
-            Compared.of({name: f"{count} of digest {word_of(each):08x}" for name, (count, each) in compared.items()})
-        )
+        texts = {name: f"{shown} of digest {word_of(each):08x}" for name, (shown, each) in compared.items()}
+        notice.compared.append(Compared(word_of(texts), lambda: texts))
+
+
+_SHOWN = 4
+"""Units that an error names."""
 
 
 def _check_params(

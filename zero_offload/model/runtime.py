@@ -120,7 +120,7 @@ class ModelRuntime:
         """The modules that the model had when it was offloaded, or when parameters were last adopted."""
         units, store, prefetcher = self.units, self.store, self.prefetcher
         self.life = ModelLife(self.errors)
-        self.names = Names()
+        self.names = Names(in_order=False)
         self.places = ParamPlaces(units)
         self.grads = Gradients(
             units,

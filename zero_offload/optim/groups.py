@@ -49,7 +49,9 @@ def plain(name: str, value: Any) -> Any:
 class Names:
     """Lists of parameters by name, as ranks compare them. A list that is as it was is not looked at again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = True) -> None:
+        """Not `in_order`: lists of the same parameters are equal."""
+        self._in_order = in_order
         self._known: dict[tuple[int, ...], tuple[list[nn.Parameter], int]] = {}
         """By ids, which stay those of the parameters as long as these are held."""
 
@@ -59,7 +61,8 @@ class Names:
         if (known := self._known.get(key)) is None:
             if len(self._known) >= _LISTS_MAX:
                 self._known.clear()
-            known = self._known[key] = list(params), word_of([_told(param) for param in params])
+            names = [_told(param) for param in params]
+            known = self._known[key] = list(params), word_of(names if self._in_order else sorted(names))
         return known[1]
 
     def describe(self, params: Sequence[nn.Parameter]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 LARGEST = 1 << 50
@@ -73,6 +74,8 @@ class Hints:
             if layer is None:
                 return max(self._checked(name, each, None) for each in value)
             value = value[layer] if layer < len(value) else value
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and value < LARGEST):

@@ -41,6 +41,7 @@ def test_settings_are_normalized() -> None:
     assert config.nvme_dirs == (Path("~/run").expanduser(),)
     assert config.budget_bytes(Tier.CPU) == 48 * GIB
     assert config.placement_of(StateKind.OPTIMIZER) == {Tier.CPU: 0.25, Tier.NVME: 0.75}
+    assert str(config) == str(replace(config, optimizer={"nvme": 0.75, "cpu": 0.25}))
     assert config == OffloadConfig(
         params="nvme",
         optimizer={Tier.NVME: 0.75, Tier.CPU: 0.25},

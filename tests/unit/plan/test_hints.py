@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,6 +49,8 @@ class ByLayer:
     [
         (SimpleNamespace(head_dim=16), (16, 16, 16)),
         (SimpleNamespace(head_dim=16.0), (16, 16, 16)),
+        (SimpleNamespace(head_dim=np.int64(16)), (16, 16, 16)),
+        (SimpleNamespace(head_dim=[np.float32(8), np.uint8(32), 16]), (8, 16, 32)),
         (ByLayer(), (8, 24, 24)),
         (SimpleNamespace(head_dim=[8, 32, 16]), (8, 16, 32)),
         (SimpleNamespace(head_dim={0: 8, "2": 16, 1: 32}), (8, 16, 32)),

@@ -32,13 +32,12 @@ from zero_offload.cli.saved import described
 from zero_offload.integrations.gate import reading
 from zero_offload.integrations.identity import (
     Difference,
-    adapter_values,
-    config_values,
     filled_in,
     first_difference,
     generation_values,
     tokenizer_values,
 )
+from zero_offload.model.about import adapter_values, config_values
 from zero_offload.storage.files.base_file import BaseFile
 
 MADE_OF = "made_of"

@@ -160,7 +160,8 @@ class Agreement:
         except Exception as error:
             return error
         settings = zip(self._members, (texts for _, _, texts in found), strict=True)
-        if (differ := difference(found[0][0], settings)) is not None:
+        at_one = len({where for where, _, _ in found}) == 1
+        if (differ := difference(found[0][0], settings, alone=at_one)) is not None:
             self._error = differ if in_pass else self._error
             return differ
         remedy = (

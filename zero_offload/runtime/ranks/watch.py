@@ -180,7 +180,8 @@ class RankWatch:
             texts: list[Any] = [{}] * len(members)
             with self.waiting(what):
                 dist.all_gather_object(texts, notice.texts(), group=group)
-            raise difference(what, zip(members, texts, strict=True)) or ZeroOffloadError(f"{what}: ranks differ")
+            differ = difference(what, zip(members, texts, strict=True), alone=True)
+            raise differ or ZeroOffloadError(f"{what}: ranks differ")
         notice.given = any(given for _, given, _ in found)
 
     @contextlib.contextmanager
