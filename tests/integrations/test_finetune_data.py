@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,10 +15,13 @@ import pytest
 
 import tests.helpers.tools as tools  # before transformers  # isort: skip
 import datasets
+import pyarrow.parquet
 import torch
+import transformers
 import trl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -30,6 +34,7 @@ from zero_offload.cli.finetune import sources
 from zero_offload.cli.finetune.data import PACKED, PackedRows, Prepared, prepare
 from zero_offload.cli.finetune.folder import ModelFolder, open_folder
 from zero_offload.cli.finetune.rows import BadRow
+from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.finetune.turns import ChatTemplate, Sample, tokens_of
 from zero_offload.storage.files.own_files import LIST_NAME
 
@@ -298,16 +303,38 @@ def formats(tmp_path: Path) -> list[Path]:
     folders.write_rows(paths[3], rows)
     (tmp_path / "lines.json").write_text(paths[3].read_text())
     (tmp_path / "array.json").write_text(json.dumps(rows))
-    return [*paths, tmp_path / "lines.json", tmp_path / "array.json"]
+    (tmp_path / "one_line.json").write_text(json.dumps({"data": rows}))
+    capitals = [Path(shutil.copy(path, tmp_path / f"CAPITALS{path.suffix.upper()}")) for path in paths]
+    return [*paths, *capitals, *(tmp_path / f"{name}.json" for name in ("lines", "array", "one_line"))]
 
 
 def test_formats_give_the_same_tokens(tmp_path: Path, folder: ModelFolder) -> None:
     """Text stays as it is in all of them: numbers with zeros, NA, dates."""
     found = [rows_of(prepare([str(path)], folder, seq=64)) for path in formats(tmp_path)]
-    assert found[0][0]["seq_lengths"] and len(found) == 6
+    assert found[0][0]["seq_lengths"]
     assert all(each == found[0] for each in found)
     words = folder.tokenizer.decode([token for row in found[0] for token in row["input_ids"]])
     assert all(f"\n{value}<|im_end|>" in words for value in ("007", "NA", "2024-01-01", "a\nb"))
+
+
+@pytest.mark.parametrize("name", ["part*.parquet", "part?.parquet", "part[1].parquet", "a::part1.parquet"])
+def test_a_name_is_no_pattern(name: str, tmp_path: Path, folder: ModelFolder) -> None:
+    datasets.Dataset.from_list([{"text": "other"}]).to_parquet(tmp_path / "part1.parquet")
+    datasets.Dataset.from_list([{"text": "own"}]).to_parquet(tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / name)
+    [row] = rows_of(prepare([str(tmp_path / name)], folder, seq=64))
+    assert folder.tokenizer.decode(row["input_ids"], skip_special_tokens=True) == "own"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_one_row_as_json(indent: int | None, tmp_path: Path, folder: ModelFolder) -> None:
+    (tmp_path / "row.json").write_text(json.dumps({"messages": talk("q", "a")}, indent=indent))
+    assert prepare([str(tmp_path / "row.json")], folder, seq=64).counts.read == 1
+
+
+def test_a_header_behind_empty_lines_and_columns_without_a_name(tmp_path: Path, folder: ModelFolder) -> None:
+    (tmp_path / "a.csv").write_text("\n\ntext,,\nword,,\n")
+    assert prepare([str(tmp_path / "a.csv")], folder, seq=64).counts.read == 1
 
 
 def test_a_folder_of_files(tmp_path: Path, folder: ModelFolder) -> None:
@@ -731,7 +758,12 @@ def test_masked_text(tmp_path: Path, encoder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("labels", "names"),
-    [(["spam", "ham", "spam"], ("ham", "spam")), ([1, 0, 2], ("0", "1", "2")), (["1", "0", "1"], ("0", "1"))],
+    [
+        (["spam", "ham", "spam"], ("ham", "spam")),
+        ([1, 0, 2], ("0", "1", "2")),
+        (["1", "0", "1"], ("0", "1")),
+        (["01", "00", "01"], ("00", "01")),
+    ],
 )
 def test_labels(tmp_path: Path, encoder: Path, labels: list[Any], names: tuple[str, ...]) -> None:
     rows = [{"text": f"row {number}", "label": label} for number, label in enumerate(labels)]
@@ -749,6 +781,72 @@ def test_labels(tmp_path: Path, encoder: Path, labels: list[Any], names: tuple[s
             seq=32,
             eval_data=[str(folders.write_rows(tmp_path / "eval.jsonl", rows))],
         )
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, None], "line 2: 'label' is None"),
+        ([0, 1.5], "line 2: 'label' is 1.5"),
+        (["a", ""], "line 2: 'label' is ''"),
+        ([[1], 0], r"line 1: 'label' is \[1\]"),
+        (["a", "\ud83d"], "line 2: 'label' has half of a character"),
+        ([0, 10**12], "the label 1000000000000, and numbers count classes from 0: 100,000 classes are the most"),
+        (["0", "9" * 5000], "the label 9999"),
+    ],
+)
+def test_labels_that_cannot_be_used(labels: list[Any], message: str, tmp_path: Path, encoder: Path) -> None:
+    rows = [{"text": "x", "label": label} for label in labels]
+    path = folders.write_rows(tmp_path / "data.jsonl", rows)
+    with pytest.raises(zo.ConfigError, match=message):
+        prepare([str(path)], open_folder(encoder, "classify"), seq=32)
+
+
+AMINO_ACIDS = "LAGVSERTIDPKQNFYMHWC"
+
+
+def protein_tokenizer(path: Path) -> Any:
+    """One in Python, without a tokenizer.json."""
+    (path / "vocab.txt").write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", *AMINO_ACIDS, "<mask>"]))
+    return transformers.EsmTokenizer(path / "vocab.txt")
+
+
+def test_a_tokenizer_in_python(tmp_path: Path, encoder: Path) -> None:
+    folder = replace(open_folder(encoder, "masked"), tokenizer=protein_tokenizer(tmp_path))
+    path = folders.write_rows(tmp_path / "data.jsonl", [{"text": AMINO_ACIDS * 2}])
+    prepared = prepare([str(path)], folder, seq=32)
+    ids = folder.tokenizer.convert_tokens_to_ids([*AMINO_ACIDS * 2])
+    assert [row["input_ids"] for row in prepared.train] == [[0, *ids[:30], 2], [0, *ids[30:], 2]]
+    assert (prepared.counts.trained, prepared.counts.divided) == (40, 1)
+    with pytest.raises(zo.ConfigError, match="puts 2 tokens around the words of each row; give --seq 3"):
+        prepare([str(path)], folder, seq=2)
+
+
+def silent_tokenizer() -> Any:
+    """Makes no token of text without letters."""
+    made = Tokenizer(models.WordLevel({"[PAD]": 0, "[MASK]": 1, "[UNK]": 2}, "[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", mask_token="[MASK]")
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("masked", {"text": "{}"}),
+        ("classify", {"text": "{}", "label": "a"}),
+        ("causal", {"text": "{}"}),
+        ("causal", {"prompt": "{}", "completion": "{}"}),
+    ],
+)
+def test_text_without_tokens(task: str, row: dict[str, str], tmp_path: Path, encoder: Path, model: Path) -> None:
+    rows = [{name: value.format("\u200b") for name, value in row.items()}]
+    rows += [{name: value.format("a b") for name, value in row.items()}]
+    rows += [row | {"label": "b"}] * ("label" in row)
+    path = folders.write_rows(tmp_path / "data.jsonl", rows)
+    folder = replace(open_folder(model if task == "causal" else encoder, task), tokenizer=silent_tokenizer())
+    prepared = prepare([str(path)], folder, seq=32)
+    assert [2, 2] in [row["input_ids"][:2] for row in prepared.train] and len(prepared.train) == len(rows) - 1
 
 
 # Errors
@@ -796,6 +894,7 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, folder: ModelFolder) -> N
         ("a.csv", "question;answer\n1;2\n", "has the columns question;answer \\(CSV has commas"),
         ("a.csv", "question,answer\n1,2,3\n", "a.csv, line 2: 3 fields, and the header has 2"),
         ("a.csv", "a,b\n1,2\n", "has the columns a, b, which are none .* conversations: messages, conversations;"),
+        ("a.csv", "text,text\n1,2\n", "a.csv has the column 'text' twice"),
         ("a.xlsx", "x", "has none of the endings"),
         ("a.parquet", "x", "a.parquet cannot be read"),
     ],
@@ -804,6 +903,23 @@ def test_files_that_cannot_be_used(tmp_path: Path, folder: ModelFolder, name: st
     (tmp_path / name).write_text(text)
     with pytest.raises(zo.ConfigError, match=message):
         prepare([str(tmp_path / name)], folder, seq=64)
+
+
+def test_a_table_with_a_column_twice(tmp_path: Path, folder: ModelFolder) -> None:
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(zo.ConfigError, match="a.parquet has the column 'text' twice; rename one of them$"):
+        prepare([str(tmp_path / "a.parquet")], folder, seq=64)
+
+
+def test_a_table_with_a_damaged_page(tmp_path: Path, folder: ModelFolder) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["a long word"]})
+    settings = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pyarrow.parquet.write_table(table, path, write_page_checksum=True, **settings)
+    path.write_bytes(path.read_bytes().replace(b"a long word", b"a lung word", 1))
+    with pytest.raises(zo.ConfigError, match="a.parquet cannot be read behind row 0: .*CRC checksum"):
+        prepare([str(path)], folder, seq=64)
 
 
 @pytest.mark.parametrize(
@@ -816,6 +932,9 @@ def test_files_that_cannot_be_used(tmp_path: Path, folder: ModelFolder, name: st
         ({"split": 1.5}, "split=1.5"),
         ({"data": []}, "there are no data"),
         ({"data": ["none.jsonl"]}, "none.jsonl does not exist"),
+        ({"data": [""]}, "the name of data is empty"),
+        ({"data": ["~no-such-user/a.jsonl"]}, "names the home of a user that this machine does not have"),
+        ({"data": ["x" * 300]}, "is longer than a file system takes"),
         ({"data": [f"{Path(__file__).parent}/test_finetune_dta.jsonl"]}, r"; did you mean /.*/test_finetune_data.py\?"),
         ({"data": ["/proc/1/mem.jsonl"]}, "mem.jsonl does not exist"),
         ({"data": ["someone/chats"]}, "someone/chats is not a file or folder here, and the hub .* cannot be reached"),
@@ -826,6 +945,18 @@ def test_settings_that_cannot_work(tmp_path: Path, folder: ModelFolder, given: d
     path = folders.write_instructions(tmp_path / "chat.jsonl", 4)
     with pytest.raises(zo.ConfigError, match=message):
         prepare(**({"data": [str(path)], "folder": folder, "seq": 64} | given))
+
+
+def test_names_that_run_toml_cannot_hold() -> None:
+    given = {"model": "~no-such-user/m", "data": ["a\udcff.jsonl"], "out": "b\udcff"}
+    with pytest.raises(zo.ConfigError) as raised:
+        FinetuneConfig.from_tables(given, {})
+    for line in (
+        "data=.* is not a list of text in UTF-8",
+        "out=.* is not a path in UTF-8",
+        "model: .* names the home of",
+    ):
+        assert re.search(line, str(raised.value))
 
 
 def test_preferences_that_cannot_be_used(tmp_path: Path, folder: ModelFolder) -> None:

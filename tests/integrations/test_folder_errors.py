@@ -15,9 +15,11 @@ import transformers
 
 import tests.helpers.tools  # before transformers  # noqa: F401
 import zero_offload as zo
-from tests.helpers.folders import write_folder
+from tests.helpers.folders import CHATML, CHATML_MARKED, write_folder
 from zero_offload.cli.finetune import folder as folders
 from zero_offload.cli.finetune.folder import Lora, build_model, check_chat_template, meta_model, open_folder
+from zero_offload.cli.finetune.rows import BadRow
+from zero_offload.cli.finetune.turns import ChatTemplate
 from zero_offload.cli.main import main
 from zero_offload.hardware.probe import peak_resident_bytes
 
@@ -197,6 +199,83 @@ def test_an_empty_chat_template_is_none(llama: Path, tmp_path: Path) -> None:
         check_chat_template(open_folder(tmp_path / "folder"))
 
 
+@pytest.mark.parametrize("template", [[], {}])
+def test_no_templates_are_none(template: Any, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "folder")
+    (tmp_path / "folder" / "chat_template.jinja").unlink()
+    _words(lambda words: words.update(chat_template=template), "tokenizer_config.json")(tmp_path / "folder")
+    assert open_folder(tmp_path / "folder").tokenizer.chat_template is None
+
+
+def test_templates_by_names(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "folder")
+    (tmp_path / "folder" / "chat_template.jinja").unlink()
+    marked, tools = CHATML_MARKED, [{"type": "function", "function": {"name": "f"}}]
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+    def opened(**templates: str) -> ChatTemplate:
+        said = [{"name": name, "template": text} for name, text in templates.items()]
+        _words(lambda words: words.update(chat_template=said), "tokenizer_config.json")(tmp_path / "folder")
+        return ChatTemplate(open_folder(tmp_path / "folder").tokenizer)
+
+    found = opened(default=marked, tool_use=marked)
+    assert found.samples(talk) == found.samples(talk, tools) != []
+    found = opened(default=CHATML, tool_use=marked)
+    assert found.samples(talk) and found.samples(talk, tools)
+    found = opened(default=marked, tool_use=CHATML)
+    assert found.samples(talk)
+    with pytest.raises(BadRow, match="the chat template for them lacks the {% generation %}"):
+        found.samples(talk, tools)
+    with pytest.raises(zo.ConfigError, match='has the templates rag, and none of the name "default"'):
+        opened(rag=marked)
+
+
+def test_a_token_that_the_embedding_has_no_row_for(llama: Path, tmp_path: Path) -> None:
+    """Numbers of a vocabulary may have holes: their count says nothing of the largest."""
+    shutil.copytree(llama, tmp_path / "folder")
+
+    def change(words: dict[str, Any]) -> None:
+        words["model"]["vocab"]["!"] = 1000
+
+    _words(change, "tokenizer.json")(tmp_path / "folder")
+    with pytest.raises(zo.ConfigError, match="gives '!' the number 1,000, and the model's embedding has 512 rows"):
+        open_folder(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, float("nan")])
+def test_a_length_that_no_text_has(value: Any, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "folder")
+    _words(lambda words: words.update(model_max_length=value), "tokenizer_config.json")(tmp_path / "folder")
+    with pytest.raises(zo.ConfigError, match=f"tokenizer_config.json: model_max_length is {value}, not a whole number"):
+        open_folder(tmp_path / "folder")
+
+
+def test_a_name_that_is_empty_names_no_token(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "folder")
+    _words(lambda words: words.update(pad_token="", mask_token=""), "tokenizer_config.json")(tmp_path / "folder")
+    tokenizer = open_folder(tmp_path / "folder").tokenizer
+    assert (tokenizer.pad_token, tokenizer.mask_token) == (tokenizer.eos_token, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"id2label": {"0": "a", "2": "b"}}, "id2label=.* does not name classes by the numbers from 0 on"),
+        ({"id2label": {"0": 1, "1": 2}}, "id2label=.* does not name classes by the numbers from 0 on"),
+        ({"id2label": {"0": ["a"], "1": "b"}}, "id2label="),
+        ({"id2label": {"0": "a"}}, "the model has 1 class, and a classifier here two at least"),
+        ({"problem_type": "regression"}, "problem_type is 'regression', and rows of one class each are trained here"),
+        ({"problem_type": "x"}, "problem_type is 'x'"),
+    ],
+)
+def test_classes_that_cannot_be_trained(words: dict[str, Any], message: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.BertConfig(**sizes, architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
+    _words(lambda given: given.update(words))(tmp_path)
+    with pytest.raises(zo.ConfigError, match=f"config.json.*{message}"):
+        open_folder(tmp_path, "classify", needs_weights=False, needs_tokenizer=False)
+
+
 def test_places_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "Qwen3-0.6B", "runs/chat-lora16"):
@@ -211,6 +290,7 @@ def test_places_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "./Qwen3-06B": r"Qwen3-06B does not exist; did you mean ./Qwen3-0.6B\?",
         "runs/chat-lora6": r"runs/chat-lora6 does not exist; did you mean runs/chat-lora16\?",
         "runs/other": "runs/other does not exist; give a folder",
+        "": "the name of a model's folder is empty",
         "/nowhere/Qwen3-8B": "/nowhere/Qwen3-8B does not exist; give a folder",
         "config.json": "config.json is a file; give the folder",
         "weights.gguf": "a GGUF file",
@@ -258,6 +338,8 @@ def test_an_adapter_without_its_base(tmp_path: Path, adapter: Path) -> None:
         "Qwen/Qwen3-8B": "is an adapter of Qwen/Qwen3-8B, .* hf download Qwen/Qwen3-8B --local-dir Qwen/Qwen3-8B",
         "/nowhere/base": "is an adapter of /nowhere/base, which is not a folder here; .*adapter_config.json",
         None: 'does not name the model.* write its folder there as "base_model_name_or_path"',
+        "~no-such-user/base": "base_model_name_or_path, '~no-such-user/base', names the home of a user that this",
+        "x" * 300: "base_model_name_or_path, 'xxx.* is longer than a file system takes",
     }.items():
         _words(lambda words, base=base: words.update({name: base}), config.name)(moved)
         with pytest.raises(zo.ConfigError, match=says):

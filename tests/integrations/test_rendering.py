@@ -63,6 +63,12 @@ def test_memory_that_is_too_much_is_an_error_of_the_template(monkeypatch: pytest
         Renderer(tokenizer(template)).apply(MESSAGES, tokenize=False)
 
 
+def test_half_of_a_letter_is_an_error_of_the_template() -> None:
+    made = tokenizer("{% for message in messages %}{{ message.name }}{{ message.content }}{% endfor %}")
+    with pytest.raises(RenderError, match="it writes half of a character, .*which no tokenizer takes"):
+        Renderer(made).apply([{**MESSAGES[0], "name": "\ud83d"}], tokenize=False)
+
+
 def test_what_a_template_raises_is_said() -> None:
     with pytest.raises(RenderError, match="roles alternate"):
         Renderer(tokenizer("{{ raise_exception('roles alternate') }}")).apply(MESSAGES, tokenize=False)

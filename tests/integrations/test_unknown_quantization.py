@@ -39,6 +39,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "bnb_4bit_quant_type is 'nf5'": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"},
     "llm_int8_threshold": {"load_in_8bit": True, "llm_int8_threshold": "x"},
     "llm_int8_skip_modules": {"load_in_4bit": True, "llm_int8_skip_modules": 5},
+    "llm_int8_skip_modules is [1], not names": {"load_in_4bit": True, "llm_int8_skip_modules": [1]},
     "Unknown quantization type, got bitsandbytes": {},
 }
 

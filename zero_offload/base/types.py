@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from pathlib import Path
 
 from zero_offload.base.errors import ConfigError
 
@@ -19,6 +21,27 @@ SECTOR = 4096
 """Bytes that O_DIRECT takes whole, on drives with sectors of 512 bytes too."""
 FRAME = 2 * MIB
 """What host memory under units is taken in: huge pages make O_DIRECT reads twice as fast as 4 KiB pages."""
+
+
+_NAME_NBYTES, _PATH_NBYTES = 255, 4096
+"""The longest name and path that Linux takes."""
+
+
+def user_path(given: str | os.PathLike[str], what: str = "a path") -> Path:
+    """A path as somebody wrote it, with ~ for a home. Raises ConfigError for one that no file can have."""
+    text = os.fspath(given)
+    if not text:
+        raise ConfigError(f"{what} is empty; give a path ('.' is the current directory)")
+    try:
+        names = os.fsencode(text).split(b"/")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what}, {text[:40]!r}, has half of a character") from None
+    if len(text) >= _PATH_NBYTES or max(map(len, names)) > _NAME_NBYTES:
+        raise ConfigError(f"{what}, {text[:40]!r}..., is longer than a file system takes")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{what}, {text!r}, names the home of a user that this machine does not have") from error
 
 
 def whole_sectors(nbytes: int) -> int:

@@ -289,15 +289,21 @@ def _what_else(path: Path) -> str:
     return f", but {', '.join(found[:3])} (pickled weights are not loaded)" if found else ""
 
 
+_NAME_LETTERS = 255
+"""Of a file; a file system takes no more."""
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         entries = {str(name): file for name, file in weight_map.items()}
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is not an index: it has no readable weight_map; get the folder again") from error
     for file in entries.values():
         # A name only: an index must not lead out of its folder.
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or len(file) > _NAME_LETTERS:
             raise IntegrityError(f"{path} names {file!r}, which is not the name of a file beside it")
     return entries
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.base.types import KIB, MIB, format_bytes, parse_bytes
+from zero_offload.base.types import KIB, MIB, format_bytes, parse_bytes, user_path
 from zero_offload.cli.measure import measure_gpu, private_directory
 from zero_offload.hardware import native
 from zero_offload.hardware.device import compute_device, on_likely_gpu
@@ -96,7 +96,7 @@ def _run_device(nbytes: int, *, as_json: bool) -> int:
 
 def _run_io(args: argparse.Namespace, nbytes: int) -> int:
     candidates, missing = _candidates()
-    results = {path: _measure(path.expanduser(), nbytes, candidates) for path in args.io}
+    results = {path: _measure(user_path(path), nbytes, candidates) for path in args.io}
     auto = pick("auto")
     speeds = [1 / each.seconds_per_byte for rates in results.values() for each in rates if each.settings == auto]
     weights = stripe_weights(speeds, [1 << 62] * len(speeds), 1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
-from zero_offload.base.types import format_bytes
+from zero_offload.base.types import format_bytes, user_path
 from zero_offload.checkpoint.format import History
 from zero_offload.checkpoint.run_dir import FILES_FILE
 from zero_offload.cli.saved import described, read_object
@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    run_dir = args.run_dir.expanduser()
+    run_dir = user_path(args.run_dir)
     if args.dry_run or not args.yes:
         planned = clean(run_dir, dry_run=True)
         if not args.json or not args.dry_run:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from zero_offload.base.errors import CapacityError, ZeroOffloadError
-from zero_offload.base.types import GIB, format_bytes
+from zero_offload.base.types import GIB, format_bytes, user_path
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.cli.saved import RUN_HELP, base_of, base_text
 from zero_offload.hardware import device, native, probe, rates
@@ -83,9 +83,9 @@ def examine(nvme_dirs: Sequence[Path], run_dir: Path | None = None) -> tuple[Che
     """Every check of this machine, of the given directories, and of the base of a run."""
     checks = [*_check_software(), *_check_host(), *_check_device()]
     for directory in nvme_dirs:
-        checks += _check_directory(directory.expanduser())
+        checks += _check_directory(user_path(directory))
     if run_dir is not None:
-        checks.append(_check_base(run_dir.expanduser()))
+        checks.append(_check_base(user_path(run_dir)))
     return tuple(checks)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.base.types import parse_bytes
+from zero_offload.base.types import parse_bytes, user_path
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.hf_export import TensorEntry, export_saved, read_values, saved_buffers
 from zero_offload.checkpoint.saved import SavedGeneration, read_generation
@@ -89,7 +89,7 @@ class Exported:
 
 
 def run(args: argparse.Namespace) -> int:
-    run_dir, out = args.run_dir.expanduser(), args.out.expanduser()
+    run_dir, out = user_path(args.run_dir), user_path(args.out)
     dtype = None if args.dtype is None else EXPORT_DTYPES[args.dtype]
     nbytes_max = parse_bytes(args.max_shard_size)
     write = partial(_write, run_dir=run_dir, out=out, dtype=dtype, adapters=args.adapters, max_shard_bytes=nbytes_max)
@@ -185,7 +185,9 @@ class Sources:
 def _base_of(adapter: Path) -> Path | None:
     """The folder of the base of an adapter's folder; None of another folder, and where it is not here."""
     name = read_object(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
-    places = [Path(name).expanduser(), adapter / name] if isinstance(name, str) and name else []
+    if not isinstance(name, str) or not name:
+        return None
+    places = [user_path(name, f"{adapter / ADAPTER_CONFIG_NAME}: base_model_name_or_path"), adapter / name]
     return next((place for place in places if place.is_dir()), None)
 
 

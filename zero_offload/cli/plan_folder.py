@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import user_path
 from zero_offload.cli import measure
 from zero_offload.cli.finetune import settings
 from zero_offload.cli.finetune.folder import check_training, open_folder, quiet_libraries
@@ -64,13 +65,13 @@ def folder_of(args: argparse.Namespace) -> Path | None:
         raise ConfigError(f"FOLDER {args.folder} and --model {args.model} both say what to plan; give one of them")
     named = args.folder or args.model or ""
     # A name of a model, or a typo of it, is a folder only if there is one.
-    is_folder = named not in (*PRESETS, *SHAPES) and (Path(named).expanduser().is_dir() or "/" in named)
+    is_folder = named not in (*PRESETS, *SHAPES) and (named and user_path(named).is_dir() or "/" in named)
     others = _OF_MODELS if named and is_folder else [name for name in _OF_RUNS if name != "lora"]
     strange = [flag_of(name) for name in _given(args, others)]
     if named and is_folder:
         if strange:
             raise ConfigError(f"{', '.join(strange)}: of a folder give --batch, --seq and --accumulate, as to finetune")
-        return Path(named).expanduser()
+        return user_path(named)
     if strange:
         raise ConfigError(f"{', '.join(strange)}: only of a Hugging Face folder, such as ./Qwen3-8B; this is {named!r}")
     return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import ConfigError, IntegrityError
-from zero_offload.base.types import format_bytes
+from zero_offload.base.types import format_bytes, user_path
 from zero_offload.checkpoint.format import Generation, History
 from zero_offload.checkpoint.saved import Reading, SavedGeneration, is_immutable, other_directories, read_directories
 from zero_offload.checkpoint.verify import Verdict, verify
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    path = args.run_dir.expanduser()
+    path = user_path(args.run_dir)
     is_folder = args.generation is None and is_model_folder(path)
     try:
         home = find_home(path)
@@ -83,7 +83,7 @@ def _tell(args: argparse.Namespace, told: dict[str, Any], lines: Iterable[str], 
     if args.json:
         print(json.dumps(told | ({} if folder is None else {"model": asdict(folder)}), indent=2))
     else:
-        print("\n".join([*lines, *([] if folder is None else _folder_lines(args.run_dir.expanduser(), folder))]))
+        print("\n".join([*lines, *([] if folder is None else _folder_lines(user_path(args.run_dir), folder))]))
     return IntegrityError.exit_code if folder is not None and folder.problems else 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError
 from zero_offload.base.host import host_zeros
 from zero_offload.base.types import MIB
 from zero_offload.checkpoint.hf_files import FileTensor, StoredTensor
@@ -155,6 +155,9 @@ def _check_words(file: Path, words: Mapping[str, Any]) -> None:
         AutoQuantizationConfig.from_dict(dict(words))
     except (ValueError, TypeError, AttributeError) as error:  # of its own checks of a setting
         raise ConfigError(f"{file}, quantization_config: {str(error).partition(' - ')[0]}; get it again") from error
+    left = words.get("llm_int8_skip_modules") or []
+    if not all(isinstance(name, str) for name in left):
+        raise ConfigError(f"{file}, quantization_config: llm_int8_skip_modules is {left!r}, not names; get it again")
     if words.get("load_in_4bit") and kind not in _FOUR_BIT_KINDS:
         raise ConfigError(f"{file}, quantization_config: bnb_4bit_quant_type is {kind!r}, not nf4 or fp4; get it again")
 
@@ -163,8 +166,13 @@ def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None
     """What a folder's 4-bit weights were quantized from, and become for a layer; None for other weights."""
     for name, tensor in stored.items():
         if "quant_state.bitsandbytes__" in name:
-            words = json.loads(bytes(tensor.read(0, tensor.numel).tolist()))
-            found: torch.dtype = getattr(torch, words["dtype"])
+            try:
+                words = json.loads(bytes(tensor.read(0, tensor.numel).tolist()))
+                found = getattr(torch, words["dtype"])
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise IntegrityError(f"{tensor.path}: {name} does not say how it is quantized; get it again") from error
+            if not isinstance(found, torch.dtype):
+                raise IntegrityError(f"{tensor.path}: {name} has the dtype {words['dtype']!r}; get it again")
             return found
     return None
 

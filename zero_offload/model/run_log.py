@@ -25,7 +25,7 @@ from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.base.stats import Stats
-from zero_offload.base.types import StateKind, Tier
+from zero_offload.base.types import StateKind, Tier, user_path
 from zero_offload.checkpoint.metrics import MODEL_STEP, NUM_STEPS, Metrics, Row, is_count, show
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, offload_settings, refuse
 from zero_offload.hardware.device import read_memory
@@ -91,7 +91,7 @@ class RunLog:
         self._goes_on, self._is_closed, self._last_step = self.committed_step > 0, False, 0
         with owner.together("zo.RunLog"):
             _check_arguments(path, settings, about, tokens_per_step, micro_batches, warn)
-            self.path = path.path if isinstance(path, RunDirectory) else Path(path).expanduser().absolute()
+            self.path = path.path if isinstance(path, RunDirectory) else user_path(path).absolute()
             if self._is_first:
                 try:
                     self._open(path, settings or {}, micro_batches, about or {}, warn)

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.base.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes, parse_seconds, whole_sectors
+from zero_offload.base.types import (
+    GIB,
+    KIB,
+    MIB,
+    SECTOR,
+    format_bytes,
+    parse_bytes,
+    parse_seconds,
+    user_path,
+    whole_sectors,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +84,23 @@ def test_whole_sectors(nbytes: int, sectors: int) -> None:
 def test_a_size_that_is_enough(nbytes: int) -> None:
     enough = parse_bytes(format_bytes(nbytes, at_least=True))
     assert nbytes <= enough <= 1.01 * nbytes + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; give a path"),
+        ("~no-such-user/x", "names the home of a user that this machine does not have"),
+        (f"a/{'x' * 256}", "is longer than a file system takes"),
+        ("x/" * 2048, "is longer than a file system takes"),
+        ("\ud83d", "has half of a character"),
+    ],
+)
+def test_a_path_that_no_file_can_have(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"a place.*{message}"):
+        user_path(text, "a place")
+
+
+def test_a_users_path() -> None:
+    assert user_path("~") == Path.home() and user_path(Path("a/b")) == Path("a/b")
+    assert user_path(os.fsdecode(b"a\xff")).name == "a\udcff"  # a name of bytes

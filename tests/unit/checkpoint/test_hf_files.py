@@ -97,7 +97,7 @@ def test_a_shard_without_its_tensor(tmp_path: Path) -> None:
     _fails(tmp_path, zo.CheckpointError, "puts 't1' in model-00002.*does not have it")
 
 
-@pytest.mark.parametrize("file", ["../t.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+@pytest.mark.parametrize("file", ["../t.safetensors", "/etc/passwd", "a/b.safetensors", "x" * 256, 3])
 def test_an_index_that_leads_elsewhere(file: Any, tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": file}}))
     _fails(tmp_path, zo.IntegrityError, "not the name of a file beside it")

@@ -28,6 +28,7 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
+from zero_offload.base.types import user_path
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
 from zero_offload.cli.finetune.generation import check_generation, generation_config
 from zero_offload.cli.finetune.targets import Targets
@@ -54,6 +55,7 @@ _FOR_PEFT = ("is_loaded_in_4bit", "is_loaded_in_8bit")
 dtype."""
 _PEFT_SAYS = ("The following (rank|alpha)_pattern keys did not match", "Setting `save_embedding_layers` to `True`")
 """Of ranks of experts, which it looks for among layers alone and uses; and of what an embedding's adapter needs."""
+_ONE_CLASS = "single_label_classification"
 _PROBE = "user\nWhat is 2 + 40? The answer: forty-two."
 _TRIAL_TOKENS = 4
 """Of the forward that a config is tried with."""
@@ -183,7 +185,7 @@ def open_folder(
     need_packages()
     if quantize is not None:
         need_library(quantize)
-    given = Path(path).expanduser().absolute()
+    given = user_path(path, "the name of a model's folder").absolute()
     _check_is_folder(given, str(path))
     adapter = given if (given / ADAPTER_CONFIG_NAME).is_file() else None
     folder = given if adapter is None else _base_of(given)
@@ -209,7 +211,12 @@ def open_folder(
 def _labels_of(adapter: Path) -> list[str]:
     """The classes that an adapter's folder names: its base has other ones. Empty where it names none."""
     file = adapter / CONFIG_NAME
-    named = read_object(file).get("id2label") if file.is_file() else None
+    return _class_names(read_object(file) if file.is_file() else {}, file)
+
+
+def _class_names(words: Mapping[str, Any], file: Path) -> list[str]:
+    """The classes that a config names. Empty where it names none."""
+    named = words.get("id2label")
     if named is None:
         return []
     numbers = [str(number) for number in range(len(named))] if isinstance(named, dict) else []
@@ -287,7 +294,7 @@ def _base_of(adapter: Path) -> Path:
             f"{adapter / ADAPTER_CONFIG_NAME} does not name the model that the adapter belongs to; write its folder "
             'there as "base_model_name_or_path"'
         )
-    found = [Path(name).expanduser(), adapter / name]
+    found = [user_path(name, f"{adapter / ADAPTER_CONFIG_NAME}: base_model_name_or_path"), adapter / name]
     for path in found:
         if path.is_dir():
             if not (path / CONFIG_NAME).is_file() and (path / ADAPTER_CONFIG_NAME).is_file():
@@ -394,6 +401,8 @@ def _read_config(folder: Path, task: str) -> Any:
     with reading(str(file), "mend it, or get it again", lambda: culprit_of(words, _usual(kind), _config_of)):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     _check_task(folder, config, task)
+    if task == CLASSIFY:
+        _check_classes(file, words, config)
     _check_model(folder, words, config, task)
     return config
 
@@ -502,6 +511,23 @@ def _check_task(folder: Path, config: Any, task: str) -> None:
         raise ConfigError(f"transformers has no {task} model of {kind!r}, which {folder} is; {hint}")
 
 
+def _check_classes(file: Path, words: Mapping[str, Any], config: Any) -> None:
+    """Raise ConfigError for a classifier whose rows do not have one class each, of several."""
+    _class_names(words, file)
+    if config.problem_type not in (None, _ONE_CLASS):
+        raise ConfigError(
+            f"{file}: problem_type is {config.problem_type!r}, and rows of one class each are trained here; "
+            f"write {_ONE_CLASS!r}, or leave it out"
+        )
+    if config.num_labels < 2 and is_classifier(config):
+        raise ConfigError(f"{file}: the model has {config.num_labels} class, and a classifier here two at least")
+
+
+def is_classifier(config: Any) -> bool:
+    """True if its folder has a head that classifies."""
+    return any("ForSequenceClassification" in name for name in config.architectures or ())
+
+
 def _mapping(task: str) -> Any:
     import transformers
 
@@ -528,6 +554,8 @@ _WORD_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_TOKEN_NAMES = ("pad_token", "eos_token", "mask_token")
+"""Those that are used by their numbers."""
 _TOKENIZER_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -548,8 +576,13 @@ def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> An
             f"the tokenizer in {found[0]} has {len(tokenizer):,} tokens, and the model's embedding {num_rows:,} rows; "
             "use the model's own tokenizer, or resize the embedding first (resize_token_embeddings)"
         )
-    if isinstance(template := tokenizer.chat_template, str) and not template.strip():
-        tokenizer.chat_template = None  # an empty file
+    words = tokenizer.get_vocab()
+    last = max(words, key=lambda word: words[word], default="")
+    if num_rows and words and words[last] >= num_rows:
+        raise ConfigError(
+            f"the tokenizer in {found[0]} gives {last!r} the number {words[last]:,}, and the model's embedding has "
+            f"{num_rows:,} rows; use the model's own tokenizer"
+        )
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
             f"the tokenizer in {found[0]} names no token that ends a text, and none that fills up shorter rows; add "
@@ -568,12 +601,28 @@ def _tokenizer_of(folder: Path) -> Any:
         ids = tokenizer(_PROBE)["input_ids"]
     if not ids or not tokenizer("a")["input_ids"]:
         raise ConfigError(f"{what} makes no token of text such as 'a'; get its files again")
-    template = tokenizer.chat_template
-    if not (template is None or isinstance(template, str)) and not (
-        isinstance(template, dict) and all(isinstance(each, str) for each in template.values())
-    ):
-        raise ConfigError(f"the tokenizer in {folder}: chat_template is a {type(template).__name__}, not text; mend it")
+    for name in _TOKEN_NAMES:
+        if getattr(tokenizer, name) == "":  # has no number
+            setattr(tokenizer, name, None)
+    _check_chat_templates(folder, tokenizer)
+    limit = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1 or limit % 1:
+        raise ConfigError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length is {limit!r}, not a whole number from 1 up; mend it"
+        )
     return tokenizer
+
+
+def _check_chat_templates(folder: Path, tokenizer: Any) -> None:
+    """Raise ConfigError for what is neither a text nor texts by their names; one that is empty is none."""
+    template = tokenizer.chat_template
+    texts = [*template, *template.values()] if isinstance(template, dict) else [] if template is None else [template]
+    for text in texts:
+        if not isinstance(text, str):
+            shown = type(text).__name__
+            raise ConfigError(f"the tokenizer in {folder}: chat_template has a {shown} where text belongs; mend it")
+    if not texts or (isinstance(template, str) and not template.strip()):
+        tokenizer.chat_template = None
 
 
 def _loaded_tokenizer(folder: Path) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Tally
-from zero_offload.cli.finetune.folder import ModelFolder, check_chat_template
+from zero_offload.cli.finetune.folder import ModelFolder, check_chat_template, is_classifier
 from zero_offload.cli.finetune.rows import (
     CONVERSATIONS,
     LABELLED,
@@ -19,6 +21,7 @@ from zero_offload.cli.finetune.rows import (
     messages_of,
     pair_of,
     preference_of,
+    row_at,
     text_in,
     tools_of,
 )
@@ -28,6 +31,9 @@ from zero_offload.cli.finetune.turns import ChatTemplate, Sample, tokens_of
 
 SFT, DPO, MLM, CLASSES = METHODS = ("sft", "dpo", "mlm", "classify")
 _KINDS = {SFT: (CONVERSATIONS, PAIRS, TEXT, LABELLED), DPO: (PREFERENCES,), MLM: (TEXT, LABELLED), CLASSES: (LABELLED,)}
+_NUMBER = re.compile("0|[1-9][0-9]*")
+_CLASSES_MAX = 100_000
+"""Of labels that are numbers: one large number would make a head of as many classes."""
 
 
 def method_of(known: Sequence[Known], method: str, task: str) -> str:
@@ -107,6 +113,8 @@ class _Sft(Maker):
             return []
         text = self._ended(before + answer)
         sample = tokens_of(self.tokenizer, text, [(len(before), len(text))], add_special_tokens=True)
+        if not sample.ids:
+            return []
         sample.trained[-1] = True
         return [sample]
 
@@ -194,27 +202,45 @@ class _Mlm(Maker):
         super().__init__(folder, seq, known, kinds)
         if self.tokenizer.mask_token is None:
             raise ConfigError(f"the tokenizer of {folder.path} has no mask token, which --method mlm puts over words")
+        self._room = _room_for_words(folder, seq)
 
     def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
         text = text_in(row.get("text"), "text")
         if not text.strip():
             tally.empty += 1
             return []
-        encoded = self.tokenizer(
-            text,
-            truncation=True,
-            max_length=self.seq,
-            return_overflowing_tokens=True,
-            return_special_tokens_mask=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        pieces = encoded["input_ids"]
+        pieces = self._pieces(text)
         tally.divided += len(pieces) > 1
-        for ids, special in zip(pieces, encoded["special_tokens_mask"], strict=True):
+        for ids, special in pieces:
             tally.lengths.append(len(ids))
             tally.trained += len(ids) - sum(special)
-        return [{"input_ids": ids} for ids in pieces]
+        tally.empty += not pieces
+        return [{"input_ids": ids} for ids, _ in pieces]
+
+    def _pieces(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """Rows of at most `seq` tokens, and for each token 1 if the tokenizer puts it around words."""
+        if self.tokenizer.is_fast:
+            encoded = self.tokenizer(
+                text,
+                truncation=True,
+                max_length=self.seq,
+                return_overflowing_tokens=True,
+                return_special_tokens_mask=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            found = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+            return [(ids, special) for ids, special in found if ids]
+        # A tokenizer in Python gives its first row alone.
+        words = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        pieces = [words[begin : begin + self._room] for begin in range(0, len(words), self._room)]
+        return [
+            (
+                self.tokenizer.build_inputs_with_special_tokens(each),
+                self.tokenizer.get_special_tokens_mask(each, None, already_has_special_tokens=False),
+            )
+            for each in pieces
+        ]
 
     def collator(self) -> Any:
         from transformers import DataCollatorForLanguageModeling
@@ -227,14 +253,15 @@ class _Classify(Maker):
 
     def __init__(self, folder: ModelFolder, seq: int, known: Sequence[Known], kinds: Set[str]) -> None:
         super().__init__(folder, seq, known, kinds)
-        is_classifier = any("ForSequenceClassification" in name for name in folder.config.architectures or ())
-        if is_classifier:
+        _room_for_words(folder, seq)
+        if has_head := is_classifier(folder.config):
             names = [folder.config.id2label[number] for number in range(folder.config.num_labels)]
         else:
-            names = _names_of({_label(row) for each in known for _, row in each.source.rows()})
+            names = _names_of({*_labels_in(known)})
         self.labels = tuple(names)
-        self._numbers = {name: number for number, name in enumerate(names)}
-        if is_classifier:
+        counts = Counter(names)
+        self._numbers = {name: number for number, name in enumerate(names) if counts[name] == 1}
+        if has_head:
             self._numbers = {str(number): number for number in range(len(names))} | self._numbers
 
     def make(self, row: Row, form: Form, tally: Tally) -> list[Row]:
@@ -245,6 +272,9 @@ class _Classify(Maker):
             tally.empty += 1
             return []
         ids = self.tokenizer(text, truncation=True, max_length=self.seq, verbose=False)["input_ids"]
+        if not ids:
+            tally.empty += 1
+            return []
         if len(ids) == self.seq:
             num_cut = len(self.tokenizer(text, verbose=False)["input_ids"]) - self.seq
             tally.truncated += num_cut > 0
@@ -262,17 +292,42 @@ class _Classify(Maker):
 MAKERS: dict[str, type[Maker]] = {SFT: _Sft, DPO: _Dpo, MLM: _Mlm, CLASSES: _Classify}
 
 
+def _room_for_words(folder: ModelFolder, seq: int) -> int:
+    """Tokens of a row beside those that the tokenizer puts around words."""
+    num_added = folder.tokenizer.num_special_tokens_to_add()
+    if seq <= num_added:
+        raise ConfigError(
+            f"seq={seq}, and the tokenizer of {folder.path} puts {num_added} tokens around the words of each row; "
+            f"give --seq {num_added + 1} or more"
+        )
+    return seq - int(num_added)
+
+
+def _labels_in(known: Sequence[Known]) -> Iterator[str]:
+    for each in known:
+        for place, row in each.source.rows():
+            with row_at(place):
+                label = _label(row)
+            yield label
+
+
 def _label(row: Row) -> str:
     label = row.get("label")
     if isinstance(label, float) or not isinstance(label, (str, int)) or label == "":
         raise BadRow(f"'label' is {label!r}, not a name or a whole number")
-    return str(label)
+    return text_in(label, "label") if isinstance(label, str) else str(label)
 
 
 def _names_of(labels: set[str]) -> list[str]:
-    """Numbers count from 0; names are in order."""
+    """Numbers count from 0; names are in order. Digits behind a 0 are a name, such as 007."""
     if len(labels) < 2:
         raise ConfigError(f"the data have {len(labels)} label ({', '.join(labels)}); a classifier needs two at least")
-    if all(label.isdecimal() for label in labels):
-        return [str(number) for number in range(max(map(int, labels)) + 1)]
-    return sorted(labels)
+    if not all(_NUMBER.fullmatch(label) for label in labels):
+        return sorted(labels)
+    largest = max(labels, key=lambda label: (len(label), label))
+    if len(largest) > len(str(_CLASSES_MAX)) or int(largest) >= _CLASSES_MAX:
+        raise ConfigError(
+            f"the data have the label {largest[:40]}, and numbers count classes from 0: {_CLASSES_MAX:,} classes are "
+            "the most; number them from 0, or give them names"
+        )
+    return [str(number) for number in range(int(largest) + 1)]

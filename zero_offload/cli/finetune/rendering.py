@@ -124,6 +124,12 @@ def _plain(found: Any) -> Any:
             raise ValueError(
                 f"it makes a text of {len(found):,} letters, and {MAX_LETTERS:,} is the most that is taken"
             )
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"it writes half of a character, {found[error.start]!r}, which no tokenizer takes"
+            ) from error
         return found
     return {name: list(values) for name, values in found.items()}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,15 @@ Message = dict[str, Any]
 
 class BadRow(ValueError):
     """What is wrong with a row; the caller knows where it is."""
+
+
+@contextmanager
+def row_at(place: str) -> Iterator[None]:
+    """A BadRow inside is a ConfigError that names the place."""
+    try:
+        yield
+    except BadRow as error:
+        raise ConfigError(f"{place}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,15 @@ _FORMS = (
     Form(TEXT, ("text",)),
 )
 """The first whose columns are all there is taken."""
+
+
+COLUMNS = frozenset(name for form in _FORMS for name in (*form.columns, *form.optional))
+"""Those that are used, in one form or another."""
+
+
+def is_row(columns: Collection[str]) -> bool:
+    """True if an object with these columns is a row, of one form or another."""
+    return any(set(form.columns) <= set(columns) for form in _FORMS)
 
 
 def form_of(columns: Sequence[str], name: str) -> Form:

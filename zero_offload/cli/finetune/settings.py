@@ -24,7 +24,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
-from zero_offload.base.types import Existing, UpdateOverlap
+from zero_offload.base.types import Existing, UpdateOverlap, user_path
 from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, MASKED, Lora
 from zero_offload.cli.recipes.settings import RUNS, is_count, is_real, with_offload
 from zero_offload.integrations.quantize import QUANTIZATIONS
@@ -115,10 +115,13 @@ class FinetuneConfig:
             try:
                 if name in settings:
                     settings[name] = _path(settings[name]) if name in _PATHS else _texts(settings[name])
-            except TypeError:
+            except (TypeError, UnicodeEncodeError):  # run.toml has no bytes that are not UTF-8
                 problems.append(
-                    f"{name}={settings.pop(name)!r} is not {'a path' if name in _PATHS else 'a list of text'}"
+                    f"{name}={settings.pop(name)!r} is not {'a path' if name in _PATHS else 'a list of text'} in UTF-8"
                 )
+            except ConfigError as error:
+                settings.pop(name)
+                problems.append(f"{name}: {error}")
         settings.setdefault("out", _default_out(settings))
         make = partial(_offload_config, offload, settings["out"])
         return cls(**with_offload(cls, settings, make, problems, _find_problems, "the settings have"))
@@ -231,19 +234,21 @@ def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
 def _path(value: Any) -> Path:
     if "\0" in str(value):
         raise TypeError("a NUL byte")
-    return Path(value).expanduser()
+    str(value).encode()
+    return user_path(value)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     values = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(each, str) and "\0" not in each for each in values):
         raise TypeError("not text")
+    "".join(values).encode()
     return values
 
 
 def _whole_name(name: str) -> str:
     """A path that holds from any directory; a name of anything else stays as it is."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     return str(path.absolute()) if os.path.lexists(path) else name
 
 

@@ -1,8 +1,9 @@
 """Where rows of data come from: files, folders of files, datasets of the hub; each row with its place, for errors.
 
 JSON and CSV are read by the standard library: text stays what the file says, where Arrow and pandas would make dates,
-numbers or missing values of some. Parquet and datasets of the hub are read by `datasets`. Rows come one at a time, so
-that a file may be larger than memory; a JSON file that is one array is read whole.
+numbers or missing values of some. Parquet is read by pyarrow: `datasets` takes a name with *, ? or [ for a pattern, and
+reads other files too. Datasets of the hub are read by `datasets`. Rows come one at a time, so that a file may be larger
+than memory; a JSON file that is one array is read whole.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import hashlib
 import json
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,11 +25,14 @@ from urllib.request import getproxies
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import did_you_mean
-from zero_offload.cli.finetune.rows import Form, form_of
+from zero_offload.base.types import user_path
+from zero_offload.cli.finetune.rows import COLUMNS, Form, form_of, is_row
 from zero_offload.integrations.gate import parse
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
+_PARQUET_ROWS = 1000
+"""In memory at once."""
 _FOR_EVALUATION = {"test", "eval", "evaluation", "valid", "validation", "val", "dev"}
 
 Row = dict[str, Any]
@@ -49,11 +55,11 @@ class Source:
     def _rows(self) -> Iterator[tuple[str, Row]]:
         if self.path is None:
             yield from self._numbered(_of_hub(self.name))
-        elif self.path.suffix in (".jsonl", ".json"):
+        elif _ending(self.path) in (".jsonl", ".json"):
             yield from _of_json(self.path)
-        elif self.path.suffix == ".csv":
+        elif _ending(self.path) == ".csv":
             yield from _of_csv(self.path)
-        elif self.path.suffix == ".txt":
+        elif _ending(self.path) == ".txt":
             yield str(self.path), {"text": _text_of(self.path)}
         else:
             yield from self._numbered(_of_parquet(self.path))
@@ -73,7 +79,8 @@ class Source:
         except ConfigError:
             raise
         except Exception as error:  # of several libraries
-            raise ConfigError(f"{self.name} cannot be read behind row {number}: {error}") from error
+            said = " ".join(str(error).split())
+            raise ConfigError(f"{self.name} cannot be read behind row {number}: {said}") from error
 
 
 @cache
@@ -92,16 +99,16 @@ def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
     """The files that `words` name, in order, and those of folders that are left out: their names say evaluation."""
     found, left = [], []
     for word in words:
-        path = Path(word).expanduser()
+        path = user_path(word, "the name of data")
         if path.is_dir():
             inside, out = _of_folder(path)
             found += inside
             left += out
         elif path.exists():
-            if path.suffix not in SUFFIXES:
+            if _ending(path) not in SUFFIXES:
                 raise ConfigError(f"{path} has none of the endings {', '.join(SUFFIXES)}; convert it to one of them")
             found.append(Source(str(path), path))
-        elif path.suffix in SUFFIXES or not _HUB_NAME.fullmatch(word):
+        elif _ending(path) in SUFFIXES or not _HUB_NAME.fullmatch(word):
             what = f"give a file ({', '.join(SUFFIXES)}) or a folder of such files"
             raise ConfigError(f"{path} does not exist; {_near(word) or what}")
         else:
@@ -109,16 +116,21 @@ def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
     return found, left
 
 
+def _ending(path: Path) -> str:
+    """In small letters: some systems write .CSV."""
+    return path.suffix.lower()
+
+
 def _near(word: str) -> str:
     """A question that offers a file of almost this name, or of this name with an ending; empty if there is none."""
-    path = Path(word).expanduser()
+    path = user_path(word)
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     named = [name for name in beside if name.removesuffix(Path(name).suffix) == path.name and name != path.name]
     return did_you_mean(named[0] if named else path.name, beside, word.removesuffix(path.name)).strip()
 
 
 def _of_folder(folder: Path) -> tuple[list[Source], list[str]]:
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES and path.is_file()]
+    paths = [path for path in sorted(folder.rglob("*")) if _ending(path) in SUFFIXES and path.is_file()]
     paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     if not paths:
         raise ConfigError(f"the folder {folder} has no file with one of the endings {', '.join(SUFFIXES)}")
@@ -168,10 +180,10 @@ def _text_of(path: Path) -> str:
 def _of_json(path: Path) -> Iterator[tuple[str, Row]]:
     """One object per line, one array of objects, or one object that holds such an array."""
     with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
+        first = [*islice((line for line in file if line.strip()), 2)]
     if not first:
         raise ConfigError(f"{path} is empty")
-    if path.suffix == ".json" and not _is_object(first):
+    if _ending(path) == ".json" and not (len(first) > 1 and _is_object(first[0])):
         yield from _of_array(path)
         return
     with path.open("rb") as file:
@@ -206,9 +218,11 @@ def _of_array(path: Path) -> Iterator[tuple[str, Row]]:
         whole = parse(_text_of(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    if isinstance(whole, dict):
+    if isinstance(whole, dict) and not is_row(whole):
         arrays = [value for value in whole.values() if isinstance(value, list) and value]
         whole = arrays[0] if len(arrays) == 1 else [whole]
+    elif isinstance(whole, dict):
+        whole = [whole]
     if not isinstance(whole, list):
         raise ConfigError(f"{path} holds {_kind(whole)}, not an array of rows; give one, or JSON lines")
     for number, row in enumerate(whole, 1):
@@ -228,8 +242,10 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
-            header = next(reader, [])
-            for fields in filter(None, reader):
+            lines = filter(None, reader)
+            header = next(lines, [])
+            _check_twins(header, path)
+            for fields in lines:
                 place = f"{path}, line {reader.line_num}"
                 if len(fields) != len(header):
                     raise ConfigError(f"{place}: {len(fields)} fields, and the header has {len(header)}")
@@ -238,13 +254,19 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Row]]:
         raise ConfigError(f"{path} cannot be read as CSV in UTF-8, with commas: {error}") from error
 
 
-def _of_parquet(path: Path) -> Any:
-    from datasets import load_dataset
+def _of_parquet(path: Path) -> Iterator[Row]:
+    from pyarrow.parquet import ParquetFile
 
-    try:
-        return load_dataset("parquet", data_files=[str(path)], split="train", streaming=True)
-    except Exception as error:  # of several libraries
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    with ParquetFile(path, page_checksum_verification=True) as file:
+        _check_twins(file.schema_arrow.names, path)
+        for batch in file.iter_batches(_PARQUET_ROWS):
+            yield from batch.to_pylist()
+
+
+def _check_twins(columns: Sequence[str], path: Path) -> None:
+    """Raise ConfigError where two columns that are used have one name: a row would have the values of one of them."""
+    if twins := [name for name, count in Counter(columns).items() if count > 1 and name in COLUMNS]:
+        raise ConfigError(f"{path} has the column {twins[0]!r} twice; rename one of them")
 
 
 def _of_hub(name: str) -> Any:

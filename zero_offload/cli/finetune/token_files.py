@@ -26,7 +26,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.cli.finetune.counts import Counts, Tally
 from zero_offload.cli.finetune.methods import Maker
 from zero_offload.cli.finetune.packing import pack
-from zero_offload.cli.finetune.rows import BadRow, Form
+from zero_offload.cli.finetune.rows import Form, row_at
 from zero_offload.cli.finetune.sources import Known, Row, Source
 from zero_offload.storage.files.own_files import add_to_list, delete, read_list, write_list
 from zero_offload.storage.files.system import naming_errors
@@ -153,10 +153,9 @@ class TokenFiles:
     def _made(self, use: Use, tally: Tally) -> Iterator[Row]:
         for place, row, form in use.rows():
             tally.read += 1
-            try:
-                yield from self._maker.make(row, form, tally)
-            except BadRow as error:
-                raise ConfigError(f"{place}: {error}") from error
+            with row_at(place):
+                made = self._maker.make(row, form, tally)
+            yield from made
 
 
 @contextmanager

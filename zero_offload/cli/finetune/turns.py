@@ -56,6 +56,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._renderer = tokenizer, Renderer(tokenizer)
+        if isinstance(named := tokenizer.chat_template, dict) and "default" not in named:
+            raise ConfigError(
+                f"the tokenizer of {tokenizer.name_or_path}: chat_template has the templates {', '.join(named)}, and "
+                'none of the name "default"; give one of them that name'
+            )
         written = tokenizer.get_chat_template()
         self._has_date = "strftime_now" in written
         self.is_marked = _MARK.search(written) is not None
@@ -132,6 +137,11 @@ class ChatTemplate:
         if not any(messages[number]["content"].strip() or messages[number].get("tool_calls") for number in spoken):
             return []
         if self.is_marked:
+            if tools and _MARK.search(self._tokenizer.get_chat_template(tools=tools)) is None:
+                raise BadRow(
+                    "it has tools, and the chat template for them lacks the {% generation %} that the default one has; "
+                    "put {% generation %} and {% endgeneration %} around the assistant's words there"
+                )
             if any(message.get("weight") == 0 for message in messages):
                 raise BadRow(
                     "a message has weight 0, and the chat template marks what is trained; take marks or weights"

@@ -23,7 +23,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
-from zero_offload.base.types import Existing, UpdateOverlap
+from zero_offload.base.types import Existing, UpdateOverlap, user_path
 from zero_offload.checkpoint.run_dir import offload_settings
 from zero_offload.cli.recipes.gpt import PRESETS, GPTConfig, Recompute, preset
 
@@ -162,8 +162,8 @@ def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
 
 def _as_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     data = settings.get("data", ())
-    paths = tuple(Path(item).expanduser() for item in ([data] if isinstance(data, str | Path) else data))
-    out = Path(settings.get("out", default_out(paths))).expanduser()
+    paths = tuple(user_path(item) for item in ([data] if isinstance(data, str | Path) else data))
+    out = user_path(settings.get("out", default_out(paths)))
     if any("\0" in str(path) for path in (*paths, out)):
         raise TypeError("a NUL byte")
     return {"data": paths, "out": out}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
+from zero_offload.base.types import user_path
 from zero_offload.checkpoint.run_dir import METRICS_FILE, PAGE_FILE, PICTURE_FILE, RUN_FILE
 from zero_offload.cli.recipes.run_dir import Run, read_run
 from zero_offload.cli.report.page import write_page
@@ -47,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    path = args.run_dir.expanduser()
+    path = user_path(args.run_dir)
     if not args.tbw > 0:
         raise ConfigError(f"--tbw {args.tbw:g}: give the terabytes that a drive may have written to it, as 600")
     if args.port is not None and not 0 < args.port < 2**16:
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     summary = summarize(found) | ({"base": base} if (base := _base(path)) is not None else {})
-    out = path if args.out is None else args.out.expanduser()
+    out = path if args.out is None else user_path(args.out)
     pages, failure = _write(found, args.tbw, out, lambda text: print(f"note: {text}", file=sys.stderr))
     if args.json:
         print(json.dumps(summary | pages))
