@@ -177,6 +177,25 @@ def test_recompute_and_fewer_rows_take_less(folder: ModelFolder) -> None:
     assert peak(4, 64, recompute=True) < peak(4, 128, recompute=True)
 
 
+def test_very_many_rows_are_told_by_few(folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rehearse(folder, None, torch.bfloat16, 32, 64, recompute=True)
+    found = rehearse(folder, None, torch.bfloat16, 8, 64, recompute=True).of_rows(32)
+    assert (found.rows, found.seq, [*found.saved_bytes]) == (32, 64, [*whole.saved_bytes])
+    sizes = [(whole.peak_bytes, found.peak_bytes)]
+    sizes += [(nbytes, found.saved_bytes[name]) for name, nbytes in whole.saved_bytes.items()]
+    assert all(of_all <= by_few <= 1.2 * of_all for of_all, by_few in sizes), sizes
+    rows = []
+
+    def rehearsed(*args: Any, **settings: Any) -> Any:
+        rows.append(args[3])
+        return rehearse(*args, **settings)
+
+    monkeypatch.setattr("zero_offload.cli.folder_plan.rehearse", rehearsed)
+    plan = plan_job(_job(folder, tmp_path, batch=10**9, steps=2**62), tmp_path, tries=False)
+    assert rows == [2048] and not plan.fits
+    assert "until" not in as_text(plan_job(_job(folder, tmp_path, steps=2**62), tmp_path, tries=False))
+
+
 def test_a_model_that_cannot_be_rehearsed_is_estimated(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,10 @@ def test_a_run_at_rate_0_is_not_begun(model: Path, tmp_path: Path, capsys: pytes
     assert run(model, data, tmp_path / "out", "--steps", 1, "--warmup", 1, "--dry-run", code=2) == []
     assert run(model, data, tmp_path / "out", "--epochs", 0, code=2) == []
     assert "epochs=0.0 is not a positive number" in capsys.readouterr().err
+    assert run(model, data, tmp_path / "out", "--epochs", "1e300", "--eval-every", 3, code=2) == []
+    told = capsys.readouterr().err
+    assert "epochs=1e+300 is not a positive number, or too large" in told
+    assert "eval_every=3 counts steps between evaluations; give --eval-data, or --split 0.05" in told
 
 
 def test_a_run_without_gradients_says_so(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

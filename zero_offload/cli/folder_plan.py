@@ -741,17 +741,22 @@ class _Known:
         return dtype if isinstance(dtype, torch.dtype) and not is_remote(self._folder.path) else None
 
     def rehearsal(self, job: FolderJob) -> Rehearsal:
-        dtype = getattr(torch, job.offload.compute_dtype_name)
-        key = (job.lora, job.folder.quantize, dtype, *job.shape, job.recompute)
+        dtype, (rows, seq) = getattr(torch, job.offload.compute_dtype_name), job.shape
+        few = min(rows, max(_TOKENS_MAX // seq, 1))
+        key = (job.lora, job.folder.quantize, dtype, rows, seq, job.recompute)
         if key not in self._rehearsals:
             try:
-                found = rehearse(job.folder, job.lora, dtype, *job.shape, recompute=job.recompute)
+                found = rehearse(job.folder, job.lora, dtype, few, seq, recompute=job.recompute).of_rows(rows)
             except ZeroOffloadError:
                 raise
             except Exception as error:  # of any model's code: some asks for values, which there are none of
                 found = _by_arithmetic(self.work(job, 1), job, type(error).__name__)
             self._rehearsals[key] = found
         return self._rehearsals[key]
+
+
+_TOKENS_MAX = 1 << 17
+"""Of a rehearsal: the loss takes some time for each thousand. More rows take as much more memory."""
 
 
 def _by_arithmetic(work: Sequence[UnitWork], job: FolderJob, problem: str) -> Rehearsal:

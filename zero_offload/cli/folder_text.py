@@ -16,6 +16,8 @@ from zero_offload.cli.human import format_duration, format_number, format_writte
 from zero_offload.plan.table import TIER_PLACES, Row, table_lines
 
 _DAY_S = 86400
+_CLOCK_S_MAX = 100 * 365 * _DAY_S
+"""No run ends later, and calendars of machines do."""
 
 
 def command(plan: FolderPlan) -> str:
@@ -111,7 +113,8 @@ def _time_lines(plan: FolderPlan) -> Iterator[str]:
     yield f"a step takes {format_duration(plan.step_s)}, {speed} tokens/s, bound by {plan.bottleneck.title}"
     yield from _drive_lines(plan)
     if plan.run_s is not None:
-        ends = "" if plan.job.is_elsewhere else f", until {_clock(plan.run_s)}"
+        has_end = not plan.job.is_elsewhere and plan.run_s < _CLOCK_S_MAX
+        ends = f", until {_clock(plan.run_s)}" if has_end else ""
         verb = "step takes" if plan.job.steps == 1 else "steps take"
         yield f"{plan.job.steps:,} {verb} {format_duration(plan.run_s)}{ends}"
     yield f"rates: {plan.planned.machine.source}"

@@ -254,15 +254,14 @@ def _row_of(found: Stats) -> Row:
 
 def _figure(name: str, value: Any) -> float | int | list[str]:
     """A number as JSON has it; NaN and infinities stay, and are null in the file. A list of text stays."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
     if isinstance(value, list) and all(isinstance(each, str) for each in value) and name not in _NUMBERS:
         return value
     value = value.detach() if isinstance(value, torch.Tensor) else value
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("torch.bool", "bool")
     try:
         if not isinstance(value, str | bytes) and not is_bool:
-            return float(value)
+            number = float(value)  # raises for whole numbers that no float is near to
+            return value if isinstance(value, int) else number
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     hint = "; True and False are none: give int(...) where 1 and 0 are meant" if is_bool else ""

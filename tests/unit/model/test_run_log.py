@@ -207,6 +207,7 @@ def test_what_happens_between_measure_and_step_is_no_part_of_a_step(tmp_path: Pa
         (2.0, {}, "step 2.0 after step 1"),
         (2, {"loss": "low"}, 'loss="low" is not a number'),
         (2, {"loss": torch.ones(2)}, "loss=a Tensor is not a number"),
+        (2, {"loss": 10**400}, r"loss=10+\.\.\. is not a number"),
         (2, {"step_s": 1.0}, "measures step_s by itself"),
         (2, {"resumed": 1}, "measures resumed by itself"),
     ],

@@ -84,7 +84,8 @@ class Learning:
 
     def lines(self) -> Iterator[str]:
         steps, epochs, many = self.steps, f"{self.epochs:.3g}", "sequences" if self.is_packed else "samples"
-        length = f"{steps:,} step{'s'[: steps != 1]}, {epochs} epoch{'s'[: epochs != '1']} of {self.rows:,} {many}"
+        length = f"{steps:,} step{'s'[: steps != 1]}, {epochs} epoch{'s'[: epochs != '1']} of {self.rows:,} "
+        length += many if self.rows != 1 else many[:-1]
         evaluated = f"; evaluated every {self.eval_every:,}" if self.eval_every else ""
         yield f"{self.config.method}: {length}{evaluated}"
         yield self._data_line()

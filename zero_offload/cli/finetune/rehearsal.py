@@ -40,6 +40,15 @@ class Rehearsal:
     problem: str = ""
     """Why these are not a rehearsal's, but by arithmetic."""
 
+    def of_rows(self, rows: int) -> Rehearsal:
+        """Of a micro-batch of as many rows, at most: part of what one takes does not grow with them."""
+
+        def grown(nbytes: int) -> int:
+            return -(-nbytes * rows // self.rows)
+
+        saved = {name: grown(nbytes) for name, nbytes in self.saved_bytes.items()}
+        return replace(self, rows=rows, peak_bytes=grown(self.peak_bytes), saved_bytes=saved)
+
 
 def rehearse(
     folder: ModelFolder, lora: Lora | None, dtype: torch.dtype, rows: int, seq: int, *, recompute: bool

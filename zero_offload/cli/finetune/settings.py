@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -275,9 +276,9 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
     for name in ("steps", "seq", "seed", "lora", "group_size", "eval_every", "patience", "samples"):
         if not is_count(value := getattr(config, name), least=0):
             yield f"{name}={value!r} is not a whole number from 0 up"
-    for name in ("epochs", "clip"):
-        if not (is_real(value := getattr(config, name)) and value > 0):
-            yield f"{name}={value!r} is not a positive number"
+    for name, most in (("epochs", 2.0**63), ("clip", sys.float_info.max)):
+        if not (is_real(value := getattr(config, name)) and 0 < value <= most):
+            yield f"{name}={value!r} is not a positive number" + ", or too large" * (name == "epochs")
     for name in ("lr", "warmup", "weight_decay", "lora_alpha"):
         if not (is_real(value := getattr(config, name)) and value >= 0):
             yield f"{name}={value!r} is not a number from 0 up"
@@ -290,6 +291,8 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield "eval_data and split both say what to evaluate on; give one of them"
     if config.patience and not (config.eval_data or config.split):
         yield f"patience={config.patience!r} counts evaluations; give --eval-data, or --split 0.05"
+    if config.eval_every and not (config.eval_data or config.split):
+        yield f"eval_every={config.eval_every!r} counts steps between evaluations; give --eval-data, or --split 0.05"
     if config.quantize not in ("", *QUANTIZATIONS):
         yield f"quantize={config.quantize!r} is unknown; use {', '.join(QUANTIZATIONS)}"
     if not config.lora and (config.lora_alpha or config.lora_targets):
