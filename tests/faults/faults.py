@@ -484,6 +484,13 @@ FAULTS = [
         f"{ALIKE}test_models_that_are_built_otherwise",
     ),
     fault(
+        "ranks load other values by load_state_dict and train on",
+        "model/params.py",
+        "        if written:\n            more",
+        "        if not written:\n            more",
+        f"{ALIKE}test_calls_that_differ",
+    ),
+    fault(
         "ranks step with other learning rates",
         "optim/optimizer.py",
         '                owner.compare("optimizer", self.compared)\n',

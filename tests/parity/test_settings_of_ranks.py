@@ -305,6 +305,23 @@ def accumulated_alone(run: Run) -> None:
         run.backward()
 
 
+def other_weights(run: Run) -> None:
+    run.optimizer.step()
+    run.model.load_state_dict({name: torch.full_like(param, 1.0 + run.odd) for name, param in weights(run)})
+    run.backward()
+
+
+def weights_alone(run: Run) -> None:
+    run.optimizer.step()
+    if run.odd:
+        run.model.load_state_dict({name: torch.zeros_like(param) for name, param in weights(run)})
+    run.optimizer.step()
+
+
+def weights(run: Run) -> list[tuple[str, Tensor]]:
+    return [(name, torch.empty(param.shape)) for name, param in run.model.named_parameters(remove_duplicate=False)]
+
+
 def other_export(run: Run) -> None:
     zo.export_pretrained(run.model, "nowhere", dtype="bf16" if run.odd else None)
 
@@ -325,6 +342,11 @@ CALLS: list[tuple[Callable[[Run], None], str]] = [
     (no_sync_alone, "rank 0 is at the reduction of gradients of "),
     (other_micro_batches, "the number of micro-batches of zo.accumulate is 2 on rank 0 and 3 on rank 1"),
     (accumulated_alone, "the number of micro-batches of zo.accumulate is not given on rank 0 and 2 on rank 1"),
+    (other_weights, "ranks differ: what was written to norm.weight and 20 other parameters is '"),
+    (
+        weights_alone,
+        "differ: what was written to norm.weight and 20 other parameters is not given on rank 0 and '",
+    ),
     (other_export, "dtype is None on rank 0 and 'bf16' on rank 1"),
 ]
 
@@ -332,7 +354,7 @@ CALLS: list[tuple[Callable[[Run], None], str]] = [
 def call_otherwise(rank: int, world_size: int, calls: list[Callable[[Run], None]]) -> dict[str, str]:
     found = {}
     for call in calls:
-        run = Run(rank, stage=2 if call is no_sync_alone else 3)
+        run = Run(rank, stage={no_sync_alone: 2, weights_alone: 0}.get(call, 3))
         found[call.__name__] = error_of(lambda run=run, call=call: call(run))  # type: ignore[misc]
         zo.close(run.model)
     return found

@@ -7,7 +7,7 @@ works.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_reserved, host_tensor, host_zeros
 from zero_offload.base.problems import warn_user
@@ -32,6 +33,7 @@ from zero_offload.checkpoint.values import (
 )
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import Hyper
+from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.commits import Commits
 from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
@@ -407,6 +409,10 @@ def _moved(states: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
     return settled(found, param)
 
 
+def _words_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:
+    return [(name, crc32c_of_tensor(each.detach().cpu().contiguous())) for name, each in tensors.items()]
+
+
 class ParamAccess:
     """What a parameter answers: its data and its gradient. Implements `shards.registry.ParamAccess`.
 
@@ -424,11 +430,14 @@ class ParamAccess:
         prefetcher: ParamPrefetcher,
         ranks: CommitGroup,
         shard_index: int,
+        compare: Callable[[str, Callable[[], Compared]], None],
     ) -> None:
+        """`compare`: as `Collectives.compare`."""
         self._places = places
         self._states = states
         self._ranks = ranks
         self._shard_index = shard_index
+        self._compare = compare
         self._prefetcher = prefetcher
         self._store = store
         self._grads = grads
@@ -492,6 +501,7 @@ class ParamAccess:
         if self._writes:
             names = {place.name for copied in self._writes.values() for place, _ in copied}
             self._states.values_replaced(() if has_masters else names)
+            self._compare_written()
         self._copies.clear()
         try:
             for copied in self._writes.values():
@@ -500,6 +510,20 @@ class ParamAccess:
             written = [place for copied in self._writes.values() for place, _ in copied]
             replaced(self._prefetcher, [(place.unit, place.param) for place in written])
             self._writes.clear()
+
+    def _compare_written(self) -> None:
+        """Ranks raise in the next call that all make where they have written other values than this one now does.
+        Each has its own part of a DTensor, and reads its own of what ranks divide."""
+        written = {
+            place.name: values
+            for copied in self._writes.values()
+            for place, values in copied
+            if not is_dtensor(place.param) and type(values) in (torch.Tensor, nn.Parameter)
+        }
+        if written:
+            more = f" and {len(written) - 1} other parameters" if len(written) > 1 else ""
+            what = f"what was written to {next(iter(written))}{more}"
+            self._compare(what, lambda: Compared.of({what: f"{word_of(_words_of(written)):08x}"}))
 
     @property
     def walking(self) -> bool:

@@ -187,7 +187,7 @@ class ModelRuntime:
         shard_index = self.collectives.shard_index
         self.access = ParamAccess(
             *(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher),
-            *(self.ranks, shard_index),
+            *(self.ranks, shard_index, self.collectives.compare),
         )
         folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
         self.parts = Parts(self.places, self._states, store, prefetcher, self.life, shard_index, folder)
