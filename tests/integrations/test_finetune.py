@@ -182,6 +182,19 @@ def test_losses_are_those_of_trl_without_offload(place: Place, tmp_path: Path, m
     assert tools.distance({name: value.detach() for name, value in trained.named_parameters()}, theirs) == 0
 
 
+def test_chat_templates_by_names_come_along(place: Place, tmp_path: Path) -> None:
+    shutil.copytree(place.model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    templates = {"default": tokenizer.chat_template, "tool_use": folders.CHATML_MARKED}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    run(replace(place, model=tmp_path / "model"), out, steps=1)
+    assert main(["export", str(out), str(tmp_path / "exported")]) == 0
+    for folder in (out, tmp_path / "exported"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == templates
+
+
 def _on_ranks(place: Place, out: Path, steps: int) -> list[dict[str, Any]]:
     flags = ["--lora", RANK, "--merge", "--eval-data", place.held_out, "--eval-every", 2, "--samples", 1]
     return run(place, out, *flags, steps=steps)

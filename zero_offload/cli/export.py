@@ -32,6 +32,8 @@ from zero_offload.storage.files.system import naming_errors
 
 CONFIG_NAME, GENERATION_NAME, CARD = "config.json", "generation_config.json", "README.md"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
+_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's chat templates but the default one."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -178,7 +180,8 @@ class Sources:
         """Files of the tokenizer, by name."""
         for folder in self._folders:
             if any((folder / name).is_file() for name in _WORDS):
-                return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+                named = sorted(f"{_TEMPLATES}/{path.name}" for path in (folder / _TEMPLATES).glob("*.jinja"))
+                return {name: folder / name for name in (*TOKENIZER_FILES, *named) if (folder / name).is_file()}
         return {}
 
 
@@ -212,6 +215,7 @@ def _complete(folder: Path, entries: Sequence[TensorEntry], *, sources: Sources,
             _put(folder / GENERATION_NAME, about["generation_config"])
         if about:
             for name, path in (words := sources.tokenizer()).items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, folder / name)
             if not words and "vocab_size" in about["config"].get("text_config", about["config"]):
                 sources.notes.append(_NO_TOKENIZER)

@@ -115,6 +115,7 @@ class Weights:
             replace_file(self.out / CARD, card.encode())
             for name in names:
                 if (place / name).exists():
+                    (self.out / name).parent.mkdir(exist_ok=True)  # templates by names lie in a folder
                     os.replace(place / name, self.out / name)
 
     def withdraw(self) -> None:
