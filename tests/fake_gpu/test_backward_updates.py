@@ -61,7 +61,7 @@ def test_sums_on_a_device_are_read_unit_by_unit(monkeypatch: pytest.MonkeyPatch)
     lend = DeviceGrads.lend
 
     def spy(self: DeviceGrads, made: Any) -> None:
-        held.append(sum(grads.store.device_bytes > 0 for grads in runtime_of(model).grads.sections))
+        held.append(sum(grads.store.device_bytes > 0 for grads in runtime_of(model).grads.ledger.sections))
         lend(self, made)
 
     monkeypatch.setattr(DeviceGrads, "lend", spy)

@@ -192,7 +192,7 @@ def test_what_the_last_micro_batch_leaves_out_is_complete_all_the_same(grads: st
         for step in range(3):
             batches = [(10 * step + number, number == 2) for number in range(3)]
             found += [loss.item() for loss in run(model, batches, lambda model, batch: model(batch))]
-            shards = [each.store for each in runtime_of(model).grads.sections]
+            shards = [each.store for each in runtime_of(model).grads.ledger.sections]
             assert all(shard.on_disk for shard in shards if shard.tier is Tier.NVME)
             optimizer.step()
             optimizer.zero_grad()
@@ -309,7 +309,7 @@ def after_deferred(rank: int, world_size: int, nvme: Path, grads: str, by_unit: 
     (zo.accumulate if by_unit else loop)(model, batches[num_waiting:], third)
     owner = runtime_of(model)
     assert owner is not None
-    sections = owner.grads.sections
+    sections = owner.grads.ledger.sections
     found = {f"{s.unit.name} {i}": s.store.view(i).clone() for s in sections for i in sorted(s.holding)}
     zo.close(model)
     return found
@@ -330,7 +330,7 @@ def sparing_last(rank: int, world_size: int, nvme: Path) -> list[Tensor]:
     """This rank's part of each block's gradient."""
     model = zo.offload(build(SparingLM), away(nvme, grads="cpu"))
     zo.accumulate(model, sparing_batches(rank), lambda model, batch: model(batch))
-    found = [grads.store.view(0).clone() for grads in runtime_of(model).grads.sections]
+    found = [grads.store.view(0).clone() for grads in runtime_of(model).grads.ledger.sections]
     zo.close(model)
     return found
 

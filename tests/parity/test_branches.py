@@ -151,7 +151,7 @@ def train(rank: int, world_size: int, case: Case) -> Outcome:
                     loss.backward()
                 out.losses.append(loss.item())
             if case.max_norm is not None:
-                out.norms.append(math.sqrt(owner.grads.squares(list(model.parameters()))))
+                out.norms.append(math.sqrt(owner.grad_access.squares(list(model.parameters()))))
                 zo.clip_grad_norm_(model, case.max_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -192,5 +192,5 @@ def test_what_was_clipped_where_it_rests_leaves_before_the_next_forward(nvme: Pa
 
 def _holds_pages(model: nn.Module) -> bool:
     """True if gradients that rest on a drive are in memory."""
-    stores = [section.store for section in runtime_of(model).grads.sections]
+    stores = [section.store for section in runtime_of(model).grads.ledger.sections]
     return any(store._pages is not None and store._pages.attached for store in stores)

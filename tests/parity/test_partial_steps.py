@@ -333,7 +333,7 @@ def count_open_sections(rank: int, world_size: int) -> int:
 
     def look(_: Any) -> None:
         nonlocal most
-        most = max(most, sum(grads.partial.sum is not None for grads in owner.grads.sections))
+        most = max(most, sum(grads.partial.sum is not None for grads in owner.grads.ledger.sections))
 
     for param in model.parameters():
         if param.requires_grad:

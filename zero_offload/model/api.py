@@ -167,12 +167,12 @@ def clip_grad_norm_(
     opened = spans.open(Lane.CLIP, "norm")
     if ordinary:
         owners[0][0].check_ordinary(call, lambda: squares)
-    norm = math.sqrt(math.fsum([squares, *(owner.grads.squares(members) for owner, members in owners)]))
+    norm = math.sqrt(math.fsum([squares, *(owner.grad_access.squares(members) for owner, members in owners)]))
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")
     factor = min(1.0, max_norm / (norm + CLIP_EPS))
     for owner, members in owners:
-        owner.grads.multiply(factor, members)
+        owner.grads.ledger.multiply(factor, members)
     for grad in grads if factor != 1.0 else ():
         grad.detach().mul_(factor)
     spans.close(opened)
@@ -227,7 +227,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     for owner, members in owners:
         spans = owner.store.counters.spans
         opened = spans.open(Lane.CLIP, "value")
-        owner.grads.clamp(members, -clip_value, clip_value)
+        owner.grad_access.clamp(members, -clip_value, clip_value)
         spans.close(opened)
     if held := [param for param in ordinary if param.grad is not None]:
         torch.nn.utils.clip_grad_value_(held, clip_value, foreach)

@@ -74,9 +74,9 @@ class BackwardUpdates:
         self._places = places
         self._updates = updates
         self._sections: dict[int, list[GradSection]] = {}
-        for each in grads.sections:
+        for each in grads.ledger.sections:
             self._sections.setdefault(each.unit.index, []).append(each)
-        self._any_on_device = any(each.section.shard.on_device for each in grads.sections)
+        self._any_on_device = any(each.section.shard.on_device for each in grads.ledger.sections)
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
         self._lag = 0 if device.is_host else 1
         self._params = {param for unit in units for param in unit.params}
@@ -137,7 +137,7 @@ class BackwardUpdates:
                 )
             if not self._grads.defers:
                 self._begin()
-        unit = self._grads.place(param)[0].unit
+        unit = self._grads.ledger.place(param)[0].unit
         if self._runs:
             self.advance(unit)
         if unit.index in self._launched:
@@ -160,7 +160,7 @@ class BackwardUpdates:
         self._updates.commits.launch_due()
         if self._any_on_device:
             self._updates.await_worker()
-        for grads in self._grads.sections:
+        for grads in self._grads.ledger.sections:
             grads.whole = False
         if self._task == -1:
             self._task = torch._C._current_graph_task_id()
@@ -198,7 +198,7 @@ class BackwardUpdates:
 
     def end(self) -> None:
         if self._runs:
-            held = {grads.unit.index for grads in self._grads.sections if self._taken(grads)}
+            held = {grads.unit.index for grads in self._grads.ledger.sections if self._taken(grads)}
             order = self._prefetcher.step_order()
             self._launch([index for index in order if index in held], in_backward=False)
         self._stop()
@@ -239,7 +239,7 @@ class BackwardUpdates:
                     grads.land()
             taken = {index: [p for grads in self._sections[index] for p in self._taken(grads)] for index in units}
             self._grads.updated.update(param for params in taken.values() for param in params)
-            finite = self._grads.finite([self._sections[index] for index in units], self._hypers)
+            finite = self._grads.norms.finite([self._sections[index] for index in units], self._hypers)
             skipped = [index for index, each in zip(units, finite, strict=True) if not each]
             for index in skipped:
                 self._skip(index, taken.pop(index))
@@ -256,7 +256,7 @@ class BackwardUpdates:
             self._ring.passing(launched[index], index)
 
     def _skip(self, index: int, params: Sequence[nn.Parameter]) -> None:
-        self._skipped += self._grads.non_finite(params) or [f"{self._units[index].name} on another rank"]
+        self._skipped += self._grads.norms.non_finite(params) or [f"{self._units[index].name} on another rank"]
         self._grads.drop(params)
         self._ring.release_unit(index)
 

@@ -86,7 +86,7 @@ def _check_room(owner: ModelRuntime, places: Sequence[Place], mode: str, kind: s
     """Raise where the host has no memory for the copies that are made."""
     if kind == "params" and (mode == "read" or not owner.device.is_host):
         return
-    copied = [place for place in places if kind != "grads" or owner.grads.held(place.param)]
+    copied = [place for place in places if kind != "grads" or owner.grads.ledger.held(place.param)]
     nbytes = sum(
         place.piece.spec.numel * (place.section.layout.dtype.itemsize if kind == "params" else 4) for place in copied
     )
@@ -202,7 +202,7 @@ def _grads(owner: ModelRuntime, places: Sequence[Place]) -> Values:
         check_not_updated(owner.grads, place.param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
         place.unit.wait_for_update()
-    found = owner.grads.read([place.param for place in places])
+    found = owner.grad_access.read([place.param for place in places])
     return {place.name: found[place.param] for place in places if place.param in found}
 
 

@@ -40,7 +40,8 @@ from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.quantized import is_wrapper, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
+from zero_offload.runtime.grads.access import GradAccess
+from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.grads.handle import GradHandle
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
@@ -424,7 +425,7 @@ class ParamAccess:
         places: ParamPlaces,
         states: OptimizerStates,
         store: ShardStore,
-        grads: Gradients,
+        grads: GradAccess,
         tracker: PassTracker,
         life: ModelLife,
         prefetcher: ParamPrefetcher,
@@ -598,20 +599,20 @@ class ParamAccess:
         if param not in self._places:
             return None  # a quantized weight, which consists of others
         place = self._places[param]
-        check_not_updated(self._grads, param, place.name)
-        if param in self._grads.zeroed:
+        check_not_updated(self._grads.arriving, param, place.name)
+        if param in self._grads.ledger.zeroed:
             return self._handle(param)
         if not place.section.layout.trainable:
             return None
-        if not self._grads.updates_in_backward:
+        if not self._grads.arriving.updates_in_backward:
             self._grads.share(param)
-        if self._grads.held(param):
+        if self._grads.ledger.held(param):
             self._tracker.recover()
-        if not self._grads.held(param):
+        if not self._grads.ledger.held(param):
             return None
         # The step divides the loss scale out: in memory it still has it.
-        view = self._grads.view(param) if self._grads.loss_scale == 1.0 else None
-        if view is None and self._grads.updates_in_backward:
+        view = self._grads.view(param) if self._grads.ledger.loss_scale == 1.0 else None
+        if view is None and self._grads.arriving.updates_in_backward:
             raise ConfigError(
                 f"the gradient of {place.name} waits for a backward that updates the parameter (overlap='backward'); "
                 "what looks at gradients before that needs overlap='forward'"
@@ -632,18 +633,18 @@ class ParamAccess:
             )
         self.drop_grads([param])
         if grad is not None and self._places[param].section.layout.trainable:
-            self._grads.zeroed.add(param)
+            self._grads.ledger.zeroed.add(param)
 
     def holds_grad(self, param: nn.Parameter) -> bool:
-        return self._grads.held(param)
+        return self._grads.ledger.held(param)
 
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         params = tensors_of(params)
-        if not self._grads.updated.isdisjoint(params):
+        if not self._grads.arriving.updated.isdisjoint(params):
             self._life.check_usable()
             for param in params:
-                check_not_updated(self._grads, param, self._places.name_of(param))
+                check_not_updated(self._grads.arriving, param, self._places.name_of(param))
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 param.grad = None
-        self._grads.clear(params, by_program=True)
+        self._grads.arriving.clear(params, by_program=True)

@@ -51,6 +51,7 @@ from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.runtime.experts import GroupedExperts
+from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
@@ -125,13 +126,14 @@ class ModelRuntime:
         self.grads = Gradients(
             units,
             store,
-            prefetcher,
+            prefetcher.pool,
             self.collectives,
             self.device,
             ring=self.grad_ring,
             stay_in_memory=self._stays_in_memory(),
         )
-        grad_bytes = sum(section.layout.nbytes for section in self.grads.sections)
+        self.grad_access = GradAccess(self.grads, self.collectives)
+        grad_bytes = sum(section.layout.nbytes for section in self.grads.ledger.sections)
         hole = HeapHole(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
         self.step_count = 0
         self.skipped_steps = 0
@@ -186,7 +188,7 @@ class ModelRuntime:
         self.experts = GroupedExperts(self.expert_groups, prefetcher, self.tracker, self.grads)
         shard_index = self.collectives.shard_index
         self.access = ParamAccess(
-            *(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher),
+            *(self.places, self._states, store, self.grad_access, self.tracker, self.life, prefetcher),
             *(self.ranks, shard_index, self.collectives.compare),
         )
         folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
@@ -245,7 +247,7 @@ class ModelRuntime:
             self._scaler = scaler
             self.tracker.recover()
         self.grads.reduce_waiting()
-        return self.grads.unscale(scaler.get_scale(), overflowed)
+        return self.grad_access.unscale(scaler.get_scale(), overflowed)
 
     # Parameters beside the offloaded ones
 
@@ -393,7 +395,7 @@ class ModelRuntime:
         program has changed gradients on some ranks only."""
         self.life.check_alive()
         notice = Notice(self._commits.is_due_by_clock())
-        with self.collectives.together(call + self.grads.changes(), notice):
+        with self.collectives.together(call + self.grads.ledger.changes(), notice):
             yield
         self._commits.note_due(notice.given)
 
@@ -422,7 +424,7 @@ class ModelRuntime:
         """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
         spans = self.store.counters.spans
         opened = spans.open(Lane.STEP, "")
-        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.zeroed})
+        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.
@@ -465,14 +467,14 @@ class ModelRuntime:
         grads = self.grads
         grads.reduce_waiting()
         # An overflow concerns the whole model.
-        taken = None if grads.overflowed else hypers
-        if not grads.any_held(taken):
+        taken = None if grads.ledger.overflowed else hypers
+        if not grads.ledger.any_held(taken):
             return False
-        finite = taken is not None and grads.all_finite(taken)
+        finite = taken is not None and grads.norms.all_finite(taken)
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()
-            sections = self._updates.sections_of(hypers, grads.sections, self.prefetcher.step_order(), counts)
+            sections = self._updates.sections_of(hypers, grads.ledger.sections, self.prefetcher.step_order(), counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with failing(self.errors) if finite else nullcontext():
@@ -484,7 +486,7 @@ class ModelRuntime:
                     self._stats.cut()
                 self._updates.launch(hypers, sections)
             else:
-                names = grads.non_finite(taken)
+                names = grads.norms.non_finite(taken)
                 grads.drop(taken)
                 self._count_skipped(names, "the step is skipped and the states stay as they are")
         return True
@@ -622,7 +624,7 @@ class ModelRuntime:
     def _resident_bytes(self) -> dict[str, int]:
         store = self.store
         return {
-            "device": store.device_bytes + sum(section.device_bytes for section in self.grads.sections),
+            "device": store.device_bytes + sum(section.device_bytes for section in self.grads.ledger.sections),
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes + store.base.memory_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.files.scratch) if file is not None),
         }

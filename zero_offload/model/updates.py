@@ -111,7 +111,7 @@ class Updates:
                 hyper = hyper.first()
             elif name in self.states.begun:
                 hyper = hyper.going_on()
-            part, factor = parts[index], factors.get(index, 1.0) / self._grads.loss_scale
+            part, factor = parts[index], factors.get(index, 1.0) / self._grads.ledger.loss_scale
             segment = hyper.segment(part.start, part.stop, factor, param_steps[name])
             found.setdefault(hyper.rule, []).append(segment)
         return found

@@ -1,4 +1,4 @@
-"""`.grad` of a parameter whose gradient rests elsewhere: a tensor without memory that `Gradients` answers for.
+"""`.grad` of a parameter whose gradient rests elsewhere: a tensor without memory that `GradAccess` answers for.
 
 It stands for the gradient that the next step uses: reduced, unscaled, fp32. Norms come from the sums that are known;
 scaling is a factor that the step multiplies by. So torch's clipping, a loss scaler and loggers of norms work, and no
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.units.guard import ADDRESSES, name_of, named, no_step_of_others
 from zero_offload.storage.shards.registry import dropped_error
 
 
 class GradHandle(Tensor):
-    """The gradient of `param`, which `grads` holds until `life` ends."""
+    """The gradient of `param`, which is held until `life` ends."""
 
-    __slots__ = ("_grads", "life", "param")
+    __slots__ = ("_access", "life", "param")
 
     param: nn.Parameter
     life: object
-    _grads: weakref.ref[Gradients]
+    _access: weakref.ref[GradAccess]
 
     @staticmethod
-    def of(param: nn.Parameter, grads: Gradients, life: object) -> GradHandle:
+    def of(param: nn.Parameter, access: GradAccess, life: object) -> GradHandle:
         make: Any = Tensor._make_wrapper_subclass
         with torch._C.DisableTorchFunctionSubclass():
             # On meta for C++, which then finds no address that it might read; asked for its device it is the
@@ -41,24 +41,24 @@ class GradHandle(Tensor):
             handle: GradHandle = make(
                 GradHandle, param.size(), dtype=torch.float32, device="meta", dispatch_device=True
             )
-        handle.param, handle.life, handle._grads = param, life, weakref.ref(grads)
+        handle.param, handle.life, handle._access = param, life, weakref.ref(access)
         return handle
 
     @property
-    def grads(self) -> Gradients:
+    def access(self) -> GradAccess:
         """Those that hold the gradient. Raises ZeroOffloadError where it is over, or not complete."""
-        grads = self._grads()
-        if grads is None:
+        access = self._access()
+        if access is None:
             raise dropped_error(self.param)
-        grads.check_held(self.param, self.life)
-        return grads
+        access.check_held(self.param, self.life)
+        return access
 
     def refuse(self, what: str) -> ZeroOffloadError:
         """The error for what needs elements."""
-        grads = self._grads()
-        if grads is None:
+        access = self._access()
+        if access is None:
             return dropped_error(self.param)
-        return no_step_of_others(grads.name_of(self.param)) or grads.refuse(self.param, what)
+        return no_step_of_others(access.ledger.name_of(self.param)) or access.refuse(self.param, what)
 
     @classmethod
     def __torch_function__(
@@ -112,10 +112,10 @@ def _device(handle: GradHandle) -> torch.device:
 
 
 def _detach(handle: GradHandle) -> GradHandle:
-    grads = handle._grads()
-    if grads is None:
+    access = handle._access()
+    if access is None:
         raise dropped_error(handle.param)
-    return GradHandle.of(handle.param, grads, handle.life)
+    return GradHandle.of(handle.param, access, handle.life)
 
 
 def _norm(
@@ -129,19 +129,19 @@ def _norm(
     whole = dim is None or len(dim) in (0, handle.dim())
     if not whole or keepdim or not ord >= 0:
         raise handle.refuse(f"a norm of order {ord} over dimensions {dim}")
-    norm = handle.grads.norm(handle.param, float(ord))
+    norm = handle.access.norms.norm(handle.param, float(ord))
     return norm if dtype is None else norm.to(dtype)
 
 
 def _mul_(handle: GradHandle, factor: Any) -> GradHandle:
-    handle.grads.scale(handle.param, _factor(handle, factor, "mul_"))
+    handle.access.ledger.scale(handle.param, _factor(handle, factor, "mul_"))
     return handle
 
 
 def _div_(handle: GradHandle, divisor: Any, *, rounding_mode: str | None = None) -> GradHandle:
     if rounding_mode is not None:
         raise handle.refuse(f"div_(rounding_mode={rounding_mode!r})")
-    handle.grads.scale(handle.param, _factor(handle, divisor, "div_"), divides=True)
+    handle.access.ledger.scale(handle.param, _factor(handle, divisor, "div_"), divides=True)
     return handle
 
 
@@ -156,10 +156,10 @@ def _factor(handle: GradHandle, factor: Any, what: str) -> float | Tensor:
 
 def _clamp_(handle: GradHandle, min: Any = None, max: Any = None) -> GradHandle:
     low, high = (None if bound is None else _bound(handle, bound) for bound in (min, max))
-    grads = handle.grads
-    if handle.param in grads.zeroed and ((low or 0) > 0 or (high or 0) < 0):
+    access = handle.access
+    if handle.param in access.ledger.zeroed and ((low or 0) > 0 or (high or 0) < 0):
         raise handle.refuse(f"clamping zeros to [{low}, {high}]")
-    grads.clamp([handle.param], low, high)
+    access.clamp([handle.param], low, high)
     return handle
 
 
@@ -170,7 +170,7 @@ def _bound(handle: GradHandle, bound: Any) -> float:
 
 
 def _zero_(handle: GradHandle) -> GradHandle:
-    handle.grads.zero(handle.param)
+    handle.access.zero(handle.param)
     return handle
 
 
@@ -207,7 +207,7 @@ def _check_and_unscale_(func: Any, grads: list[Tensor], found_inf: Tensor, inv_s
     if plain := [grad for grad in grads if not isinstance(grad, GradHandle)]:
         func(plain, found_inf, inv_scale)
     for handle in _handles(grads):
-        if not handle.grads.is_finite(handle.param):
+        if not handle.access.norms.is_finite(handle.param):
             found_inf.fill_(1.0)
             break
     for handle in _handles(grads):

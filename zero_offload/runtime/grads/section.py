@@ -95,6 +95,14 @@ class GradSection:
         self.entry: FreshGrads | GradStore = self.fresh or self.local or self.store
         """Takes gradients that are not reduced as they arrive."""
 
+    def factor(self, index: int) -> float:
+        """What a gradient counts, by its factors that have been read."""
+        return self.store.factors.get(index, 1.0)
+
+    def multiply(self, index: int, factor: float) -> None:
+        """Let a gradient count `factor` times."""
+        self.store.factors[index] = self.factor(index) * factor
+
     def land(self) -> None:
         """Return when all that has arrived is where it rests."""
         if self.fresh is not None:

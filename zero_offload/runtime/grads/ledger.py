@@ -1,0 +1,206 @@
+"""Which gradients of one model are held, and what they count: factors, loss scale, what the program has changed.
+
+`GradLedger` is asked by all of this folder and by the update. The calls: `add` per section; `hold` what a reduction
+brings; `multiply` and `scale` for factors, `read_factors` before they are used; `change` and `save_changed` around a
+write where gradients rest; `changes` when a step compares ranks; `clear` when gradients go.
+
+[Note: factors]
+Clipping by norm moves no gradient: each gets a factor that the update multiplies by. Some code must see the product
+before: a gradient added to it, clipping by value, a look at `.grad`. It multiplies where the gradient rests, and the
+factor ends.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.hardware.device import Device
+from zero_offload.plan.layout import ParamSlice
+from zero_offload.runtime.grads.section import Factor, GradSection
+from zero_offload.runtime.units.unit import Section
+
+
+class GradLedger:
+    """The gradients that are held."""
+
+    def __init__(self, device: Device, *, is_alone: bool) -> None:
+        """`is_alone`: one rank."""
+        self._device = device
+        self._is_alone = is_alone
+        self.sections: list[GradSection] = []
+        """The trainable ones."""
+        self._places: dict[int, tuple[GradSection, int]] = {}
+        self.zeroed: set[nn.Parameter] = set()
+        """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
+        self.loss_scale = 1.0
+        """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        self.overflowed = False
+        """True if a loss scaler has found that this step must not be taken; it ends with the gradients."""
+        self._captured: Factor | None = None
+        """The last factor in a device's memory; the next parameter mostly has the same."""
+        self._changed: tuple[GradSection, set[int]] | None = None
+        """A section in which these gradients were changed where they rest, and that has not left for its drive."""
+        self._is_scaled = False
+        """True if the program has scaled gradients held by their handles."""
+        self._changes = 0
+        """A word for what else the program has done to gradients that all ranks hold, in any order."""
+
+    def add(
+        self, sections: Iterable[GradSection], placed_params: Iterable[tuple[Section, ParamSlice, nn.Parameter]]
+    ) -> None:
+        """A unit's sections, and its parameters in their order."""
+        by_section = {id(each.section): each for each in sections}
+        for section, _, param in placed_params:
+            found = by_section[id(section)]
+            self._places[id(param)] = (found, len(found.params))
+            found.params.append(param)
+        self.sections += [each for each in by_section.values() if each.layout.trainable]
+
+    def place(self, param: nn.Parameter) -> tuple[GradSection, int]:
+        """A parameter's section and its index there."""
+        return self._places[id(param)]
+
+    def name_of(self, param: nn.Parameter) -> str:
+        section, index = self._places[id(param)]
+        return section.layout.params[index].spec.name
+
+    def held(self, param: nn.Parameter) -> bool:
+        """True if a gradient waits for a step."""
+        section, index = self._places[id(param)]
+        return index in section.holding
+
+    def any_held(self, params: Collection[nn.Parameter] | None) -> bool:
+        """True if a gradient of `params` (None: of any parameter) waits for a step."""
+        return any(indices for _, indices in self.chosen(params))
+
+    def chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[GradSection, list[int]]]:
+        """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
+        wanted = None if params is None else set(map(id, params))
+        self.save_changed()
+        for section in self.sections:
+            if section.fresh is not None:
+                section.fresh.land()
+            held = sorted(section.holding)
+            yield section, [index for index in held if wanted is None or id(section.params[index]) in wanted]
+
+    def by_section(self, params: Iterable[nn.Parameter]) -> Iterable[tuple[GradSection, list[int]]]:
+        """The sections of these parameters, each with their indices in it."""
+        found: dict[int, tuple[GradSection, list[int]]] = {}
+        for param in params:
+            section, index = self._places[id(param)]
+            found.setdefault(id(section), (section, []))[1].append(index)
+        return found.values()
+
+    def hold(self, section: GradSection, indices: set[int]) -> None:
+        """Some rank has a gradient of these parameters, so all ranks hold one."""
+        section.holding |= indices
+        self.zeroed.difference_update(section.params[index] for index in indices)
+
+    def multiply(self, factor: float, params: Collection[nn.Parameter]) -> None:
+        """Let the gradients held of `params` count `factor` times. See [Note: factors]."""
+        for section, indices in self.chosen(params) if factor != 1.0 else ():
+            for index in indices:
+                section.multiply(index, factor)
+
+    def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        """Let a gradient held count `factor` times, or its inverse. A tensor, one element, in a device's memory, stays
+        there until a step reads it. See [Note: factors]."""
+        if param in self.zeroed:
+            return
+        section, index = self._places[id(param)]
+        section.land()
+        self._is_scaled = True
+        if not self._device.is_host and isinstance(factor, torch.Tensor) and factor.device == self._device.torch_device:
+            section.factors.setdefault(index, []).append(self._capture(factor, divides))
+            return
+        factor = float(factor)
+        if divides:
+            factor = 1.0 / factor if factor else math.copysign(math.inf, factor)
+        section.multiply(index, factor)
+
+    def _capture(self, factor: torch.Tensor, divides: bool) -> Factor:
+        """The factor as it is now: the program may change the tensor."""
+        version = object() if factor.is_inference() else factor._version  # tensors of inference mode count no changes
+        last = self._captured
+        if last is None or last.given is not factor or (last.version, last.divides) != (version, divides):
+            value = factor.detach().reshape(()).to(torch.float64, copy=True)
+            last = Factor(value.reciprocal_() if divides else value, self.stream(), factor, version, divides)
+            self._captured = last
+        return last
+
+    def stream(self) -> Any:
+        return None if self._device.is_host else self._device.stream()
+
+    def use(self, tensor: torch.Tensor, stream: Any) -> None:
+        """This thread's stream computes with a tensor of ours that was made on `stream`."""
+        if stream != self.stream():
+            self._device.join([stream])
+            self._device.use_here(tensor)
+
+    def read_factors(self) -> None:
+        """Bring factors in a device's memory to where the step finds them; one wait for all."""
+        if self._captured is None:
+            return
+        self._captured = None
+        scaled = [(section, index, each) for section in self.sections for index, each in section.factors.items()]
+        factors = {id(factor): factor.value for _, _, each in scaled for factor in each}
+        for factor in (factor for _, _, each in scaled for factor in each):
+            self.use(factor.value, factor.stream)
+        values = dict(zip(factors, torch.stack([*factors.values()]).tolist(), strict=True)) if factors else {}
+        for section, index, each in scaled:
+            for factor in each:
+                section.multiply(index, values[id(factor)])
+        for section in self.sections:
+            section.factors.clear()
+
+    def changes(self) -> str:
+        """What the program has done to gradients since the last step, as a part of the step's name: ranks that have
+        done different things raise where they compare names."""
+        if not (self._is_scaled or self._changes):
+            return ""
+        self.read_factors()
+        factors = [sorted(section.store.factors.items()) for section in self.sections] if self._is_scaled else []
+        digest = zlib.crc32(repr((factors, self._changes)).encode())
+        self._is_scaled, self._changes = False, 0
+        return f" with gradients changed by .grad ({digest:08x})"
+
+    def note_change(self, what: str, section: GradSection, indices: Collection[int]) -> None:
+        """The program changes gradients. What is not reduced yet each rank may change by itself."""
+        if self._is_alone:
+            return
+        for index in section.holding.intersection(indices) - section.waiting:
+            word = zlib.crc32(f"{what} {section.layout.params[index].spec.name}".encode())
+            self._changes = (self._changes + word) % (1 << 32)
+
+    def save_changed(self) -> None:
+        """Sum up what was changed where it rests, and let it leave for where it was."""
+        if self._changed is not None:
+            (section, indices), self._changed = self._changed, None
+            section.store.flush(indices)
+
+    def change(self, section: GradSection, indices: Collection[int]) -> None:
+        """The program changes these gradients of a section where they rest, now and until `save_changed`."""
+        if self._changed is not None and self._changed[0] is not section:
+            self.save_changed()
+        # Other parameters of the section may have had a step, whose update reads it still.
+        section.unit.wait_for_update()
+        self._changed = self._changed or (section, set())
+        self._changed[1].update(indices)
+
+    def reset(self) -> None:
+        """A backward broke off: what was changed is not wanted."""
+        self._changed, self._changes = None, 0
+
+    def end_if_none(self) -> bool:
+        """True if no gradient is held; the loss scale ends with the last one."""
+        if any(section.holding for section in self.sections):
+            return False
+        self.loss_scale, self.overflowed, self._is_scaled = 1.0, False, False
+        self._captured = None
+        return True

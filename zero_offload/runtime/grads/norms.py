@@ -1,0 +1,198 @@
+"""Norms of the gradients that are held, and whether they are finite, from sums of squares that come with them.
+
+No gradient moves for a norm of order 2. The calls: `know` at the end of a backward, `clear` when a gradient changes;
+`squares`, `all_finite`, `finite`, `norm` and `is_finite`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.hardware.device import Device
+from zero_offload.runtime.grads.ledger import GradLedger
+from zero_offload.runtime.grads.section import GradSection
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.storage.shards.grad_downloads import GradDownloads
+
+
+@dataclass
+class Norms:
+    """Norms of one order of all gradients held, without factors and loss scale, by the parameter's id."""
+
+    of: dict[int, float]
+    at: dict[int, int]
+    """Their places in `rows`."""
+    rows: torch.Tensor | None = None
+    """(norms,) fp32 on the compute device, once a handle is asked."""
+    stream: Any = None
+    """The one on which `rows` was made."""
+
+
+class GradNorms:
+    """The norms of what a ledger holds."""
+
+    def __init__(
+        self,
+        ledger: GradLedger,
+        collectives: Collectives,
+        device: Device,
+        downloads: GradDownloads | None,
+        *,
+        updates_in_backward: bool,
+    ) -> None:
+        """`updates_in_backward`: nothing is held when a backward ends."""
+        self._ledger = ledger
+        self._collectives = collectives
+        self._device = device
+        self._downloads = downloads
+        self._updates_in_backward = updates_in_backward
+        self._known: dict[float, Norms] = {}
+        """By the order: of all gradients held. Known until one of them changes."""
+
+    def clear(self) -> None:
+        """A gradient has changed."""
+        self._known.clear()
+
+    def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
+        """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
+        self._ledger.read_factors()
+        if (known := self._known.get(2.0)) is None or not self._collectives.divides:
+            return self.squares(params)[1]
+        return all(
+            math.isfinite(known.of[id(section.params[index])] * section.factor(index))
+            for section, indices in self._ledger.chosen(params)
+            for index in indices
+        )
+
+    def squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
+        total, bad = 0.0, 0.0
+        self._ledger.read_factors()
+        self._complete_sums(self._ledger.sections)
+        for section, indices in self._ledger.chosen(params):
+            sums = section.sums(indices)
+            squares = math.fsum(
+                (section.factor(index) / self._ledger.loss_scale) ** 2 * each.sumsq
+                for index, each in zip(indices, sums, strict=True)
+            )
+            # Tensor-parallel ranks that hold the same count it once between them.
+            total += squares / section.layout.num_copies
+            bad += sum(
+                not (each.finite and math.isfinite(section.factor(index)))
+                for index, each in zip(indices, sums, strict=True)
+            )
+        total, bad = self._collectives.sum_over_shards([total, bad])
+        return total, bad == 0
+
+    def finite(self, units: Sequence[Sequence[GradSection]], params: Container[nn.Parameter]) -> list[bool]:
+        """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
+        for section in itertools.chain(*units):
+            self._complete_sums([section])
+        bad = [
+            not all(
+                each.finite
+                for section in unit
+                for each in section.sums(i for i in section.holding if section.params[i] in params)
+            )
+            for unit in units
+        ]
+        return [not each for each in self._collectives.any_rank(bad)]
+
+    def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
+        """Names of those of `params` whose gradient, or this rank's part of it, `all_finite` has found not to be."""
+        return [
+            section.layout.params[index].spec.name
+            for section, indices in self._ledger.chosen(params)
+            for index, each in zip(indices, section.sums(indices), strict=True)
+            if not (each.finite and math.isfinite(section.factor(index)))
+        ]
+
+    def _complete_sums(self, sections: Sequence[GradSection]) -> None:
+        """Complete the sums of these, those on their way too, and sums that may have changed since."""
+        self._ledger.save_changed()
+        for section in sections:
+            section.land()
+            if section.exposed:  # the user may have changed it through `.grad`
+                section.store.flush(section.exposed & section.holding)
+        if self._downloads is not None and sections:
+            self._downloads.sums.read([each.store.sums for each in sections], sections[0].store.unit)
+
+    def norm(self, param: nn.Parameter, order: float) -> torch.Tensor:
+        """The norm of a gradient held, as the next update would use it; () fp32 on the compute device, not shared.
+
+        Of order 2 it is known. The first of another order since a gradient has changed takes one pass over all
+        gradients, where they rest, and is collective. So is that of order 2 where a GPU's ranks have sums under way.
+        """
+        if param in self._ledger.zeroed:
+            return torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
+        section, index = self._ledger.place(param)
+        if order not in self._known:
+            if self._collectives.divides:
+                self._collectives.agreement.same(f"a norm of order {order:g} of .grad: all ranks ask for it, or none")
+            self._known[order] = self._find(order)
+        found = self._known[order]
+        if found.rows is None:
+            values = torch.tensor([*found.of.values()], dtype=torch.float64, device="cpu")
+            found.rows, found.stream = values.to(self._device.torch_device, torch.float32), self._ledger.stream()
+        self._ledger.use(found.rows, found.stream)
+        factor = 1.0 if order == 0 else abs(section.factor(index)) / self._ledger.loss_scale
+        norm = found.rows[found.at[id(param)]] * factor
+        for each in section.factors.get(index, ()) if order else ():
+            self._ledger.use(each.value, each.stream)
+            norm = norm * each.value.abs()
+        return norm.float()
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """True if a gradient held is finite, on every rank. Collective as `norm`."""
+        if param in self._ledger.zeroed:
+            return True
+        self.norm(param, 2.0)
+        section, index = self._ledger.place(param)
+        return math.isfinite(self._known[2.0].of[id(param)] * section.factor(index))
+
+    def know(self) -> None:
+        """At the end of a backward that has reduced: each rank finds norms of whole gradients. Collective.
+
+        On a GPU the sums are still under way, and the host waits for nothing here.
+        """
+        if self._device.is_host and self._collectives.divides and not self._updates_in_backward:
+            self._known[2.0] = self._find(2.0)
+
+    def _find(self, order: float) -> Norms:
+        """Norms of all gradients held, without factors and loss scale. Collective."""
+        if order == 2:
+            self._complete_sums(self._ledger.sections)
+        at, found = dict[int, int](), list[float]()
+        for section, indices in self._ledger.chosen(None):
+            at |= {id(section.params[index]): len(found) + row for row, index in enumerate(indices)}
+            if order == 2:
+                found += [each.sumsq / section.layout.num_copies for each in section.sums(indices)]
+            elif indices:
+                found += self._powers(section, indices, order)
+        if order == math.inf:
+            norms = self._collectives.most_over_shards(found)
+        else:
+            sums = self._collectives.sum_over_shards(found)
+            norms = [math.sqrt(each) if order == 2 else each ** (1 / (order or 1)) for each in sums]
+        return Norms(dict(zip(at, norms, strict=True)), at)
+
+    def _powers(self, section: GradSection, indices: Sequence[int], order: float) -> list[float]:
+        """The sum of each gradient's absolute values to a power, of this rank's part; of order inf the largest one."""
+        section.unit.wait_for_update()
+        brought, store = section.store.on_disk, section.store
+        views = [store.view(index) for index in indices]
+        norms = [
+            torch.linalg.vector_norm(view, order, dtype=torch.float64) if view.numel() else view.new_zeros(()).double()
+            for view in views
+        ]
+        found = torch.stack(norms)
+        powers = found if order == math.inf else found.pow(order or 1) / section.layout.num_copies
+        values: list[float] = powers.tolist()
+        store.flush(() if brought else None)
+        return values
