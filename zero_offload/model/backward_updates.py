@@ -36,7 +36,7 @@ from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.params import ParamPlaces
 from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
-from zero_offload.runtime.grads.section import GradSection
+from zero_offload.runtime.grads.section import GradSection, GradState
 from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -161,7 +161,7 @@ class BackwardUpdates:
         if self._any_on_device:
             self._updates.await_worker()
         for grads in self._grads.ledger.sections:
-            grads.whole = False
+            grads.begin_backward()
         if self._task == -1:
             self._task = torch._C._current_graph_task_id()
         self._ring.open()
@@ -191,7 +191,7 @@ class BackwardUpdates:
         """See [Note: when a backward is done with a unit]."""
         if unit.index in self._late or unit.in_use or unit.saved_views:
             return False
-        if not all(each.whole or _expects_none(each) for each in self._sections[unit.index]):
+        if not all(each.state is GradState.HELD or _expects_none(each) for each in self._sections[unit.index]):
             return False
         # Other ranks do not know of a view that is held on this one; they refuse it, all alike, where it matters.
         return self._collectives.world_size > 1 or not unit.is_viewed(unit.sections)

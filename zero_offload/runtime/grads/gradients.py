@@ -30,6 +30,7 @@ from zero_offload.runtime.grads.norms import GradNorms
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.section import (
     GradSection,
+    GradState,
     HostPartial,
     StagedPartial,
 )
@@ -141,7 +142,6 @@ class Gradients:
             section.entry.add(index, grad, adds=index in section.holding)
         elif self.defers:
             section.entry.add(index, grad, adds=index in section.waiting)
-            section.waiting.add(index)
             self.has_deferred = True
         else:
             self._open_partial(section)
@@ -149,8 +149,7 @@ class Gradients:
             self.has_deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
         if opened is not None:
             self._spans.close(opened)
-        section.arrived.add(index)
-        section.holding.add(index)
+        section.arrive(index, waits=self.defers and self.num_ranks > 1)
         self.ledger.zeroed.discard(param)
         if self._spans.on:
             self._spans.backward.made(section.store.unit)
@@ -174,7 +173,7 @@ class Gradients:
     def finish_backward(self) -> None:
         """Complete what parameters without a gradient left open."""
         for section in self.ledger.sections:
-            if section.arrived or section.awaits_more:
+            if section.state is GradState.ARRIVING:
                 self._complete(section)
         if self._collectives.world_size > 1:
             self._reductions.finish()
@@ -247,11 +246,10 @@ class Gradients:
         if section.partial.is_open:
             self._reduce(section, of_one)
             return
-        section.arrived.clear()
-        section.awaits_more = bool(self.coming) and self._awaits_more(section)
-        if section.awaits_more:
-            return  # what comes adds to them where they lie
-        section.whole = True
+        if self.coming and self._awaits_more(section):
+            section.end_micro_batch()
+            return
+        section.complete(defers=self.defers)
         section.entry.flush()
 
     def _is_coming(self, param: nn.Parameter) -> bool:
@@ -279,7 +277,7 @@ class Gradients:
             anywhere = {index for index in range(len(section.params)) if next(found)}
             self.ledger.hold(section, anywhere)
             if section.joined is not None:  # on all ranks: these gradients have crossed with others
-                section.joined, section.whole = None, True
+                section.agree()
                 self._drop_zeros(section)
             elif anywhere:
                 self._open_partial(section)
@@ -319,14 +317,11 @@ class Gradients:
         assert local is not None
         self.has_deferred = True
         local.open_pages()
-        section.aside = True
         for index in sorted(section.arrived):
             piece = section.layout.params[index]
             grad = gathered[piece.begin : piece.end].clone()
             local.add(index, grad, adds=index in section.waiting)
-            section.waiting.add(index)
-        section.arrived.clear()
-        section.joined = None  # what had joined this sum waits again with the rest
+        section.set_aside()
         self._drop_partial(section)
         local.flush()
 
@@ -345,7 +340,7 @@ class Gradients:
             section.joined = (section.joined or set()) | taken
         self._add_waiting(section)
         section.partial.fill(section.arrived)
-        section.arrived.clear()
+        section.reduce()
         self._reductions.add(section)
 
     def _reduced(self, section: GradSection, begin: int, shard: torch.Tensor) -> None:
@@ -367,10 +362,9 @@ class Gradients:
             downloads.advance()
         if begin + shard.numel() < section.layout.shard_numel:
             return
-        section.reduced.update(store.parts)
+        section.reduced_all(store.parts)
         self._drop_partial(section)
-        section.whole = section.joined is None
-        if section.whole and not section.holding:
+        if section.joined is None and not section.holding:
             section.land()
             self._drop_zeros(section)
 
@@ -385,9 +379,7 @@ class Gradients:
         section.partial.widen()  # likewise
         if section.waiting:
             section.partial.add_local(local, section.waiting, section.arrived)
-        section.arrived |= section.waiting
-        section.waiting.clear()
-        section.aside = False
+        section.join_waiting()
         local.drop()
         local.flush(())
 
@@ -398,7 +390,7 @@ class Gradients:
         for section, indices in self.ledger.by_section(params):
             if by_program:
                 self.ledger.note_change("dropped", section, indices)
-            self._clear(section, indices)
+            self._remove(section, indices, GradState.EMPTY if by_program else GradState.TAKEN)
         self._end_if_none()
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
@@ -407,7 +399,7 @@ class Gradients:
         self.ledger.zeroed.difference_update(list(self.ledger.zeroed) if params is None else params)
         for section, indices in self.ledger.chosen(params):
             found = found or bool(indices)
-            self._clear(section, indices)
+            self._remove(section, indices, GradState.EMPTY)
             if section.local is not None and not section.waiting:
                 section.local.drop()
         self._end_if_none()
@@ -419,8 +411,7 @@ class Gradients:
         self.close()
         self._drive_room.drop()
         for section in self.ledger.sections:
-            section.arrived.clear()
-            section.awaits_more, section.aside, section.joined = False, False, None
+            section.reset()
             self._drop_partial(section)
         self.has_deferred = False
         self.ledger.reset()
@@ -434,20 +425,13 @@ class Gradients:
         if self._downloads is not None:
             self._downloads.drop()
 
-    def _clear(self, section: GradSection, indices: Collection[int]) -> None:
+    def _remove(self, section: GradSection, indices: Collection[int], to: GradState) -> None:
         """Hold these parameters' gradients no longer."""
-        for index in indices if section.lives else ():
-            section.lives.pop(index, None)
-        gone = section.holding.intersection(indices)
-        if not gone:
+        section.store.shown |= not section.exposed.isdisjoint(indices)
+        if not section.holding.isdisjoint(indices):
+            section.land()
+        if not (gone := section.remove(indices, to)):
             return
-        if section.fresh is not None:
-            section.fresh.land()
-        section.store.shown |= bool(gone & section.exposed)
-        for each in (section.holding, section.exposed, section.waiting, section.reduced):
-            each -= gone
-        for index in gone if section.factors else ():
-            section.factors.pop(index, None)
         section.store.drop(gone)
         self._drop_zeros(section)
 

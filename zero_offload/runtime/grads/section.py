@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,34 @@ class Factor(NamedTuple):
     """True if `value` is the inverse."""
 
 
+class GradState(Enum):
+    """Where a section's gradients are on their way from a backward to a step."""
+
+    EMPTY = "empty"  # there are none
+    ARRIVING = "arriving"  # a backward delivers them
+    WAITING = "waiting"  # sums of earlier backwards: a later one reduces them, or updates with them
+    REDUCING = "reducing"  # ranks add theirs up
+    HELD = "held"  # all that the backward delivers is where it rests
+    TAKEN = "taken"  # a step has them
+
+
+GRAD_TRANSITIONS: dict[GradState, frozenset[GradState]] = {
+    GradState.EMPTY: frozenset({GradState.ARRIVING, GradState.WAITING, GradState.REDUCING}),
+    GradState.ARRIVING: frozenset({GradState.EMPTY, GradState.WAITING, GradState.REDUCING, GradState.HELD}),
+    GradState.WAITING: frozenset({GradState.EMPTY, GradState.ARRIVING, GradState.REDUCING, GradState.TAKEN}),
+    GradState.REDUCING: frozenset({GradState.EMPTY, GradState.ARRIVING, GradState.HELD}),
+    GradState.HELD: frozenset(GradState) - {GradState.HELD},
+    GradState.TAKEN: frozenset({GradState.EMPTY, GradState.ARRIVING, GradState.WAITING, GradState.REDUCING}),
+}
+
+
 @dataclass
 class GradSection:
-    """One section's gradients in this step."""
+    """One section's gradients in this step.
+
+    `state` says where they are. A parameter's gradient may be in three places at once, which add up: the sets say for
+    which parameters there is something.
+    """
 
     unit: Unit
     section: Section
@@ -64,6 +90,7 @@ class GradSection:
     partial: HostPartial | DevicePartial | StagedPartial
     """Several ranks: this backward's sum on this rank alone."""
     params: list[nn.Parameter] = field(default_factory=list)
+    state: GradState = GradState.EMPTY
     waiting: set[int] = field(default_factory=set)
     """Parameters with a gradient in `local`."""
     aside: bool = False
@@ -77,10 +104,6 @@ class GradSection:
     """Parameters that this backward has delivered."""
     num_expected: int = 0
     """How many it will deliver at most."""
-    awaits_more: bool = False
-    """True if it has delivered all of one micro-batch, and was to deliver those of others; some never come."""
-    whole: bool = False
-    """True if this backward, if it updates, has delivered all of them, reduced."""
     holding: set[int] = field(default_factory=set)
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
@@ -94,6 +117,89 @@ class GradSection:
         self.layout: SectionLayout = self.section.layout
         self.entry: FreshGrads | GradStore = self.fresh or self.local or self.store
         """Takes gradients that are not reduced as they arrive."""
+
+    # Their way
+
+    def advance(self, to: GradState) -> None:
+        """Change the state. Raises AssertionError for a move that `GRAD_TRANSITIONS` does not have."""
+        if to is not self.state:
+            assert to in GRAD_TRANSITIONS[self.state], f"{self.unit.name}: {self.state.value} gradients are {to.value}"
+            self.state = to
+
+    def begin_backward(self) -> None:
+        """What is held is of earlier backwards, for one that updates."""
+        if self.state is GradState.HELD:
+            self.advance(GradState.WAITING if self.holding else GradState.EMPTY)
+
+    def arrive(self, index: int, *, waits: bool) -> None:
+        """Backward has delivered a gradient. It `waits` for its reduction where it is a sum in `local`."""
+        self.arrived.add(index)
+        self.holding.add(index)
+        if waits:
+            self.waiting.add(index)
+        self.advance(GradState.ARRIVING)
+
+    def join_waiting(self) -> None:
+        """What waited in `local` is in the partial sum."""
+        self.arrived |= self.waiting
+        self.waiting.clear()
+        self.aside = False
+        self.advance(GradState.ARRIVING)
+
+    def set_aside(self) -> None:
+        """What has arrived is in `local`, and waits for the rest."""
+        self.aside = True
+        self.waiting |= self.arrived
+        self.arrived.clear()
+        self.joined = None  # what had joined this sum waits again with the rest
+        self.advance(GradState.WAITING)
+
+    def end_micro_batch(self) -> None:
+        """All of one micro-batch has arrived, and others add to it where it lies."""
+        self.arrived.clear()
+
+    def complete(self, *, defers: bool) -> None:
+        """All that this backward delivers has arrived, for this rank alone. It `defers` what follows to another one."""
+        self.arrived.clear()
+        if self.state is GradState.ARRIVING:
+            self.advance(GradState.WAITING if defers or self.waiting or self.aside else GradState.HELD)
+
+    def reduce(self) -> None:
+        """The partial sum is on its way to the other ranks."""
+        self.arrived.clear()
+        self.advance(GradState.REDUCING)
+
+    def reduced_all(self, indices: Iterable[int]) -> None:
+        """The sum over ranks of these parameters is where it rests; ranks know of which, unless some `joined`."""
+        self.reduced.update(indices)
+        if self.joined is None:
+            self.advance(GradState.HELD)
+
+    def agree(self) -> None:
+        """All ranks know of which parameters some rank has a gradient."""
+        self.joined = None
+        self.advance(GradState.HELD)
+
+    def reset(self) -> None:
+        """A backward broke off."""
+        self.arrived.clear()
+        self.aside, self.joined = False, None
+        self.advance(GradState.EMPTY)
+
+    def remove(self, indices: Collection[int], to: GradState) -> set[int]:
+        """Hold these parameters' gradients no longer; those that were held. The last one leaves the section in `to`."""
+        for index in indices if self.lives else ():
+            self.lives.pop(index, None)
+        gone = self.holding.intersection(indices)
+        for each in (self.holding, self.exposed, self.waiting, self.reduced):
+            each -= gone
+        for index in gone if self.factors else ():
+            self.factors.pop(index, None)
+        if gone and not self.holding and self.state in (GradState.HELD, GradState.WAITING):
+            self.advance(to)
+        return gone
+
+    # What they count
 
     def factor(self, index: int) -> float:
         """What a gradient counts, by its factors that have been read."""
