@@ -27,8 +27,8 @@ from tests.helpers.ranks import Case, Outcome, RankPool, read_params, rows_of
 from tests.helpers.reference import param_groups
 from zero_offload.base.types import Tier
 from zero_offload.model.api import need_runtime
-from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.grads.section import DevicePartial, StagedPartial
+from zero_offload.runtime.grads.sections import GradSections
 from zero_offload.runtime.grads.sliced import GradSlices, SlicedGrad
 from zero_offload.storage.shards.grad_store import HostGrads
 
@@ -72,7 +72,7 @@ def whole_gradients() -> Iterator[None]:
     def new_partial(self: Any, section: Any, experts: Any) -> DevicePartial:
         return DevicePartial(section.layout, self._device)
 
-    with mock.patch.object(Gradients, "_new_partial", new_partial):
+    with mock.patch.object(GradSections, "_new_partial", new_partial):
         yield
 
 

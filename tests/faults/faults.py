@@ -457,8 +457,8 @@ FAULTS = [
     ),
     fault(
         "the handle of a gradient that is over answers for the next one",
-        "runtime/grads/gradients.py",
-        "            section.lives.pop(index, None)\n",
+        "runtime/grads/section.py",
+        "            self.lives.pop(index, None)\n",
         "            pass\n",
         "tests/unit/runtime/grads/test_handle.py::test_a_handle_ends_with_its_gradient",
     ),
@@ -668,7 +668,7 @@ FAULTS = [
     fault(
         "a backward that broke off leaves its gradients for the next step",
         "runtime/grads/gradients.py",
-        "            found = found or bool(indices)\n            self._clear(section, indices)\n",
+        "            found = found or bool(indices)\n            self._remove(section, indices, GradState.EMPTY)\n",
         "            found = found or bool(indices)\n",
         "tests/models/test_exceptions.py::test_without_zero_grad_the_broken_gradients_are_dropped",
     ),
@@ -1006,9 +1006,8 @@ FAULTS = [
     fault(
         "a folder loads while its weights are another model's",
         "cli/finetune/outputs.py",
-        "            if all((place / name).exists() for name in names):  # nothing in OUT is of these weights yet\n"
-        "                self.withdraw()\n",
-        "",
+        "                self.withdraw()\n                for name in (CARD, *names):\n",
+        "                for name in (CARD, *names):\n",
         FINETUNE + "test_each_moment_of_the_end_leaves_a_whole_model_or_none",
     ),
     fault(
