@@ -14,8 +14,9 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
-# A file stays on one worker: what its tests share, such as a long run or a reference, is made once.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+# Tests wait for processes and drives a third of the time, so workers are more than cores. A file stays on one worker:
+# what its tests share, such as a long run or a reference, is made once.
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/test_distributed_checkpoint.py \
   tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)

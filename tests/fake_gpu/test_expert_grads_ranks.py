@@ -191,7 +191,7 @@ def peaks(rank: int, world_size: int, settings: dict[str, Any], how: str, is_who
 
 @pytest.mark.parametrize(
     ("stage", "grads", "how"),
-    [full(3, "cpu", "plain"), full(3, "nvme", "by_unit"), (2, "cpu", "no_sync"), (1, "nvme", "plain")],
+    [full(3, "cpu", "plain"), full(3, "nvme", "by_unit"), full(2, "cpu", "no_sync"), (1, "nvme", "plain")],
 )
 def test_backward_takes_a_few_experts_of_the_device_and_no_layer(
     pool: RankPool,  # noqa: F811

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.pairwise import full
 from tests.nightly import __main__ as nightly
 from tests.nightly.record import RECORDS_OF_RUNS, Record
 
@@ -46,7 +47,7 @@ def a_run(folder: Path, record: Record, *flags: str, fails: int) -> tuple[int, s
     return code, log.read_text() if log.exists() else ""
 
 
-@pytest.mark.parametrize("flags", [(), ("-n", "2")])
+@pytest.mark.parametrize("flags", [full(()), ("-n", "2")])
 def test_a_second_start_runs_what_has_not_passed(flags: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     code, ran = a_run(tmp_path, Record(path), *flags, fails=1)
