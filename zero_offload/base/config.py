@@ -14,9 +14,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Protocol, Self, cast
 
-from zero_offload.base.deepspeed import read_deepspeed
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import STATE_FORMATS, TORCH_NAMES, ModuleKey, precision_problems
 from zero_offload.base.precision import Precision as Precision
@@ -40,6 +39,25 @@ PlacementRequest = str | Mapping[str, float]
 """A tier's name, "auto", or the fraction of the bytes wanted on each tier."""
 
 FRACTION_TOLERANCE = 1e-6
+
+
+class ForeignConfig(Protocol):
+    """The config of another tool, read into settings of `OffloadConfig`."""
+
+    name: str
+    """The file's path, or the tool's name where there is no file."""
+    settings: dict[str, Any]
+    problems: list[str]
+
+    def report(self) -> str:
+        """Everything that the user has to do beside; empty if nothing."""
+
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
+"""A file of another tool, or its dict."""
+CONFIG_READERS: dict[str, Callable[[ConfigSource, Mapping[str, Any]], ForeignConfig]] = {}
+"""Readers by the tool's name, which take the settings that the program has given, too. `integrations` adds them as the
+package is imported, so that a config knows no other tool's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +191,14 @@ class OffloadConfig:
         return cls(**settings)
 
     @classmethod
-    def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any], **settings: Any) -> OffloadConfig:
+    def from_deepspeed(cls, source: ConfigSource, **settings: Any) -> OffloadConfig:
         """Build from a JSON config of DeepSpeed, a file or its dict; `settings` are this class's own and come first.
 
         One warning lists what the script does instead, and what has no effect here and why. "auto" is what
         transformers.Trainer puts there. Raises ConfigError with all unknown keys and all that would change results.
         """
         known, problems = _read_names(settings)
-        reading = read_deepspeed(source, {name: known[name] for name in settings if name in known})
+        reading = CONFIG_READERS["deepspeed"](source, {name: known[name] for name in settings if name in known})
         values, _ = _read_names(reading.settings)
         if problems := [*problems, *reading.problems, *_find_problems(values)]:
             raise ConfigError(list_problems(f"{reading.name} has", problems))

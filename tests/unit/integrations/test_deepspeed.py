@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import zero_offload as zo
-from zero_offload.base import deepspeed
 from zero_offload.base.config import OffloadConfig, Precision
 from zero_offload.base.errors import ConfigError
+from zero_offload.integrations import deepspeed
 
 ZERO2_OFFLOAD = {
     "train_micro_batch_size_per_gpu": 4,

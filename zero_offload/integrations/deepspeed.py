@@ -1,7 +1,8 @@
 """What a JSON config of DeepSpeed means here: its keys as tables, read into settings of `OffloadConfig`.
 
 Owns the names of those keys and what becomes of each: a setting, a line of the script, no effect, or a refusal because
-results would change. Never makes a config: `OffloadConfig.from_deepspeed` does, of what `read_deepspeed` returns.
+results would change. Never makes a config: `OffloadConfig.from_deepspeed` does, of what `read_deepspeed` returns. The
+config lies below and imports nothing of this: `CONFIG_READERS` has the reader from when the package is imported.
 
 Keys and defaults are those of https://www.deepspeed.ai/docs/config-json and of DeepSpeed 0.19. A key is written here
 with its sections, such as "zero_optimization.stage". "auto" stands in files for transformers.Trainer, which puts one of
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.config import CONFIG_READERS, ConfigSource
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import TORCH_NAMES, Precision
 from zero_offload.base.problems import did_you_mean
@@ -212,7 +214,7 @@ KNOWN = (
 
 @dataclass
 class DeepSpeedReading:
-    """What a file says."""
+    """The content of a file. Implements `base.config.ForeignConfig`."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -234,7 +236,7 @@ class DeepSpeedReading:
         return "\n".join(lines) if lines[1:] else ""
 
 
-def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], given: Mapping[str, Any]) -> DeepSpeedReading:
+def read_deepspeed(source: ConfigSource, given: Mapping[str, Any]) -> DeepSpeedReading:
     """The settings that a DeepSpeed config asks for, under those that the program has `given`.
 
     `source` is a JSON file or the dict of one. All problems of its content are in the result. Raises ConfigError for a
@@ -256,7 +258,10 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], given: Ma
     return reading
 
 
-def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+CONFIG_READERS["deepspeed"] = read_deepspeed
+
+
+def _load(source: ConfigSource) -> tuple[str, Mapping[str, Any]]:
     if isinstance(source, Mapping):
         return "the DeepSpeed config", source
     if not isinstance(source, str | os.PathLike):
