@@ -241,7 +241,7 @@ def test_a_commit_that_a_ctrl_c_kept_from_beginning_is_not_waited_for(nvme: Path
     config = zo.OffloadConfig(precision="fp32", nvme=nvme, commit_every="auto", overlap="none")
     model = zo.offload(build(Model), config)
     optimizer = zo.AdamW(model.parameters())
-    worker = runtime_of(model).update_worker
+    worker = runtime_of(model).base.update_worker
     submit = worker.submit
 
     def once(job: Callable[[], None]) -> None:

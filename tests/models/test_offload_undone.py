@@ -15,8 +15,7 @@ import zero_offload as zo
 from tests.helpers.failing import fail_at, hooks_of
 from tests.helpers.models import TinyLM, build, tokens_of
 from zero_offload.checkpoint.run_files import RunFiles
-from zero_offload.model import move_in
-from zero_offload.model import runtime as model_runtime
+from zero_offload.model import assembly, move_in
 from zero_offload.optim import worker
 from zero_offload.runtime import hooks
 from zero_offload.runtime.units.unit import Unit
@@ -41,7 +40,7 @@ BEFORE_VALUES_MOVE = [
 AFTER = [
     (move_in.Moved, "become", 5),
     (OFFLOAD, "ModelRuntime", 1),
-    (model_runtime, "Commits", 1),
+    (assembly, "Commits", 1),
     (OFFLOAD, "register", 3),
     (Unit, "seal", 2),
     (Unit, "close", 2),

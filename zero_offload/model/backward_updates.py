@@ -30,16 +30,12 @@ from torch import nn
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user
-from zero_offload.base.threads import FirstError
-from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
+from zero_offload.model.foundation import Foundation
 from zero_offload.model.params import ParamPlaces
 from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection, GradState
-from zero_offload.runtime.pass_tracker import ModelLife
-from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Trainer
 from zero_offload.storage.shards.ring_grads import GradRing
@@ -52,23 +48,14 @@ class BackwardUpdates:
     thread."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        device: Device,
-        collectives: Collectives,
-        prefetcher: ParamPrefetcher,
-        errors: FirstError,
-        life: ModelLife,
-        ring: GradRing,
-        grads: Gradients,
-        places: ParamPlaces,
-        updates: Updates,
+        self, base: Foundation, ring: GradRing, grads: Gradients, places: ParamPlaces, updates: Updates
     ) -> None:
-        self._units = units
-        self._collectives = collectives
-        self._prefetcher = prefetcher
-        self._errors = errors
-        self._life = life
+        """`ring`: that of `base`, which has one."""
+        self._units = base.units
+        self._collectives = base.collectives
+        self._prefetcher = base.prefetcher
+        self._errors = base.errors
+        self._life = base.life
         self._ring = ring
         self._grads = grads
         self._places = places
@@ -78,8 +65,8 @@ class BackwardUpdates:
             self._sections.setdefault(each.unit.index, []).append(each)
         self._any_on_device = any(each.section.shard.on_device for each in grads.ledger.sections)
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
-        self._lag = 0 if device.is_host else 1
-        self._params = {param for unit in units for param in unit.params}
+        self._lag = 0 if base.device.is_host else 1
+        self._params = {param for unit in base.units for param in unit.params}
         self._trainers: weakref.WeakKeyDictionary[Trainer, None] = weakref.WeakKeyDictionary()
         """The optimizers of these parameters in their order, as long as the program holds them."""
         self._hypers: Mapping[nn.Parameter, Hyper] = {}

@@ -1,7 +1,8 @@
 """`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place; `plan()`: what it would take.
 
-`Builder` owns the order of building. Parameters move in section by section, so that the peak is the model plus one
-chunk. A second call adopts parameters (`Growth`). Nothing here runs in a training step.
+`Builder` owns the order of building: a model's `Foundation`, then the parts of its step (`assemble`). Parameters move
+in section by section, so that the peak is the model plus one chunk. A second call adopts parameters (`Growth`). Nothing
+here runs in a training step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
 from zero_offload.model.about import about, deciding_values
+from zero_offload.model.assembly import assemble
 from zero_offload.model.deferred.from_files import make_what_came_later
+from zero_offload.model.foundation import Foundation
 from zero_offload.model.move_in import (
     base_paths,
     check_not_wrapped,
@@ -70,6 +73,7 @@ from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_hooks, is_recomputed
+from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import CALL, Callers, RankGroup, join_ranks, mesh_problems, partition_of
@@ -273,7 +277,10 @@ class Builder:
         return worker
 
     def make_runtime(self) -> ModelRuntime:
-        return ModelRuntime(
+        return ModelRuntime(assemble(self._foundation()))
+
+    def _foundation(self) -> Foundation:
+        return Foundation(
             config=self.config,
             given=self.given,
             layout=self.layout,
@@ -284,13 +291,14 @@ class Builder:
             device=self.device,
             store=self.store,
             frames=self.frames,
+            files=self.files,
             errors=self.errors,
+            life=ModelLife(self.errors),
             update_worker=self.update_worker,
             commit_worker=self.commit_worker,
             units=self.units,
             prefetcher=self.prefetcher,
             expert_groups=self.expert_groups,
-            files=self.files,
             activations=self.activations,
             grad_ring=self.grad_ring,
             without_values={} if self.files.found else self.without_values,
@@ -460,7 +468,7 @@ class Growth:
             shards = store.grow(sections, self.sizes.placement.tiers)
             files.lay_out(store, shards, self.without, awaited=self.awaited)
             self.units = [
-                _make_unit(index, self.buffers, store, owner.device, owner.frames, owner.errors, shard_index)
+                _make_unit(index, self.buffers, store, owner.device, owner.base.frames, owner.errors, shard_index)
                 for index in range(first, len(self.layout.units))
             ]
             move_buffers(self.root, owner.device, self.undo)
@@ -491,8 +499,8 @@ class Growth:
             _hook(self.model, owner, {"": []}, (), {}, self.undo)
         # Nothing from here on fails, so nothing of it is undone.
         owner.store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
-        owner.frames.widen(on_device.chosen, on_device.most, on_device.least)
-        owner.expert_groups.widen(self.buffers.group_bytes())
+        owner.base.frames.widen(on_device.chosen, on_device.most, on_device.least)
+        owner.base.expert_groups.widen(self.buffers.group_bytes())
         owner.grow(self.layout, self.sizes, self.units, self.buffers.landing_bytes(), self.param_steps)
         if not self.awaited:
             owner.life.lacks_weights |= self.skips_values
@@ -508,7 +516,7 @@ def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch
             "and again after parameters were added"
         )
     check_not_wrapped(root)
-    divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
+    divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.base.group.columns else []
     new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
     problems = [f"{name} is a DTensor, and the offloaded model has none" for name in divided]
     _check_params(new_params, problems, owner.device.torch_device)  # peft moves adapters to where the base computes
@@ -547,14 +555,14 @@ def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceM
     """Raise where an offloaded model cannot grow now, or is to be another one."""
     if config is not None:
         check_config("zo.offload", config)
-        before = owner.given
+        before = owner.base.given
         names = [each.name for each in fields(config) if each.name not in ("existing", "generation")]  # done with
         if differ := [name for name in names if getattr(config, name) != getattr(before, name)]:
             raise ConfigError(
                 f"zo.offload: the model is offloaded already, with {differ[0]}={getattr(before, differ[0])!r}, not "
                 f"{getattr(config, differ[0])!r}. To adopt new parameters leave config= out, or pass the same one"
             )
-    if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.group.members:
+    if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.base.group.members:
         raise ConfigError("zo.offload: mesh= names other ranks than the first call did; leave it out")
     if owner.config.overlap == UpdateOverlap.BACKWARD:
         raise ConfigError(

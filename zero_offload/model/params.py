@@ -7,7 +7,7 @@ works.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -35,6 +35,7 @@ from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.commits import Commits
+from zero_offload.model.foundation import Foundation
 from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
@@ -43,15 +44,13 @@ from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.grads.handle import GradHandle
-from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
-from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
-from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.saved.tensors import runs
 from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.registry import Touched, owner_of
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
-from zero_offload.storage.shards.store import ShardStore
 
 
 @dataclass(frozen=True)
@@ -142,23 +141,14 @@ class OptimizerStates:
     built, and of each section all that its parameters' optimizers keep.
     """
 
-    def __init__(
-        self,
-        places: ParamPlaces,
-        store: ShardStore,
-        prefetcher: ParamPrefetcher,
-        life: ModelLife,
-        commits: Commits,
-        shard_index: int,
-        plan: MemoryPlan,
-    ) -> None:
+    def __init__(self, base: Foundation, places: ParamPlaces, commits: Commits) -> None:
         self._places = places
-        self._store = store
-        self._prefetcher = prefetcher
-        self._life = life
+        self._store = base.store
+        self._prefetcher = base.prefetcher
+        self._life = base.life
         self._commits = commits
-        self._shard_index = shard_index
-        self._plan = plan
+        self._shard_index = base.shard_index
+        self._plan = base.sizes.plan
         self._unplanned = dict.fromkeys(Tier, 0)
         """Bytes of states that the plan does not count."""
         self.readers = Readers()
@@ -422,28 +412,22 @@ class ParamAccess:
 
     def __init__(
         self,
+        base: Foundation,
         places: ParamPlaces,
         states: OptimizerStates,
-        store: ShardStore,
         grads: GradAccess,
         tracker: PassTracker,
-        life: ModelLife,
-        prefetcher: ParamPrefetcher,
-        ranks: CommitGroup,
-        shard_index: int,
-        compare: Callable[[str, Callable[[], Compared]], None],
     ) -> None:
-        """`compare`: as `Collectives.compare`."""
         self._places = places
         self._states = states
-        self._ranks = ranks
-        self._shard_index = shard_index
-        self._compare = compare
-        self._prefetcher = prefetcher
-        self._store = store
+        self._ranks = base.ranks
+        self._shard_index = base.shard_index
+        self._compare = base.collectives.compare
+        self._prefetcher = base.prefetcher
+        self._store = base.store
         self._grads = grads
         self._tracker = tracker
-        self._life = life
+        self._life = base.life
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
         self._copies: dict[int, StateCopy] = {}

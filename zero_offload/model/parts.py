@@ -35,12 +35,12 @@ from zero_offload.checkpoint.values import (
     read_values,
     residual_alone,
 )
+from zero_offload.model.foundation import Foundation
 from zero_offload.model.params import OptimizerStates, ParamPlaces, Place
 from zero_offload.optim.state import BESIDE, STEP
 from zero_offload.plan.boxes import Box, boxes_of
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.runtime.pass_tracker import ModelLife
-from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
+from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.saved.tensors import runs
 from zero_offload.storage.shards.checkpointed import Holder, Part, Put
 from zero_offload.storage.shards.shard import Component, Shard
@@ -55,24 +55,15 @@ _HALF = "a checkpoint by torch.distributed.checkpoint.load"
 class Parts:
     """Implements `shards.registry.Parts`."""
 
-    def __init__(
-        self,
-        places: ParamPlaces,
-        states: OptimizerStates,
-        store: ShardStore,
-        prefetcher: ParamPrefetcher,
-        life: ModelLife,
-        shard_index: int,
-        folder: Path | None,
-    ) -> None:
-        """`folder` has room for copies."""
+    def __init__(self, base: Foundation, places: ParamPlaces, states: OptimizerStates) -> None:
         self._places = places
         self._states = states
-        self._store = store
-        self._prefetcher = prefetcher
-        self._life = life
-        self._shard_index = shard_index
-        self._folder = folder
+        self._store = base.store
+        self._prefetcher = base.prefetcher
+        self._life = base.life
+        self._shard_index = base.shard_index
+        self.folder = base.config.nvme_dirs[0] if base.config.nvme_dirs else None
+        """Has room for copies."""
         self._reading = threading.Lock()
         """Held by the thread that reads: a writer of checkpoints may have several, and all read into one staging."""
         self._load: _Load | None = None
@@ -87,11 +78,11 @@ class Parts:
         self._life.check_alive()
         place = self._places[param]
         if name == STEP:
-            return StepPart(self, param, dtype, [Box((), (), 0)], (0, 1), self._folder, holder)
+            return StepPart(self, param, dtype, [Box((), (), 0)], (0, 1), holder)
         begin, end = place.span(self._shard_index)
         offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
         span = begin + offset, end + offset
-        return ShardPart(self, param, name, dtype, _boxes(place, *span), span, self._folder, begin, holder)
+        return ShardPart(self, param, name, dtype, _boxes(place, *span), span, begin, holder)
 
     def read(self, param: nn.Parameter, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of this rank's shard. From any thread."""
@@ -271,10 +262,13 @@ class ShardPart:
     dtype: torch.dtype
     boxes: list[Box]
     span: tuple[int, int]
-    folder: Path | None
     first: int
     """The shard's element that is the part's first one."""
     holder: Holder
+
+    @property
+    def folder(self) -> Path | None:
+        return self.parts.folder
 
     @cached_property
     def _offset(self) -> int:
@@ -299,8 +293,11 @@ class StepPart:
     dtype: torch.dtype
     boxes: list[Box]
     span: tuple[int, int]
-    folder: Path | None
     holder: Holder
+
+    @property
+    def folder(self) -> Path | None:
+        return self.parts.folder
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         return self.parts.read_step(self.param)[begin:end]

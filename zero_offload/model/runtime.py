@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +21,33 @@ import torch
 from torch import nn
 
 from zero_offload.base.alike import Compared
-from zero_offload.base.config import OffloadConfig
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user, warning_after
 from zero_offload.base.spans import Lane
-from zero_offload.base.stats import Stats, StatsKeeper
-from zero_offload.base.threads import FirstError
+from zero_offload.base.stats import Stats
 from zero_offload.base.types import Durability, Tier, format_bytes
 from zero_offload.checkpoint.base_record import files_of
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
-from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.checkpoint.values import replace_masters
-from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
-from zero_offload.hardware.probe import free_memory_bytes, peak_resident_bytes
-from zero_offload.model.backward_updates import BackwardUpdates
-from zero_offload.model.commits import Commits
-from zero_offload.model.end import ModelEnd
-from zero_offload.model.params import OptimizerStates, ParamAccess, ParamPlaces
-from zero_offload.model.parts import Parts
-from zero_offload.model.updates import Updates, check_holds_grads, failing
+from zero_offload.hardware.probe import peak_resident_bytes
+from zero_offload.model.assembly import Assembly
+from zero_offload.model.params import OptimizerStates
+from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.groups import Names
-from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors
-from zero_offload.runtime.experts import GroupedExperts
-from zero_offload.runtime.grads.access import GradAccess
-from zero_offload.runtime.grads.gradients import Gradients, check_closed
-from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
-from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
-from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
-from zero_offload.runtime.ranks.group import RankGroup
+from zero_offload.runtime.grads.gradients import check_closed
+from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
-from zero_offload.runtime.saved.activations import Activations
-from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.files.base_file import BaseSpan, missing_text
-from zero_offload.storage.memory.heap import HeapHole
-from zero_offload.storage.memory.resizable import FrameBudget
-from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
-from zero_offload.storage.shards.ring_grads import GradRing
+from zero_offload.storage.shards.registry import LossScaler, Trainer, not_adopted, owner_of
 from zero_offload.storage.shards.shard import Shard
 from zero_offload.storage.shards.store import ShardStore
 
@@ -81,134 +63,40 @@ Capture = Callable[[], dict[str, Any]]
 """What a generation has of the program: `StepRecord.rng` and `.buffers`."""
 
 
-@dataclass(eq=False, repr=False)
 class ModelRuntime:
     """One offloaded model, built by `offload()`; implements `shards.registry.Owner`."""
 
-    config: OffloadConfig
-    """With the budgets that all ranks have agreed on."""
-    given: OffloadConfig
-    """As this rank's program has it."""
-    layout: ShardLayout
-    sizes: Sizes
-    group: RankGroup
-    ranks: CommitGroup
-    collectives: Collectives
-    device: Device
-    store: ShardStore
-    frames: FrameBudget
-    """Frames of the compute device's own memory, if it has any."""
-    errors: FirstError
-    """Errors of updates, commits and transfers."""
-    update_worker: Worker
-    commit_worker: Worker | None
-    """None where there are no generations."""
-    units: list[Unit]
-    """One list for all that go over the units."""
-    prefetcher: ParamPrefetcher
-    expert_groups: GroupReader
-    files: RunFiles
-    activations: Activations | None
-    grad_ring: GradRing | None
-    """With overlap="backward"."""
-    without_values: dict[int, Recipe]
-    """By id: parameters without values, until weights are loaded."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, made: Assembly) -> None:
+        base = self.base = made.base
+        self.config, self.layout, self.sizes, self.device = base.config, base.layout, base.sizes, base.device
+        self.ranks, self.collectives, self.life, self.errors = base.ranks, base.collectives, base.life, base.errors
+        self.store, self.files, self.activations = base.store, base.files, base.activations
+        self.units, self.prefetcher, self.without_values = base.units, base.prefetcher, base.without_values
+        self.places, self.access, self.parts, self._states = made.places, made.access, made.parts, made.states
+        self.grads, self.grad_access = made.grads, made.grad_access
+        self.tracker, self.experts = made.tracker, made.experts
+        self._updates, self._in_backward, self._commits = made.updates, made.in_backward, made.commits
+        self._stats, self._end = made.stats, made.end
         # Weak: hooks of modules hold this object.
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules that the model had when it was offloaded, or when parameters were last adopted."""
-        units, store, prefetcher = self.units, self.store, self.prefetcher
-        self.life = ModelLife(self.errors)
         self.names = Names(in_order=False)
-        self.places = ParamPlaces(units)
-        self.grads = Gradients(
-            units,
-            store,
-            prefetcher.pool,
-            self.collectives,
-            self.device,
-            ring=self.grad_ring,
-            stay_in_memory=self._stays_in_memory(),
-        )
-        self.grad_access = GradAccess(self.grads, self.collectives)
-        grad_bytes = sum(section.layout.nbytes for section in self.grads.ledger.sections)
-        hole = HeapHole(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
+        self.about: Mapping[str, Any] = {}
+        """The model's own description, for manifests; of rank 0."""
         self.step_count = 0
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
-        self._stats = StatsKeeper(store.counters, lambda: store.arena.taken)
-        self.errors.tell(store.snapshots.fail)
-        self._commits = Commits(
-            self.keeper,
-            store.snapshots,
-            (self.update_worker, self.commit_worker),
-            prefetcher.step_order,
-            self.config.commit_every,
-            is_first_rank=self.ranks.rank == 0,
-        )
-        self._states = OptimizerStates(
-            self.places, store, prefetcher, self.life, self._commits, self.collectives.shard_index, self.sizes.plan
-        )
-        self._updates = Updates(
-            store,
-            units,
-            prefetcher,
-            self.device,
-            self.config.overlap,
-            self.update_worker,
-            self.errors,
-            self.grads,
-            self._states,
-            self._commits,
-            self.collectives.shard_index,
-        )
-        self._in_backward: BackwardUpdates | None = None
-        if self.grad_ring is not None:
-            self._in_backward = BackwardUpdates(
-                units,
-                self.device,
-                self.collectives,
-                prefetcher,
-                self.errors,
-                self.life,
-                self.grad_ring,
-                self.grads,
-                self.places,
-                self._updates,
-            )
-        elsewhere = None if self.device.is_host else self.device.torch_device
-        self.tracker = PassTracker(
-            *(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward, elsewhere)
-        )
-        self.experts = GroupedExperts(self.expert_groups, prefetcher, self.tracker, self.grads)
-        shard_index = self.collectives.shard_index
-        self.access = ParamAccess(
-            *(self.places, self._states, store, self.grad_access, self.tracker, self.life, prefetcher),
-            *(self.ranks, shard_index, self.collectives.compare),
-        )
-        folder = self.config.nvme_dirs[0] if self.config.nvme_dirs else None
-        self.parts = Parts(self.places, self._states, store, prefetcher, self.life, shard_index, folder)
-        self.about: Mapping[str, Any] = {}
-        """The model's own description, for manifests; of rank 0."""
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
-        self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, self.files)
         at_exit(self._close_at_exit)
 
     @property
     def keeper(self) -> GenerationKeeper | None:
         return self.files.keeper
-
-    def _stays_in_memory(self) -> bool:
-        """True if a CPU computes, all units stay with it, and nothing of this model is on a drive."""
-        shards = [section.shard for unit in self.units for section in unit.sections]
-        resident = all(unit.on_host and unit.resident for unit in self.units)
-        return resident and self.activations is None and all(shard.placement.all_in_memory for shard in shards)
 
     @property
     def states(self) -> OptimizerStates:
@@ -307,7 +195,7 @@ class ModelRuntime:
         self.layout, self.sizes = layout, sizes
         self.units.extend(units)
         self.prefetcher.grow(landing_bytes)
-        self.grads.grow(units, stay_in_memory=self._stays_in_memory())
+        self.grads.grow(units, stay_in_memory=self.base.stays_in_memory)
         self.tracker.grow(units)
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
@@ -386,7 +274,7 @@ class ModelRuntime:
                 yield
             finally:
                 if may_be_alone:
-                    text = f"rank {self.group.watch.rank} has waited {WARN_S:g} s for the other ranks in {what}"
+                    text = f"rank {self.base.group.watch.rank} has waited {WARN_S:g} s for the other ranks in {what}"
                     waiting.enter_context(warning_after(WARN_S, text))
 
     @contextmanager

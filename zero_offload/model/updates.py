@@ -20,51 +20,34 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import STATES, Hyper, Segment, segment_array
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.model.commits import Commits
+from zero_offload.model.foundation import Foundation
 from zero_offload.model.params import OptimizerStates
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
-from zero_offload.optim.worker import Worker
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.grads.section import GradSection
-from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.store import ShardStore
 
 
 class Updates:
     """The updates of one model; used by the control thread."""
 
-    def __init__(
-        self,
-        store: ShardStore,
-        units: Sequence[Unit],
-        prefetcher: ParamPrefetcher,
-        device: Device,
-        overlap: str,
-        worker: Worker,
-        errors: FirstError,
-        grads: Gradients,
-        states: OptimizerStates,
-        commits: Commits,
-        shard_index: int,
-    ) -> None:
-        self._store = store
-        self._units = units
-        self._prefetcher = prefetcher
-        self._device = device
-        self._overlap = overlap
-        self._worker = worker
-        self._errors = errors
+    def __init__(self, base: Foundation, grads: Gradients, states: OptimizerStates, commits: Commits) -> None:
+        self._store = base.store
+        self._units = base.units
+        self._prefetcher = base.prefetcher
+        self._device = base.device
+        self._overlap = base.config.overlap
+        self._worker = base.update_worker
+        self._errors = base.errors
         self._grads = grads
         self.states = states
         self.commits = commits
-        self._shard_index = shard_index
-        self._pipeline = UpdatePipeline(store)
-        self._device_pass = DevicePass(store, device)
+        self._shard_index = base.shard_index
+        self._pipeline = UpdatePipeline(base.store)
+        self._device_pass = DevicePass(base.store, base.device)
 
     def sections_of(
         self,

@@ -1,0 +1,84 @@
+"""`assemble`: the parts of one model's step, made of its `Foundation` in the order in which one needs the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_offload.base.stats import StatsKeeper
+from zero_offload.hardware.probe import free_memory_bytes
+from zero_offload.model.backward_updates import BackwardUpdates
+from zero_offload.model.commits import Commits
+from zero_offload.model.end import ModelEnd
+from zero_offload.model.foundation import Foundation
+from zero_offload.model.params import OptimizerStates, ParamAccess, ParamPlaces
+from zero_offload.model.parts import Parts
+from zero_offload.model.updates import Updates
+from zero_offload.runtime.experts import GroupedExperts
+from zero_offload.runtime.grads.access import GradAccess
+from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.storage.memory.heap import HeapHole
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Assembly:
+    """What `ModelRuntime` is given: a foundation, and the parts of a step on it."""
+
+    base: Foundation
+    places: ParamPlaces
+    grads: Gradients
+    grad_access: GradAccess
+    commits: Commits
+    states: OptimizerStates
+    updates: Updates
+    in_backward: BackwardUpdates | None
+    """With overlap="backward"."""
+    tracker: PassTracker
+    experts: GroupedExperts
+    access: ParamAccess
+    parts: Parts
+    stats: StatsKeeper
+    end: ModelEnd
+
+
+def assemble(base: Foundation) -> Assembly:
+    """Make the parts. Nothing runs yet, and nothing here has to be undone."""
+    store, prefetcher, device, collectives = base.store, base.prefetcher, base.device, base.collectives
+    stays = base.stays_in_memory
+    places = ParamPlaces(base.units)
+    grads = Gradients(
+        *(base.units, store, prefetcher.pool, collectives, device), ring=base.grad_ring, stay_in_memory=stays
+    )
+    grad_access = GradAccess(grads, collectives)
+    grad_bytes = sum(section.layout.nbytes for section in grads.ledger.sections)
+    hole = HeapHole(grad_bytes, free_memory_bytes) if stays else None
+    base.errors.tell(store.snapshots.fail)
+    commits = Commits(
+        base.files.keeper,
+        store.snapshots,
+        (base.update_worker, base.commit_worker),
+        prefetcher.step_order,
+        base.config.commit_every,
+        is_first_rank=base.ranks.rank == 0,
+    )
+    states = OptimizerStates(base, places, commits)
+    updates = Updates(base, grads, states, commits)
+    in_backward = None if base.grad_ring is None else BackwardUpdates(base, base.grad_ring, grads, places, updates)
+    elsewhere = None if device.is_host else device.torch_device
+    tracker = PassTracker(base.units, prefetcher, grads, base.activations, hole, base.life, in_backward, elsewhere)
+    return Assembly(
+        base=base,
+        places=places,
+        grads=grads,
+        grad_access=grad_access,
+        commits=commits,
+        states=states,
+        updates=updates,
+        in_backward=in_backward,
+        tracker=tracker,
+        experts=GroupedExperts(base.expert_groups, prefetcher, tracker, grads),
+        access=ParamAccess(base, places, states, grad_access, tracker),
+        parts=Parts(base, places, states),
+        stats=StatsKeeper(store.counters, lambda: store.arena.taken),
+        end=ModelEnd(base.life, base.errors, grads, commits, store, base.ranks, base.files),
+    )
