@@ -12,7 +12,7 @@ def quick_endings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in this process draws no picture, and its sample is short: both take longer than its steps."""
     from matplotlib.figure import Figure
 
-    from zero_offload.cli.recipes import train
+    from zero_offload.finetune.pretrain import train
 
     generate = train.generate
 

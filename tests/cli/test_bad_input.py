@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pytest
 
 import zero_offload as zo
-import zero_offload.cli.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
+import zero_offload.finetune.pretrain.train  # noqa: F401 - loaded before a test gives up the right to read it
 from zero_offload.base.errors import ConfigError, StorageError
 from zero_offload.checkpoint.metrics import Metrics
+from zero_offload.cli import report
 from zero_offload.cli.main import main
-from zero_offload.cli.report import command as report
 from zero_offload.storage.files.directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_endings")

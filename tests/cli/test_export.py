@@ -21,8 +21,8 @@ from tests.helpers.ranks import Case, RankPool, RankPools
 from zero_offload.checkpoint.hf_export import export_saved
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.cli.main import main
-from zero_offload.cli.recipes.gpt import GPT, GPTConfig
-from zero_offload.cli.saved import alone
+from zero_offload.finetune.gpt import GPT, GPTConfig
+from zero_offload.runs.locate import alone
 from zero_offload.storage.files.engines import open_engine
 
 Capture = pytest.CaptureFixture[str]

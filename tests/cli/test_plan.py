@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from zero_offload.base.types import GIB
-from zero_offload.cli import measure
 from zero_offload.cli import plan as plan_command
 from zero_offload.cli.main import main
-from zero_offload.cli.planning import GpuHere
-from zero_offload.cli.recipes import gpt
+from zero_offload.finetune import gpt
+from zero_offload.finetune.fit import measure
+from zero_offload.finetune.fit.request import GpuHere
 from zero_offload.hardware import rates
 
 MEMORY = ["--cpu-memory", "64GiB"]

@@ -35,7 +35,7 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM, build
 from zero_offload.cli import main
 import zero_offload.cli.doctor, zero_offload.cli.export, zero_offload.cli.verify
-import zero_offload.cli.report.command
+import zero_offload.cli.report
 nvme, run, out, user = sys.argv[1:]
 model = build(TinyLM)
 zo.offload(model, zo.OffloadConfig())

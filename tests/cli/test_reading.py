@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_offload.cli.main import main
-from zero_offload.cli.terminal import printable
+from zero_offload.runs.terminal import printable
 
 
 @pytest.mark.parametrize("words", [["chat"], ["evaluate", "--data", "chat.jsonl"]], ids=lambda words: words[0])

@@ -17,7 +17,7 @@ from torch import nn
 import zero_offload as zo
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.main import main
-from zero_offload.cli.report import watch
+from zero_offload.runs.report import watch
 
 
 def _report(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -112,7 +112,7 @@ def test_the_first_signal_ends_train_with_its_step_committed(
 SLOW_START = """
 import sys, time
 from zero_offload.cli.main import main
-from zero_offload.cli.recipes import train
+from zero_offload.finetune.pretrain import train
 def load_corpus(*_):
     print("loading", flush=True)
     time.sleep(600)

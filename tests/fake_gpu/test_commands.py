@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
-from zero_offload.cli import measure
 from zero_offload.cli.main import main
+from zero_offload.finetune.fit import measure
 from zero_offload.hardware import rates
 
 NAME = "fake GPU"

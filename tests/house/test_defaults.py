@@ -34,7 +34,7 @@ READERS: dict[str, frozenset[str]] = {
     "torch.get_default_dtype": frozenset({"model/deferred/recipe.py", "model/deferred/recorder.py"}),
     "torch.set_default_dtype": frozenset({"model/deferred/recipe.py"}),
     # Modules that a user builds go where torch's own would go; skip_init does not look.
-    "torch.get_default_device": frozenset({"model/deferred/recorder.py", "nn/tiled_linear.py", "cli/recipes/gpt.py"}),
+    "torch.get_default_device": frozenset({"model/deferred/recorder.py", "nn/tiled_linear.py", "finetune/gpt.py"}),
 }
 """Files that ask for a default, since there it is the user's modules that follow it."""
 

@@ -23,9 +23,13 @@ ENTRIES = (
     "model",
     "nn",
     "integrations",
+    "runs",
+    "finetune",
     "cli",
 )
-"""Folders of the package, the lowest first. `__init__` is above all, and only `cli` uses it; `nn` uses `base` alone."""
+"""Folders of the package, the lowest first; `nn` uses `base` alone. `__init__` is below those of `PROGRAMS`."""
+PROGRAMS = ("runs", "finetune", "cli")
+"""Entries that use the public names."""
 
 
 def sources() -> dict[str, str]:
@@ -64,7 +68,8 @@ def problems(modules: Mapping[str, str]) -> list[str]:
         if entry not in ENTRIES:
             found.append(f"{module} is in none of the entries {', '.join(ENTRIES)}")
             continue
-        below = {"nn": ("base",), "cli": ("__init__", *ENTRIES)}.get(entry, ENTRIES[: ENTRIES.index(entry)])
+        below = ("base",) if entry == "nn" else ENTRIES[: ENTRIES.index(entry)]
+        below += ("__init__",) if entry in PROGRAMS else ()
         for target in sorted(graph[module]):
             if target.split(".")[0] not in (entry, *below):
                 found.append(f"{module} imports {target}; {entry} imports only from {', '.join(below) or 'itself'}")

@@ -16,7 +16,7 @@ ROOT = Path(zero_offload.__file__).parent
 OWNERS: dict[str, frozenset[str]] = {
     "psutil": frozenset({"hardware/probe.py"}),
     "torch.cuda": frozenset({"hardware/accelerators.py"}),
-    "matplotlib": frozenset({"cli/report/picture.py"}),
+    "matplotlib": frozenset({"runs/report/picture.py"}),
     "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/arena.py"}),
     "resource.getrusage": frozenset({"storage/memory/heap.py"}),  # page faults; its ru_maxrss is the launcher's too
     "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),

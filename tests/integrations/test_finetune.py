@@ -36,17 +36,17 @@ from tests.helpers.ext4 import ext4_disk
 from tests.helpers.ranks import wait_until
 from tests.helpers.tool_runs import in_processes
 from tests.helpers.trainer import fork_server
-from zero_offload.cli.finetune import run as finetune_run
-from zero_offload.cli.finetune.data import Prepared, prepare
-from zero_offload.cli.finetune.folder import Lora, build_model, open_folder
-from zero_offload.cli.finetune.outputs import Weights, is_published
-from zero_offload.cli.finetune.settings import TABLE, FinetuneConfig
-from zero_offload.cli.finetune.trainers import FinetuneSFT, best_of
 from zero_offload.cli.main import main
-from zero_offload.cli.recipes.run_dir import read_run
-from zero_offload.cli.recipes.settings import read_tables
-from zero_offload.cli.report.summary import summarize
+from zero_offload.finetune import run as finetune_run
+from zero_offload.finetune.data.prepare import Prepared, prepare
+from zero_offload.finetune.model.folder import Lora, build_model, open_folder
+from zero_offload.finetune.outputs import Weights, is_published
+from zero_offload.finetune.pretrain.settings import read_tables
+from zero_offload.finetune.settings import TABLE, FinetuneConfig
+from zero_offload.finetune.trainers import FinetuneSFT, best_of
 from zero_offload.plan.table import PlanTable
+from zero_offload.runs.reader import read_run
+from zero_offload.runs.report.summary import summarize
 
 pytestmark = pytest.mark.tools
 

@@ -30,12 +30,12 @@ from tests.helpers import folders
 from tests.helpers.disk import small_disk
 from tests.helpers.resident import peak_bytes, reset_peak
 from tests.helpers.templates import HABITS, OPEN_THOUGHT, THINKING, Habit, Segments
-from zero_offload.cli.finetune import sources
-from zero_offload.cli.finetune.data import PACKED, PackedRows, Prepared, prepare
-from zero_offload.cli.finetune.folder import ModelFolder, open_folder
-from zero_offload.cli.finetune.rows import BadRow
-from zero_offload.cli.finetune.settings import FinetuneConfig
-from zero_offload.cli.finetune.turns import ChatTemplate, Sample, tokens_of
+from zero_offload.finetune.data import sources
+from zero_offload.finetune.data.prepare import PACKED, PackedRows, Prepared, prepare
+from zero_offload.finetune.data.rows import BadRow
+from zero_offload.finetune.data.turns import ChatTemplate, Sample, tokens_of
+from zero_offload.finetune.model.folder import ModelFolder, open_folder
+from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.storage.files.own_files import LIST_NAME
 
 ASSISTANT, USER = "assistant", "user"

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 import zero_offload as zo
 from tests.helpers import folders
 from tests.helpers.ranks import wait_until
-from zero_offload.cli.finetune.folder import build_model, open_folder
 from zero_offload.cli.main import main
-from zero_offload.cli.saved import has_generation
+from zero_offload.finetune.model.folder import build_model, open_folder
 from zero_offload.integrations.quantize import PartRecipe
 from zero_offload.plan.quantized import offloaded_tensors
+from zero_offload.runs.locate import has_generation
 
 pytestmark = pytest.mark.tools
 

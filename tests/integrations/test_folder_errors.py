@@ -16,11 +16,11 @@ import transformers
 import tests.helpers.tools  # before transformers  # noqa: F401
 import zero_offload as zo
 from tests.helpers.folders import CHATML, CHATML_MARKED, write_folder
-from zero_offload.cli.finetune import folder as folders
-from zero_offload.cli.finetune.folder import Lora, build_model, check_chat_template, meta_model, open_folder
-from zero_offload.cli.finetune.rows import BadRow
-from zero_offload.cli.finetune.turns import ChatTemplate
 from zero_offload.cli.main import main
+from zero_offload.finetune.data.rows import BadRow
+from zero_offload.finetune.data.turns import ChatTemplate
+from zero_offload.finetune.model import folder as folders
+from zero_offload.finetune.model.folder import Lora, build_model, check_chat_template, meta_model, open_folder
 from zero_offload.hardware.probe import peak_resident_bytes
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

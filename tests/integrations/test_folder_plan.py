@@ -22,13 +22,12 @@ from tests.helpers import folders
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import GIB, MIB, Tier
-from zero_offload.cli.finetune import folder as folder_module
-from zero_offload.cli.finetune.folder import CAUSAL, Lora, ModelFolder, build_model, meta_model, open_folder
-from zero_offload.cli.finetune.rehearsal import rehearse
-from zero_offload.cli.folder_plan import FolderJob, FolderPlan, plan_job
-from zero_offload.cli.folder_text import as_json, as_text
-from zero_offload.cli.human import format_duration
 from zero_offload.cli.main import build_parser, main
+from zero_offload.finetune.fit.plan import FolderJob, FolderPlan, plan_job
+from zero_offload.finetune.fit.rehearsal import rehearse
+from zero_offload.finetune.fit.text import as_json, as_text
+from zero_offload.finetune.model import folder as folder_module
+from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder, build_model, meta_model, open_folder
 from zero_offload.hardware.machines import default_machine, parse_drives
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
@@ -36,6 +35,7 @@ from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.shapes import SHAPES, UnitWork, work_of
 from zero_offload.plan.step_time import Batch, Job, predict
+from zero_offload.runs.number_format import format_duration
 
 assert tools
 
@@ -190,7 +190,7 @@ def test_very_many_rows_are_told_by_few(folder: ModelFolder, tmp_path: Path, mon
         rows.append(args[3])
         return rehearse(*args, **settings)
 
-    monkeypatch.setattr("zero_offload.cli.folder_plan.rehearse", rehearsed)
+    monkeypatch.setattr("zero_offload.finetune.fit.plan.rehearse", rehearsed)
     plan = plan_job(_job(folder, tmp_path, batch=10**9, steps=2**62), tmp_path, tries=False)
     assert rows == [2048] and not plan.fits
     assert "until" not in as_text(plan_job(_job(folder, tmp_path, steps=2**62), tmp_path, tries=False))
@@ -200,7 +200,7 @@ def test_a_model_that_cannot_be_rehearsed_is_estimated(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = plan_job(_job(folder, tmp_path), tmp_path)
-    monkeypatch.setattr("zero_offload.cli.folder_plan.rehearse", lambda *_, **__: torch.zeros(1)[2])
+    monkeypatch.setattr("zero_offload.finetune.fit.plan.rehearse", lambda *_, **__: torch.zeros(1)[2])
     for recompute in (True, False):
         plan = plan_job(_job(folder, tmp_path, recompute=recompute), tmp_path)
         assert plan.fits and "activations are estimated" in as_text(plan) and "(IndexError)" in as_text(plan)
@@ -326,7 +326,7 @@ def test_the_base_is_quantized_where_adapters_alone_do_not_fit(
     lora = Lora(16, 32.0)
     job = _job(large, tmp_path, gpu="rtx4090", ram="1GiB", drives=parse_drives(["7GB/s"]))
     job = replace(job, lora=lora if has_adapter else None)
-    monkeypatch.setattr("zero_offload.cli.folder_plan._first_that_fits", looks)
+    monkeypatch.setattr("zero_offload.finetune.fit.plan._first_that_fits", looks)
     assert not plan_job(job, None).fits
     assert tried[-2:] == [(lora, "int8"), (lora, "nf4")] and tried[-3] == (lora, None)
     tried.clear()
@@ -362,7 +362,7 @@ def test_a_run_that_wears_drives_out_names_what_does_not(folder: ModelFolder, tm
 
 
 def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_offload.cli.folder_plan.nvme_free_bytes", lambda _: 4 * MIB)
+    monkeypatch.setattr("zero_offload.finetune.fit.plan.nvme_free_bytes", lambda _: 4 * MIB)
     plan = plan_job(_job(folder, tmp_path / "nvme"), tmp_path)
     (place,) = plan.places  # swap files and outputs are on one disk, whose free space counts once
     assert set(place.needed) == {"swap files", "activations", "model"} and place.free_bytes == 4 * MIB
@@ -525,7 +525,7 @@ def test_tokens_per_step(path: Path, chat: Path, capsys: pytest.CaptureFixture[s
 
 
 def _rows(chat: Path, path: Path) -> str:
-    from zero_offload.cli.finetune.data import prepare
+    from zero_offload.finetune.data.prepare import prepare
 
     return str(len(prepare([str(chat)], open_folder(path), seq=256).train))
 

@@ -21,17 +21,17 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 import zero_offload as zo
 from tests.helpers import folders
 from zero_offload.checkpoint.run_dir import RunDir
-from zero_offload.cli.finetune import run as finetune_run
-from zero_offload.cli.finetune.folder import Lora, ModelFolder, open_folder
-from zero_offload.cli.finetune.identity import made_of
-from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.main import main
-from zero_offload.cli.recipes import run_dir as recipe_run_dir
-from zero_offload.cli.recipes.run_dir import find_existing
+from zero_offload.finetune import run as finetune_run
+from zero_offload.finetune.identity import made_of
+from zero_offload.finetune.model.folder import Lora, ModelFolder, open_folder
+from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.integrations import identity
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model import about
 from zero_offload.model.about import config_values
+from zero_offload.runs import reader as recipe_run_dir
+from zero_offload.runs.reader import find_existing
 
 pytestmark = pytest.mark.tools
 
@@ -491,7 +491,7 @@ def test_flags_of_the_training_are_named(place: Place, capsys: pytest.CaptureFix
 
 
 def test_ranks_with_other_files(folder: Path, tmp_path: Path) -> None:
-    from zero_offload.cli.finetune.identity import check_ranks
+    from zero_offload.finetune.identity import check_ranks
 
     opened: ModelFolder = open_folder(folder)
     first = made_of(opened, Lora(4, 8.0))

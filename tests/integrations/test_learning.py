@@ -16,10 +16,10 @@ from transformers import get_cosine_schedule_with_warmup
 
 import zero_offload as zo
 from tests.helpers import folders
-from zero_offload.cli.finetune.counts import Counts
-from zero_offload.cli.finetune.learning import Learning
-from zero_offload.cli.finetune.settings import FinetuneConfig
 from zero_offload.cli.main import main
+from zero_offload.finetune.data.counts import Counts
+from zero_offload.finetune.learning import Learning
+from zero_offload.finetune.settings import FinetuneConfig
 
 pytestmark = pytest.mark.tools
 

@@ -25,10 +25,10 @@ from tests.helpers.mutated import Mutation, linked, mutations
 from tests.helpers.pairwise import full
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.hf_files import INDEX_NAME
-from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import CAUSAL, MASKED, meta_model, open_folder
-from zero_offload.cli.finetune.generation import generation_config
 from zero_offload.cli.main import main
+from zero_offload.finetune.data.prepare import prepare
+from zero_offload.finetune.model.folder import CAUSAL, MASKED, meta_model, open_folder
+from zero_offload.finetune.model.generation import generation_config
 
 LIMIT_S = 30.0
 """Of one folder, on a busy machine; most take a tenth of a second."""

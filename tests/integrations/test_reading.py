@@ -27,9 +27,9 @@ from torch import nn
 from tests.helpers import folders
 from tests.helpers.folders import write_folder, write_instructions, write_rows
 from tests.helpers.ranks import RankPools
-from zero_offload.cli.finetune.data import prepare
-from zero_offload.cli.finetune.folder import open_folder
 from zero_offload.cli.main import main
+from zero_offload.finetune.data.prepare import prepare
+from zero_offload.finetune.model.folder import open_folder
 
 Say = Callable[..., list[dict[str, Any]]]
 QUESTIONS = ("What does abs do?", "And math.sqrt?")

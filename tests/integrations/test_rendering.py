@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.folders import CHATML, CHATML_MARKED, tokenizer, write_folder
-from zero_offload.cli.finetune import rendering
-from zero_offload.cli.finetune.rendering import Renderer, RenderError
 from zero_offload.cli.main import main
+from zero_offload.finetune.data import rendering
+from zero_offload.finetune.data.rendering import Renderer, RenderError
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 

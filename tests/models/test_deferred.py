@@ -18,7 +18,7 @@ from tests.helpers.models import AttentionBlock, TinyLM, tokens_of
 from tests.helpers.pretrained import write_weights
 from tests.helpers.ranks import UNEVEN, Case, Outcome, RankPool, read_params, steps
 from tests.helpers.reference import param_groups, placed, read_masters
-from zero_offload.cli.recipes.gpt import GPT, preset
+from zero_offload.finetune.gpt import GPT, preset
 from zero_offload.model.deferred.recipe import Recipe
 
 THREE = [name for name in ARCHITECTURES if name in ("bert", "mamba", "wav2vec2")]

@@ -19,7 +19,7 @@ import torch
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import KIB, MIB, format_bytes, parse_bytes, user_path
-from zero_offload.cli.measure import measure_gpu, private_directory
+from zero_offload.finetune.fit.measure import measure_gpu, private_directory
 from zero_offload.hardware import native
 from zero_offload.hardware.device import compute_device, on_likely_gpu
 from zero_offload.hardware.kernels.checksums import crc32c

@@ -21,12 +21,12 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
-from zero_offload.cli.finetune.folder import ModelFolder, open_folder, quiet_libraries
-from zero_offload.cli.finetune.generation import write_text
-from zero_offload.cli.finetune.rendering import Renderer, RenderError
 from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
-from zero_offload.cli.terminal import printable
+from zero_offload.finetune.data.rendering import Renderer, RenderError
+from zero_offload.finetune.model.folder import ModelFolder, open_folder, quiet_libraries
+from zero_offload.finetune.model.generation import write_text
 from zero_offload.model.api import close, need_runtime, stats
+from zero_offload.runs.terminal import printable
 
 _DESCRIPTION = """\
 Talk to a model in the terminal: a Hugging Face folder, or the folder of an adapter. Weights stream from memory and

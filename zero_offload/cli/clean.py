@@ -20,7 +20,7 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.types import format_bytes, user_path
 from zero_offload.checkpoint.format import History
 from zero_offload.checkpoint.run_dir import FILES_FILE
-from zero_offload.cli.saved import described, read_object
+from zero_offload.runs.locate import described, read_object
 from zero_offload.storage.files import own_files
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest

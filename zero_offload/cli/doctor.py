@@ -19,12 +19,12 @@ from pathlib import Path
 from zero_offload.base.errors import CapacityError, ZeroOffloadError
 from zero_offload.base.types import GIB, format_bytes, user_path
 from zero_offload.checkpoint.file_list import reusable_bytes
-from zero_offload.cli.saved import RUN_HELP, base_of, base_text
 from zero_offload.hardware import device, native, probe, rates
 from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.hardware.device import read_memory
 from zero_offload.hardware.kernels import choice
 from zero_offload.plan.memory import margin_bytes
+from zero_offload.runs.locate import RUN_HELP, base_of, base_text
 from zero_offload.storage.files.directory import check_private
 from zero_offload.storage.files.engines import io_uring_problem
 from zero_offload.storage.memory import arena

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError, NonFiniteError
-from zero_offload.cli.finetune.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
-from zero_offload.cli.finetune.generation import write_text
-from zero_offload.cli.finetune.scores import NO_LABEL, Score, mean_loss
-from zero_offload.cli.finetune.settings import TASKS
 from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
-from zero_offload.cli.terminal import printable
+from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
+from zero_offload.finetune.model.generation import write_text
+from zero_offload.finetune.scores import NO_LABEL, Score, mean_loss
+from zero_offload.finetune.settings import TASKS
 from zero_offload.model.api import close, need_runtime
+from zero_offload.runs.terminal import printable
 
 _DESCRIPTION = """\
 Compute the loss and the perplexity of a model on data: a Hugging Face folder, or the folder of an adapter. Of
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()
     folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
     print_checked(folder, args)
-    from zero_offload.cli.finetune.data import prepare
+    from zero_offload.finetune.data.prepare import prepare
 
     seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq
     prepared = prepare(args.data, folder, method=args.method, seq=seq, packing=False)

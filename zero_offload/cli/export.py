@@ -23,9 +23,9 @@ from zero_offload.base.types import parse_bytes, user_path
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.hf_export import TensorEntry, export_saved, read_values, saved_buffers
 from zero_offload.checkpoint.saved import SavedGeneration, read_generation
-from zero_offload.cli.saved import RUN_HELP, alone, described, find_home, read_object
 from zero_offload.integrations.pretrained import ADAPTERS, EXPORT_DTYPES
 from zero_offload.integrations.saved_models import Values, config_words, write_merged, write_separate
+from zero_offload.runs.locate import RUN_HELP, alone, described, find_home, read_object
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.system import naming_errors

@@ -20,9 +20,7 @@ import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.base.startup import interrupts_raise
-from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, plan, train, verify
-from zero_offload.cli.finetune import command as finetune
-from zero_offload.cli.report import command as report
+from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, finetune, plan, report, train, verify
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 

@@ -1,6 +1,6 @@
 """`zero-offload plan`: bytes per tier and kind of state, whether they fit and how fast a step is, before it is tried.
 
-Owns the flags; what they mean is `planning`'s, the printed form `plan_text`'s. Calls: `add_parser`, then `run`.
+Owns the flags; what they mean is `request.py`'s, the printed form `estimate.py`'s. Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.cli import measure, plan_folder, plan_text
-from zero_offload.cli.planning import Request, by_wear, find_gpu_here, offers, plan_request, ways_of
+from zero_offload.cli import estimate, fit
+from zero_offload.finetune.fit import measure
+from zero_offload.finetune.fit.request import Request, by_wear, find_gpu_here, offers, plan_request, ways_of
 from zero_offload.hardware.machines import GPUS, Drives, parse_drives
 from zero_offload.plan.forecast import forecast
 from zero_offload.plan.wear import TBW_USUAL
@@ -85,7 +86,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for name, text in _SETTINGS.items():
         if defaults[name] is not None and name != "commit_every":
             text = f"{text} (default {defaults[name]})"
-        parser.add_argument(plan_folder.flag_of(name), dest=name, help=text, type=_TYPES.get(name, str))
+        parser.add_argument(fit.flag_of(name), dest=name, help=text, type=_TYPES.get(name, str))
     parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
@@ -117,18 +118,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="TB",
         help=f"terabytes that each drive is rated to be written (default {TBW_USUAL:g}: many consumer drives of 1 TB)",
     )
-    plan_folder.add_flags(parser.add_argument_group("a folder, as finetune has them"))
+    fit.add_flags(parser.add_argument_group("a folder, as finetune has them"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = plan_folder.folder_of(args)
+    folder = fit.folder_of(args)
     gpu_here = find_gpu_here() if args.gpu is None else None
     _check(args, has_gpu=gpu_here is not None)
     drives = parse_drives(args.nvme or [])
     if folder is not None:
-        return plan_folder.run(args, folder, drives, with_states(_given(args, drives)))
+        return fit.run(args, folder, drives, with_states(_given(args, drives)))
     args.model, args.accumulate = args.folder or args.model or "small", args.accumulate or 1
     config = _config(args, drives)
     request = Request.of(args, config, drives, gpu_here)
@@ -143,10 +144,10 @@ def run(args: argparse.Namespace) -> int:
     if planned.memory.fits:
         found = forecast(planned.job, planned.placement, planned.machine)
         more = list(offers(request, planned, found.prediction))
-    report = plan_text.Report(
+    report = estimate.Report(
         request, planned, found, ways_of(request, planned), more, args.tbw, args.step_time, recommended
     )
-    print(json.dumps(plan_text.as_json(report), indent=2) if args.json else plan_text.as_text(report))
+    print(json.dumps(estimate.as_json(report), indent=2) if args.json else estimate.as_text(report))
     return 0 if planned.memory.fits else CapacityError.exit_code
 
 

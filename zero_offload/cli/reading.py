@@ -16,10 +16,10 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
-from zero_offload.cli.finetune.folder import ModelFolder, build_model
-from zero_offload.cli.finetune.identity import check_outputs
-from zero_offload.cli.saved import described
+from zero_offload.finetune.identity import check_outputs
+from zero_offload.finetune.model.folder import ModelFolder, build_model
 from zero_offload.integrations.quantize import QUANTIZATIONS
+from zero_offload.runs.locate import described
 
 
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:

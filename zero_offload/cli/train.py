@@ -17,10 +17,10 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import Existing
 from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
-from zero_offload.cli.recipes.gpt import PRESETS
-from zero_offload.cli.recipes.settings import TrainConfig, read_tables
-from zero_offload.cli.recipes.train import Ending, train
-from zero_offload.cli.report.command import write_reports
+from zero_offload.cli.report import write_reports
+from zero_offload.finetune.gpt import PRESETS
+from zero_offload.finetune.pretrain.settings import TrainConfig, read_tables
+from zero_offload.finetune.pretrain.train import Ending, train
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 

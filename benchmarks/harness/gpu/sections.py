@@ -34,7 +34,7 @@ from harness.gpu.training import Bench, Trainer, deepspeed, fsdp2, in_turn, meas
 
 import zero_offload as zo
 from zero_offload.base.types import GIB, MIB
-from zero_offload.cli.measure import device_rates
+from zero_offload.finetune.fit.measure import device_rates
 from zero_offload.hardware.device import collectives_of, compute_device
 
 REPOSITORY = Path(__file__).parents[3]

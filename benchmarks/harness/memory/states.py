@@ -25,8 +25,8 @@ from harness import command
 from harness.rows import missing, row, show, write
 
 from zero_offload.base.config import OffloadConfig, Precision
-from zero_offload.cli.recipes.settings import TrainConfig
-from zero_offload.cli.recipes.train import train
+from zero_offload.finetune.pretrain.settings import TrainConfig
+from zero_offload.finetune.pretrain.train import train
 
 FORMATS = ("fp32", "bf16", "compact")
 EVALUATED = 512

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import zero_offload as zo
-from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss
+from zero_offload.finetune.gpt import GPT, GPTConfig, Recompute, next_token_loss
 
 NUM_UNITS = 48
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=Recompute.BLOCK)

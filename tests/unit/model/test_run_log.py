@@ -19,9 +19,9 @@ import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import Failure, RankPool
 from zero_offload.checkpoint.run_dir import RunDir
-from zero_offload.cli.recipes.run_dir import read_run
-from zero_offload.cli.report.summary import summarize, tables
 from zero_offload.plan.table import PlanTable
+from zero_offload.runs.reader import read_run
+from zero_offload.runs.report.summary import summarize, tables
 
 
 def offloaded(nvme: Path | None, **settings: Any) -> tuple[nn.Module, zo.AdamW]:

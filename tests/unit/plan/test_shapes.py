@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.cli.recipes import gpt
+from zero_offload.finetune import gpt
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.shapes import SHAPES, Shape, equal_blocks, find_shape, work_of
 

@@ -1,0 +1,84 @@
+"""`zero-offload finetune`: flags and a TOML file become a `FinetuneConfig`; the run does the rest.
+
+Owns the flags and what is printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import Existing
+from zero_offload.checkpoint.run_dir import METRICS_FILE
+from zero_offload.cli.plan import with_states
+from zero_offload.cli.report import write_reports
+from zero_offload.cli.train import INTERRUPTED_EXIT_CODE, add_offload_flags, given_flags
+from zero_offload.finetune.model.folder import quiet_libraries
+from zero_offload.finetune.pretrain.settings import read_tables
+from zero_offload.finetune.pretrain.train import Ending
+from zero_offload.finetune.settings import TABLE, FinetuneConfig, add_flags, default_offload
+
+_DESCRIPTION = """\
+Fine-tune a Hugging Face folder on conversations, prompts with completions, text or preferences, whole or by LoRA.
+The plan is printed first. The same command again continues an interrupted run at its last commit; OUT gets the model,
+its tokenizer and a model card. Flags override run.toml, whose tables are [finetune] (settings named as the flags here,
+with _ for -) and [offload] (the fields of OffloadConfig); OUT/run.toml has all settings of the run."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "finetune",
+        usage="%(prog)s MODEL --data FILE [FILE ...] [flags]",
+        help="fine-tune a Hugging Face folder, whole or by LoRA",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("finetune_model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or an adapter's")
+    parser.add_argument("--config", type=Path, metavar="run.toml", help="settings of the run")
+    add_flags(parser.add_argument_group("the run"))
+    add_offload_flags(parser.add_argument_group("where states rest"), default_offload(), "OUT")
+    parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    named = args.finetune_model or ""
+    if named.endswith(".toml") and not os.path.isdir(named):
+        raise ConfigError(f"{named} is read as the model's folder; settings are given by --config {named}")
+    table, offload = read_tables(args.config, TABLE) if args.config else ({}, {})
+    given, offload_given = given_flags(args, "finetune_"), given_flags(args, "offload_")
+    if isinstance(precision := offload.get("precision"), dict) and "precision" in offload_given:
+        # The flag is a part of what the table says.
+        offload_given["precision"] = {**precision, "compute": offload_given["precision"]}
+    config = FinetuneConfig.from_tables(table | given, with_states(offload | offload_given))
+    quiet_libraries()
+    from zero_offload.finetune.run import finetune  # brings transformers and trl
+
+    existing = Existing.DISCARD if args.discard else Existing.RESUME
+    result = finetune(config, existing, sys.stderr if args.json else sys.stdout, dry_run=args.dry_run)
+    if int(os.environ.get("RANK", "0")) == 0:
+        has_run = not args.dry_run and (result.out / METRICS_FILE).is_file()
+        reports = write_reports(result.out, lambda text: print(text, file=sys.stderr)) if has_run else {}
+        if args.json:
+            print(json.dumps(vars(result) | {"out": str(result.out)} | reports))
+        elif result.ending is Ending.FINISHED:
+            print("\n".join(_where(result.out, config.quantize)))
+        if page := not args.json and reports.get("page"):
+            print(f"report: {page}")
+    if result.plan is not None and not result.plan["fits"]:
+        return CapacityError.exit_code
+    return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
+
+
+def _where(out: Path, quantize: str) -> list[str]:
+    as_trained = f" --quantize {quantize}" if quantize else ""
+    return [
+        f"talk to it: zero-offload chat {out}{as_trained}",
+        f"measure it: zero-offload evaluate {out} --data FILES{as_trained}",
+    ]

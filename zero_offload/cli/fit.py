@@ -1,0 +1,159 @@
+"""`zero-offload plan FOLDER`: the plan of the `finetune` run that the same flags ask for, and its command.
+
+Owns which of the flags of `plan` go with a folder, and what they mean to `finetune`. The calls: `is_of_folder`, then
+`run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import user_path
+from zero_offload.finetune import settings
+from zero_offload.finetune.fit import measure
+from zero_offload.finetune.fit.plan import FolderJob, plan_job
+from zero_offload.finetune.fit.text import as_json, as_text, command
+from zero_offload.finetune.gpt import PRESETS
+from zero_offload.finetune.identity import check_outputs
+from zero_offload.finetune.learning import Learning
+from zero_offload.finetune.model.folder import check_training, open_folder, quiet_libraries
+from zero_offload.finetune.settings import TASKS, FinetuneConfig
+from zero_offload.hardware.machines import ONE_DRIVE, Drives
+from zero_offload.plan.hints import Hints
+from zero_offload.plan.shapes import SHAPES
+
+_OF_RUNS = (
+    *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
+    *("packing", "lora_targets", "group_size"),
+)
+"""Settings of `finetune` whose flags `plan` has for folders alone."""
+_SHARED = ("accumulate", "recompute")
+_PLACES = (
+    *("nvme", "params", "grads", "optimizer", "activations", "stage", "precision", "states"),
+    *("cpu_memory", "device_memory", "durability", "commit_every"),
+)
+"""Settings of tiers and storage that both commands have."""
+_OF_MODELS = ("tokens", "sequence", "loop", "step_time")
+_WIDTH_MAX = 1024
+"""Of the block that is timed on a CPU: some seconds."""
+_NO_DATA = "DATA"
+"""Stands for data that the user has yet to name."""
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Those of `finetune` alone; defaults are its own."""
+    settings.add_flags(group, _OF_RUNS)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting, in both commands."""
+    if name == "packing":
+        return "--no-packing"
+    return f"--{name.replace('_', '-')}" + "-tier" * (name in ("params", "grads", "optimizer", "activations"))
+
+
+def folder_of(args: argparse.Namespace) -> Path | None:
+    """The folder that the plan is for; None where it is for a model by its name or size. Raises ConfigError where the
+    flags do not go with that."""
+    if args.folder is not None and args.model is not None:
+        raise ConfigError(f"FOLDER {args.folder} and --model {args.model} both say what to plan; give one of them")
+    named = args.folder or args.model or ""
+    # A name of a model, or a typo of it, is a folder only if there is one.
+    is_folder = named not in (*PRESETS, *SHAPES) and (named and user_path(named).is_dir() or "/" in named)
+    others = _OF_MODELS if named and is_folder else [name for name in _OF_RUNS if name != "lora"]
+    strange = [flag_of(name) for name in _given(args, others)]
+    if named and is_folder:
+        if strange:
+            raise ConfigError(f"{', '.join(strange)}: of a folder give --batch, --seq and --accumulate, as to finetune")
+        return user_path(named)
+    if strange:
+        raise ConfigError(f"{', '.join(strange)}: only of a Hugging Face folder, such as ./Qwen3-8B; this is {named!r}")
+    return None
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """What the user typed."""
+    values = {name: vars(args)[f"finetune_{name}" if name in _OF_RUNS else name] for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]) -> int:
+    """Print the plan; `places` are the settings of tiers and storage that were given."""
+    quiet_libraries()
+    job, out, note, learning = _job(args, folder, drives, places)
+    plan = plan_job(job, out, tokens=True)
+    if args.json:
+        print(json.dumps(as_json(plan) | {"learning": learning and learning.to_dict()}, indent=2))
+    else:
+        lines = [*note, *(learning.lines() if learning is not None else ()), as_text(plan)]
+        where = " on that machine" if job.is_elsewhere else ""
+        lines += [f"the run{where}:", f"  {command(plan)}"] if plan.fits else []
+        print("\n".join(lines))
+    return 0 if plan.fits else CapacityError.exit_code
+
+
+def _job(
+    args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]
+) -> tuple[FolderJob, Path | None, list[str], Learning | None]:
+    """The run, where it writes, lines to say first, and what it learns, which data tell."""
+    given = _given(args, (*_OF_RUNS, *_SHARED))
+    is_elsewhere = args.gpu is not None or args.ram is not None or drives is not None
+    note = []
+    if is_elsewhere and drives is None and args.nvme is None:
+        drives = ONE_DRIVE
+        note.append("no --nvme is given: one drive of 5 GB/s is planned with, such as --nvme 5GB/s/4GB/s")
+    config = FinetuneConfig.from_tables({"model": str(folder.absolute()), "data": _NO_DATA} | given, dict(places))
+    config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
+    opened = open_folder(
+        config.model,
+        TASKS.get(config.method, TASKS["sft"]),
+        quantize=config.quantize or None,
+        group_size=config.group_size,
+        needs_weights=False,
+        needs_tokenizer=args.finetune_data is not None,
+    )
+    check_training(opened, has_adapter=config.lora > 0 or opened.adapter is not None, merge=config.merge)
+    if opened.has_weights:
+        note += check_outputs(opened)
+    else:
+        note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
+    if args.measure:
+        width = Hints(opened.config).number("hidden_size") or _WIDTH_MAX
+        directories = () if is_elsewhere else config.offload.nvme_dirs
+        measure.measure(config.offload, directories, min(width, _WIDTH_MAX))
+    config, prepared, learning = config.with_length(opened.num_positions), None, None
+    if args.finetune_data is not None:
+        from zero_offload.finetune.data.prepare import prepare  # brings datasets and TRL
+
+        prepared = prepare(config.data, opened, **config.of_data())
+        note.append(prepared.note)
+        is_adapter = config.lora > 0 or opened.adapter is not None
+        learning = Learning.of(config.with_method(prepared.method, is_adapter=is_adapter), prepared, args.ranks)
+    job = replace(
+        FolderJob.of(config, opened, prepared, args.ranks),
+        nodes=args.nodes,
+        words=(args.folder or args.model, *_words(args, drives)),
+        gpu=args.gpu,
+        ram=args.ram,
+        drives=drives,
+        tbw=args.tbw,
+    )
+    return job, None if is_elsewhere else config.out, note, learning
+
+
+def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:
+    """What the command of the run has beside the folder: what was given that `finetune` takes too."""
+    for name, value in _given(args, (*_OF_RUNS, *_SHARED, *_PLACES)).items():
+        if name == "nvme" and drives is not None:
+            continue
+        yield flag_of(name)
+        if not isinstance(value, bool):
+            yield from map(str, value if isinstance(value, list) else [value])
+    if args.finetune_data is None:
+        yield from ("--data", "chat.jsonl")

@@ -1,0 +1,160 @@
+"""A forward and backward of a folder's model on tensors without memory: how many bytes of activations a step needs.
+
+Owns what a step is rehearsed with: the model on meta as its config has it, torch's own operations with the shapes of a
+batch, TRL's head that makes logits in parts. Never reads weights or data. What is counted is each storage that an
+operation makes, from then until nothing refers to it; memory that an operation takes and frees within itself is not.
+The call: `rehearse`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero_offload.base.host import host_empty
+from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder, meta_model, recompute_blocks
+from zero_offload.plan.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Of one micro-batch of `rows` x `seq` tokens."""
+
+    rows: int
+    seq: int
+    peak_bytes: int
+    """The most at once of activations, logits and what operations make, with a parameter's gradient until it is
+    complete; parameters are not counted."""
+    saved_bytes: Mapping[str, int]
+    """By unit, what its forward leaves for backward: with recompute, of blocks what they begin with. Under "" is the
+    rest."""
+    problem: str = ""
+    """Why these are not a rehearsal's, but by arithmetic."""
+
+    def of_rows(self, rows: int) -> Rehearsal:
+        """Of a micro-batch of as many rows, at most: part of what one takes does not grow with them."""
+
+        def grown(nbytes: int) -> int:
+            return -(-nbytes * rows // self.rows)
+
+        saved = {name: grown(nbytes) for name, nbytes in self.saved_bytes.items()}
+        return replace(self, rows=rows, peak_bytes=grown(self.peak_bytes), saved_bytes=saved)
+
+
+def rehearse(
+    folder: ModelFolder, lora: Lora | None, dtype: torch.dtype, rows: int, seq: int, *, recompute: bool
+) -> Rehearsal:
+    """Run one micro-batch; some seconds for a model of 8B parameters, and no memory.
+
+    Raises what the model raises for such a batch, such as more tokens than it has positions for.
+    """
+    # Quantized weights are no other: what operations make of them is counted below.
+    model: Any = meta_model(replace(folder, quantize=None, quantization=None), lora)
+    units = {unit.name for unit in ModelSpec.from_module(model).units}
+    if recompute:
+        recompute_blocks(model)
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+    model.train()
+    saved = dict.fromkeys(("", *units), 0)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # those on meta
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop)
+        live = _LiveBytes((*model.parameters(), *model.buffers()))
+        with live:
+            with _saving(model, live, saved):
+                loss = _loss(model, folder, rows, seq)
+            loss.backward()
+    made = max(param.numel() for param in model.parameters()) * dtype.itemsize if folder.is_quantized else 0
+    return Rehearsal(rows, seq, live.peak + made, saved)
+
+
+def _drop(param: Tensor) -> None:
+    param.grad = None
+
+
+def _loss(model: Any, folder: ModelFolder, rows: int, seq: int) -> Tensor:
+    ids = host_empty((rows, seq), torch.int64)
+    # Samples that share a sequence, or are shorter than it, are told apart by a mask of this shape.
+    mask = host_empty((rows, 1, seq, seq), torch.bool)
+    if folder.task != CAUSAL:
+        labels = ids if folder.task == "masked" else ids[:, 0]
+        found: Tensor = model(input_ids=ids, labels=labels).loss
+        return found
+    from trl.trainer.utils import add_fused_lm_head
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    found = model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True).loss
+    return found
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations have made and that are still referred to."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        """`others` were there before."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+        self._sizes: dict[int, int] = {}
+
+    def size(self, tensor: Tensor) -> int:
+        """Bytes of its storage; 0 if no operation has made it."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._others or key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += self._sizes[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._end, key)
+
+    def _end(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+@contextmanager
+def _saving(model: nn.Module, live: _LiveBytes, saved: dict[str, int]) -> Iterator[None]:
+    """Add up what is saved for backward, each storage once, under the unit whose forward runs, or under ""."""
+    units, known = [""], set[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in known:
+            known.add(key)
+            saved[units[-1]] += live.size(tensor)
+        return tensor
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name in saved and name:
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: units.append(name)))
+            hooks.append(module.register_forward_hook(lambda *_: [units.pop(), None][1]))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

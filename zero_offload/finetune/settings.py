@@ -1,0 +1,386 @@
+"""What a fine-tuning run is asked to do: `FinetuneConfig`, checked whole and then never changed.
+
+Owns the names, defaults and rules of the settings of `finetune`; those of tiers and storage are `OffloadConfig`'s.
+Never reads the model, the data or the run directory.
+
+Calls, in order: `FinetuneConfig.from_tables(*read_tables(path, TABLE))`, which raises one ConfigError listing every
+problem of both tables; `with_length` and `with_method` once the model and the data have told them; then read the
+fields, `arguments()`, `to_toml()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.problems import list_problems, unknown_names
+from zero_offload.base.types import Existing, UpdateOverlap, user_path
+from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, MASKED, Lora
+from zero_offload.finetune.pretrain.settings import RUNS, is_count, is_real, with_offload
+from zero_offload.integrations.quantize import QUANTIZATIONS
+
+TABLE = "finetune"
+TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
+"""By method, what the model does."""
+_RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classify": (2e-5, 5e-4)}
+"""By method, the learning rate of all parameters and of adapters."""
+_ASKED = ("mlm", "classify")
+"""Methods that no data tell: without `method` the same data are trained by another one."""
+_SEQ = 1024
+_HOW_IT_STARTS = ("existing", "generation")
+RECOMPUTE = ("block", "none")
+_PATHS = ("model", "out")
+_NAMES = ("data", "eval_data", "lora_targets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """One run of `finetune`."""
+
+    model: Path = Path()
+    """A Hugging Face folder, or an adapter's."""
+    data: tuple[str, ...] = ()
+    """Files, folders or names of data sets."""
+    eval_data: tuple[str, ...] = ()
+    split: float = 0.0
+    """The share of the data that is kept for evaluation; 0 is none."""
+    method: str = "auto"
+    """"sft", "dpo", "mlm" or "classify"; "auto" is what the columns of the data tell."""
+    out: Path = RUNS / "model"
+    """The trained model, metrics, report, and the NVMe tier where none is named."""
+    steps: int = 0
+    """Optimizer steps; 0: as many as `epochs` have."""
+    epochs: float = 1.0
+    batch: int = 4
+    """Samples (with packing: sequences) per micro-batch and rank."""
+    accumulate: int = 4
+    """Micro-batches per optimizer step."""
+    seq: int = 0
+    """The most tokens of a sample, and of a packed sequence; 0: 1024, or as many as the model has positions for."""
+    lr: float = 0.0
+    """Peak learning rate, reached after `warmup`, then a cosine down to 0. 0: as usual for the method."""
+    warmup: float = 0.03
+    """Steps until the peak; below 1 a share of all steps, and none where that is less than one."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    lora: int = 0
+    """Rank of the adapters; 0 trains all parameters."""
+    lora_alpha: float = 0.0
+    """Adapters are scaled by alpha / rank; 0 is twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """What gets adapters, as `Targets` takes it; () is all linear layers but the output's, and of mixtures that peft
+    knows experts and routers."""
+    quantize: str = ""
+    """What the frozen linear layers become, one of `QUANTIZATIONS`; "" leaves them as they are."""
+    group_size: int = 0
+    """Frozen experts of a layer that are fetched together; 0 is as many as 256 MiB hold."""
+    merge: bool = False
+    """True if OUT/merged gets the base with its adapters merged into it."""
+    packing: bool = True
+    """True if short samples share a sequence, each attending to itself alone."""
+    recompute: str = "block"
+    """Activations in backward: "block" (computed again from the block's inputs) or "none" (kept)."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: ten in a run."""
+    patience: int = 0
+    """Evaluations without a better loss after which the run ends; 0 is never."""
+    samples: int = 2
+    """Texts that the model writes at each evaluation."""
+    offload: OffloadConfig = field(default_factory=lambda: default_offload())
+
+    def __post_init__(self) -> None:
+        if problems := list(_find_problems(self)):
+            raise ConfigError(list_problems("the settings have", problems))
+
+    @classmethod
+    def from_tables(cls, finetune: Mapping[str, Any], offload: Mapping[str, Any]) -> FinetuneConfig:
+        """Build from plain values as TOML or flags hold them; all problems of both tables at once."""
+        names = [item.name for item in fields(cls) if item.name != "offload"]
+        problems = unknown_names(finetune, names)
+        if "existing" in offload:
+            problems.append("existing is decided by finetune: a run goes on by itself, and --discard deletes it")
+        settings = {name: value for name, value in finetune.items() if name in names}
+        for name in (*_PATHS, *_NAMES):
+            try:
+                if name in settings:
+                    settings[name] = _path(settings[name]) if name in _PATHS else _texts(settings[name])
+            except (TypeError, UnicodeEncodeError):  # run.toml has no bytes that are not UTF-8
+                problems.append(
+                    f"{name}={settings.pop(name)!r} is not {'a path' if name in _PATHS else 'a list of text'} in UTF-8"
+                )
+            except ConfigError as error:
+                settings.pop(name)
+                problems.append(f"{name}: {error}")
+        settings.setdefault("out", _default_out(settings))
+        make = partial(_offload_config, offload, settings["out"])
+        return cls(**with_offload(cls, settings, make, problems, _find_problems, "the settings have"))
+
+    def with_length(self, num_positions: int) -> FinetuneConfig:
+        """With a length that a model of so many positions takes."""
+        return replace(self, seq=self.seq or min(_SEQ, num_positions))
+
+    def with_method(self, method: str, *, is_adapter: bool) -> FinetuneConfig:
+        """With the method that the data has told, and its learning rate."""
+        return replace(self, method=method, lr=self.lr or usual_rate(method, is_adapter=is_adapter))
+
+    def of_data(self) -> dict[str, Any]:
+        """Arguments of `data.prepare`."""
+        names = ("method", "seq", "eval_data", "split", "seed", "packing")
+        return {name: getattr(self, name) for name in names}
+
+    def num_steps(self, num_rows: int, num_ranks: int) -> int:
+        """Optimizer steps of the whole run on so many ranks."""
+        return self.steps or max(1, math.ceil(self.epochs * self.steps_per_epoch(num_rows, num_ranks)))
+
+    def steps_per_epoch(self, num_rows: int, num_ranks: int) -> int:
+        return max(1, math.ceil(self._batches_per_epoch(num_rows, num_ranks) / self.accumulate))
+
+    def epochs_of(self, num_steps: int, num_rows: int, num_ranks: int) -> float:
+        """Passes over the data in so many steps. The last step of a pass may have fewer micro-batches."""
+        whole, rest = divmod(num_steps, self.steps_per_epoch(num_rows, num_ranks))
+        return whole + rest * self.accumulate / self._batches_per_epoch(num_rows, num_ranks)
+
+    def repeated_rows(self, num_rows: int, num_ranks: int) -> int:
+        """Rows that come once more in a pass: every rank gets as many whole micro-batches, as accelerate deals them."""
+        together = self.batch * num_ranks
+        return -num_rows % together if num_ranks > 1 else 0
+
+    def _batches_per_epoch(self, num_rows: int, num_ranks: int) -> int:
+        return math.ceil(num_rows / (self.batch * num_ranks))
+
+    def eval_steps(self, num_steps: int) -> int:
+        """Steps between evaluations."""
+        return self.eval_every or max(1, num_steps // 10)
+
+    def warmup_of(self, num_steps: int, *, shrinks: bool) -> float:
+        """What Trainer is given. It rounds a share up, and its first step of warm-up has rate 0: where the share is
+        less than a step, that step would train nothing, so warm-up `shrinks` to none. Older runs keep theirs."""
+        return 0 if shrinks and self.warmup < 1 and num_steps * self.warmup < 1 else self.warmup
+
+    def warmup_steps(self, num_steps: int, *, shrinks: bool) -> int:
+        """Steps until the peak, as Trainer counts them."""
+        warmup = self.warmup_of(num_steps, shrinks=shrinks)
+        return int(warmup) if warmup >= 1 else math.ceil(num_steps * warmup)
+
+    def adapters(self) -> Lora | None:
+        if not self.lora:
+            return None
+        return Lora(rank=self.lora, alpha=self.lora_alpha or 2.0 * self.lora, targets=self.lora_targets)
+
+    def arguments(self) -> dict[str, Any]:
+        """Plain values that decide the run, flat; two runs are the same run where these are equal."""
+        return self._plain() | {f"offload.{name}": value for name, value in self._places().items()}
+
+    def to_toml(self) -> str:
+        """Both tables, of which `from_tables` makes an equal config."""
+        tables = {TABLE: self._plain(), "offload": self._places()}
+        return "\n".join(
+            f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items() if value is not None)
+            for name, table in tables.items()
+        )
+
+    def _plain(self) -> dict[str, Any]:
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "offload"}
+        values |= {name: str(values[name].absolute()) for name in _PATHS}
+        return values | {name: [_whole_name(each) for each in values[name]] for name in _NAMES}
+
+    def _places(self) -> dict[str, Any]:
+        places = self.offload.to_dict() | {"nvme": [str(path.absolute()) for path in self.offload.nvme_dirs]}
+        # How a run starts is not part of what it is.
+        return {name: value for name, value in places.items() if name not in _HOW_IT_STARTS}
+
+
+def usual_rate(method: str, *, is_adapter: bool) -> float:
+    """The learning rate where none is given."""
+    return _RATES[method][is_adapter]
+
+
+def _default_out(settings: Mapping[str, Any]) -> Path:
+    """Where a run goes unless told: runs of other models, on other data, or by LoRA of another rank do not meet."""
+    model, data = settings.get("model", Path("model")), settings.get("data", ())
+    names = [model.absolute().name, Path(data[0]).absolute().stem if data else "data"]
+    if (method := settings.get("method")) in _ASKED:
+        names.append(method)
+    if is_count(rank := settings.get("lora", 0), least=1):
+        names.append(f"lora{rank}")
+    if quantize := settings.get("quantize"):
+        names.append(str(quantize))
+    return RUNS / "-".join(names)
+
+
+def default_offload() -> OffloadConfig:
+    return _offload_config({}, RUNS / "model")
+
+
+def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
+    defaults: dict[str, Any] = dict.fromkeys(("params", "grads", "optimizer"), "auto")
+    defaults |= {"nvme": str(out / "nvme"), "commit_every": "auto"}
+    if "generation" in offload:
+        defaults["existing"] = Existing.RESUME.value
+    return OffloadConfig.from_dict(defaults | dict(offload))
+
+
+def _path(value: Any) -> Path:
+    if "\0" in str(value):
+        raise TypeError("a NUL byte")
+    str(value).encode()
+    return user_path(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(each, str) and "\0" not in each for each in values):
+        raise TypeError("not text")
+    "".join(values).encode()
+    return values
+
+
+def _whole_name(name: str) -> str:
+    """A path that holds from any directory; a name of anything else stays as it is."""
+    path = user_path(name)
+    return str(path.absolute()) if os.path.lexists(path) else name
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return (
+            "{ " + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items() if each is not None) + " }"
+        )
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)  # of text, numbers and booleans the same in TOML
+
+
+def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
+    if config.model == Path():
+        yield "no model is given; name its folder before the flags: zero-offload finetune MODEL --data FILES"
+    if not config.data:
+        yield "no data is given; name files, a folder or a data set: --data chat.jsonl"
+    if config.method not in ("auto", *TASKS):
+        yield f"method={config.method!r} is unknown; use auto, {', '.join(TASKS)}"
+    for name in ("batch", "accumulate"):
+        if not is_count(value := getattr(config, name), least=1):
+            yield f"{name}={value!r} is not a positive whole number"
+    for name in ("steps", "seq", "seed", "lora", "group_size", "eval_every", "patience", "samples"):
+        if not is_count(value := getattr(config, name), least=0):
+            yield f"{name}={value!r} is not a whole number from 0 up"
+    for name, most in (("epochs", 2.0**63), ("clip", sys.float_info.max)):
+        if not (is_real(value := getattr(config, name)) and 0 < value <= most):
+            yield f"{name}={value!r} is not a positive number" + ", or too large" * (name == "epochs")
+    for name in ("lr", "warmup", "weight_decay", "lora_alpha"):
+        if not (is_real(value := getattr(config, name)) and value >= 0):
+            yield f"{name}={value!r} is not a number from 0 up"
+    for name in ("merge", "packing"):
+        if not isinstance(value := getattr(config, name), bool):
+            yield f"{name}={value!r} is neither true nor false"
+    if not (is_real(config.split) and 0 <= config.split < 1):
+        yield f"split={config.split!r} is not a share from 0 up to 1"
+    elif config.split and config.eval_data:
+        yield "eval_data and split both say what to evaluate on; give one of them"
+    if config.patience and not (config.eval_data or config.split):
+        yield f"patience={config.patience!r} counts evaluations; give --eval-data, or --split 0.05"
+    if config.eval_every and not (config.eval_data or config.split):
+        yield f"eval_every={config.eval_every!r} counts steps between evaluations; give --eval-data, or --split 0.05"
+    if config.quantize not in ("", *QUANTIZATIONS):
+        yield f"quantize={config.quantize!r} is unknown; use {', '.join(QUANTIZATIONS)}"
+    if not config.lora and (config.lora_alpha or config.lora_targets):
+        yield "lora_alpha and lora_targets are of adapters; give --lora RANK, such as --lora 16"
+    if config.recompute not in RECOMPUTE:
+        yield f"recompute={config.recompute!r} is unknown; use block or none"
+    # Of a place that may not be looked at, `os.path` says no, and pathlib raises.
+    if os.path.exists(config.out) and not os.path.isdir(config.out):
+        yield f"out={str(config.out)!r} is a file; name a directory"
+    if config.model != Path() and config.out.resolve() == config.model.resolve():
+        yield f"out={str(config.out)!r} is the model's folder too; its weights would be replaced: give another --out"
+    if not isinstance(config.offload, OffloadConfig):
+        return
+    if config.offload.overlap == UpdateOverlap.BACKWARD:
+        clip = f"clip={config.clip!r}"
+        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
+    if config.out.resolve() in [path.resolve() for path in config.offload.nvme_dirs]:
+        yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
+
+
+# Flags
+
+
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """What reads a flag that has its default by being left out: 0, which a file has for that, is not typed."""
+
+    def number(text: str) -> float:
+        if (value := kind(text)) == 0:
+            raise argparse.ArgumentTypeError("0 is not a value of it; give another, or leave it out for the default")
+        return value
+
+    return number
+
+
+def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None) -> None:
+    """One for each setting, or for these; `finetune_` stands before the names of their values."""
+
+    def add(flag: str, help: str, name: str = "", **options: Any) -> None:
+        name = name or flag.removeprefix("--").replace("-", "_")
+        default = getattr(FinetuneConfig, name)
+        if default and "default" not in help and "action" not in options:
+            help = f"{help} (default {default})"
+        if names is None or name in names:
+            options = options if "action" in options else {"metavar": name.upper()} | options
+            group.add_argument(flag, dest=f"finetune_{name}", help=help, **options)
+
+    add("--data", "files (JSONL, JSON, Parquet, CSV), folders or names of data sets", nargs="+", metavar="FILE")
+    add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
+    add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
+    add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
+    add(
+        "--out",
+        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK-KIND)",
+        metavar="OUT",
+    )
+    add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
+    add("--epochs", "passes over the data", type=float)
+    add("--batch", "sequences per micro-batch and rank", type=int)
+    add("--accumulate", "micro-batches per step", type=int)
+    add("--seq", "the most tokens of a sequence (default 1024, or what the model takes)", type=_above_zero(int))
+    add(
+        "--lr",
+        "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
+        type=_above_zero(float),
+    )
+    add("--warmup", "steps until the peak; below 1 a share of all steps, none if that is less than one", type=float)
+    add("--weight-decay", "decay of the matrices (default 0)", type=float)
+    add("--clip", "largest gradient norm", type=float)
+    add("--seed", "of new weights and of the data's order (default 0)", type=int)
+    add("--lora", "train adapters of this rank, such as 16 (default: all parameters)", type=int, metavar="RANK")
+    add(
+        "--lora-alpha",
+        "adapters are scaled by ALPHA / RANK (default: twice the rank)",
+        type=_above_zero(float),
+        metavar="ALPHA",
+    )
+    add(
+        "--lora-targets",
+        "ends of names: layers, experts, gate, experts.down_proj (default: all linear layers, and most experts)",
+        nargs="+",
+        metavar="NAME",
+    )
+    add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
+    add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
+    add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
+    add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
+    add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
+    add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")
+    merges = "write OUT/merged too: the base with the adapter merged into it"
+    add("--merge", merges, action="store_const", const=True)
+    add("--no-packing", "one sample per sequence, padded", "packing", action="store_const", const=False)
