@@ -27,7 +27,7 @@ from tests.helpers.launched import run_program
 from zero_offload.cli.main import main
 from zero_offload.finetune.pretrain import train as recipe
 from zero_offload.finetune.pretrain.settings import TrainConfig
-from zero_offload.runs.loop import StopRequest
+from zero_offload.runs.stop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("quick_endings")
 STEPS = 14

@@ -1110,7 +1110,7 @@ FAULTS = [
     ),
     fault(
         "states of another run are taken for those that have moved",
-        "runs/reader.py",
+        "runs/resume.py",
         "any(each.run_id == run_id for",
         "any(each for",
         IDENTITY + "test_states_that_have_moved_are_known",

@@ -41,12 +41,12 @@ from zero_offload.finetune import run as finetune_run
 from zero_offload.finetune.data.prepare import Prepared, prepare
 from zero_offload.finetune.model.folder import Lora, build_model, open_folder
 from zero_offload.finetune.outputs import Weights, is_published
-from zero_offload.finetune.pretrain.settings import read_tables
 from zero_offload.finetune.settings import TABLE, FinetuneConfig
 from zero_offload.finetune.trainers import FinetuneSFT, best_of
 from zero_offload.plan.table import PlanTable
 from zero_offload.runs.reader import read_run
 from zero_offload.runs.report.summary import summarize
+from zero_offload.runs.settings import read_tables
 
 pytestmark = pytest.mark.tools
 

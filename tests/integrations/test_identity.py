@@ -30,8 +30,8 @@ from zero_offload.integrations import identity
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model import about
 from zero_offload.model.about import config_values
-from zero_offload.runs import reader as recipe_run_dir
-from zero_offload.runs.reader import find_existing
+from zero_offload.runs import resume
+from zero_offload.runs.resume import find_existing
 
 pytestmark = pytest.mark.tools
 
@@ -279,7 +279,7 @@ def test_each_setting_is_named_or_in_the_list(name: str, tmp_path: Path) -> None
     RunDir(tmp_path).create({"identity": identity_then})
     value = identity_then[name]
     now = identity_then | {name: other(value)}
-    if name in (*recipe_run_dir.MAY_CHANGE, *finetune_run.MAY_CHANGE):
+    if name in (*resume.MAY_CHANGE, *finetune_run.MAY_CHANGE):
         assert find_existing(RunDir(tmp_path), now, finetune_run.MAY_CHANGE) == "resume"
     else:
         with pytest.raises(zo.ConfigError, match=f"holds a run with {name}="):

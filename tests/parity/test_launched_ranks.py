@@ -21,7 +21,7 @@ from zero_offload.hardware import device, probe
 from zero_offload.hardware.device import DeviceChoice, choose_gpus
 from zero_offload.hardware.probe import MemoryLimit
 from zero_offload.model.api import runtime_of
-from zero_offload.runs.loop import joined_ranks
+from zero_offload.runs.ranks import joined_ranks
 from zero_offload.runtime.ranks import group
 
 CASE = Case({"stage": 3, "precision": "fp32", "durability": "scratch"}, num_steps=2, max_norm=0.5)

@@ -18,9 +18,9 @@ from zero_offload.cli.plan import with_states
 from zero_offload.cli.report import write_reports
 from zero_offload.cli.train import INTERRUPTED_EXIT_CODE, add_offload_flags, given_flags
 from zero_offload.finetune.model.folder import quiet_libraries
-from zero_offload.finetune.pretrain.settings import read_tables
-from zero_offload.finetune.pretrain.train import Ending
 from zero_offload.finetune.settings import TABLE, FinetuneConfig, add_flags, default_offload
+from zero_offload.runs.settings import read_tables
+from zero_offload.runs.stop import Ending
 
 _DESCRIPTION = """\
 Fine-tune a Hugging Face folder on conversations, prompts with completions, text or preferences, whole or by LoRA.

@@ -19,8 +19,10 @@ from zero_offload.base.types import Existing
 from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
 from zero_offload.cli.report import write_reports
 from zero_offload.finetune.gpt import PRESETS
-from zero_offload.finetune.pretrain.settings import TrainConfig, read_tables
-from zero_offload.finetune.pretrain.train import Ending, train
+from zero_offload.finetune.pretrain.settings import TrainConfig
+from zero_offload.finetune.pretrain.train import train
+from zero_offload.runs.settings import read_tables
+from zero_offload.runs.stop import Ending
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.finetune.data.counts import Counts
-from zero_offload.finetune.pretrain.settings import rate_warnings
 from zero_offload.finetune.settings import FinetuneConfig, usual_rate
+from zero_offload.runs.settings import rate_warnings
 
 if TYPE_CHECKING:
     from zero_offload.finetune.data.prepare import Prepared  # brings datasets

@@ -56,15 +56,16 @@ from zero_offload.finetune.outputs import (
     reading,
     strangers,
 )
-from zero_offload.finetune.pretrain.train import Ending
 from zero_offload.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model.api import need_runtime
 from zero_offload.runs.locate import described, has_generation
-from zero_offload.runs.loop import Progress, Ranks, joined_ranks, requested_stop
-from zero_offload.runs.reader import earlier_identity, find_existing
+from zero_offload.runs.progress import Progress
+from zero_offload.runs.ranks import Ranks, joined_ranks
+from zero_offload.runs.resume import earlier_identity, find_existing
+from zero_offload.runs.stop import Ending, requested_stop
 from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"

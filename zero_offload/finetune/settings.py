@@ -25,10 +25,10 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
-from zero_offload.base.types import Existing, UpdateOverlap, user_path
+from zero_offload.base.types import Existing, user_path
 from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, MASKED, Lora
-from zero_offload.finetune.pretrain.settings import RUNS, is_count, is_real, with_offload
 from zero_offload.integrations.quantize import QUANTIZATIONS
+from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
 
 TABLE = "finetune"
 TASKS = {"sft": CAUSAL, "dpo": CAUSAL, "mlm": MASKED, "classify": CLASSIFY}
@@ -299,18 +299,11 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield "lora_alpha and lora_targets are of adapters; give --lora RANK, such as --lora 16"
     if config.recompute not in RECOMPUTE:
         yield f"recompute={config.recompute!r} is unknown; use block or none"
-    # Of a place that may not be looked at, `os.path` says no, and pathlib raises.
-    if os.path.exists(config.out) and not os.path.isdir(config.out):
-        yield f"out={str(config.out)!r} is a file; name a directory"
+    yield from out_problems(config.out)
     if config.model != Path() and config.out.resolve() == config.model.resolve():
         yield f"out={str(config.out)!r} is the model's folder too; its weights would be replaced: give another --out"
-    if not isinstance(config.offload, OffloadConfig):
-        return
-    if config.offload.overlap == UpdateOverlap.BACKWARD:
-        clip = f"clip={config.clip!r}"
-        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
-    if config.out.resolve() in [path.resolve() for path in config.offload.nvme_dirs]:
-        yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
+    if isinstance(config.offload, OffloadConfig):
+        yield from place_problems(config.offload, config.out, config.clip)
 
 
 # Flags

@@ -43,7 +43,9 @@ from zero_offload.finetune.scores import has_loss, loss_of_labels, mean_loss
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.integrations.transformers import OffloadMixin
 from zero_offload.model.api import need_runtime
-from zero_offload.runs.loop import Progress, Ranks, StopRequest
+from zero_offload.runs.progress import Progress
+from zero_offload.runs.ranks import Ranks
+from zero_offload.runs.stop import StopRequest
 from zero_offload.storage.files.directory import RunDirectory
 
 _NON_FINITE_STEPS_MAX = 3

@@ -1,113 +1,24 @@
-"""A run directory as the commands use it: whether a second start goes on with the run, and what a report reads.
+"""A run's directory as reports read it: what the run is, and a row for each step, checked and whole.
 
-Never writes. The calls: `earlier_identity` and `find_existing` before a run begins; `read_run` for a command that only
-looks.
+Never writes, and reads beside a run that is alive. The call: `read_run`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from zero_offload.base.errors import ConfigError, IntegrityError
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.spans import Cause
-from zero_offload.base.types import Existing, Tier
-from zero_offload.checkpoint.format import RUN_NAME, History
+from zero_offload.base.types import Tier
 from zero_offload.checkpoint.metrics import Line, Row, damage_notes, is_count, read_lines, show, sort_out
-from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, read_json, refuse
-from zero_offload.runs.locate import states_home
-from zero_offload.storage.files.directory import RunDirectory, is_held
-
-MAY_CHANGE = (
-    *("ranks", "steps", "lr", "clip", "recompute"),
-    *("eval_every", "eval_batches", "sample_bytes"),
-    "out",  # a run directory may move
-)
-"""Settings that any run may go on with."""
-_DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
-"""Settings of tiers and storage that decide numbers. A run may go on with other values of the rest, as long as
-generations are still kept, or still not kept."""
-_HOME = "offload.nvme"
-
-
-def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence[str] = ()) -> Existing:
-    """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
-
-    Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
-    many ranks, to which step it goes, how large its steps are, how it is measured, and `may_change` may. Raises
-    IntegrityError where rows tell of a run whose description or whose states are gone: to start over would lose them.
-    """
-    earlier = earlier_identity(run)
-    if earlier is None:
-        if last_step := _last_step(run):
-            raise IntegrityError(
-                f"{run.path} has {METRICS_FILE} up to step {last_step} and no {RUN_FILE}, so nothing says which "
-                "run that is; put it back, give another --out, or --discard to delete it and start over"
-            )
-        return Existing.REFUSE
-    for name in sorted({*identity, *earlier}):
-        if name == _HOME and _has_same_states(run, identity, earlier):
-            continue
-        if name not in may_change and _fixed_part(name, identity) != _fixed_part(name, earlier):
-            raise ConfigError(
-                f"{run.path} holds a run with {name}={show(earlier.get(name))}, this one has "
-                f"{name}={show(identity.get(name))}; give the same settings to resume it, "
-                "another --out, or --discard to delete it and start over"
-            )
-    _check_states(run, earlier, identity)
-    return Existing.RESUME
-
-
-def _has_same_states(run: RunDir, identity: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
-    """True if generations are where they were, have moved with the run directory, or are the run's at a new place."""
-    before, now = (states_home(run.path.absolute(), each) for each in (earlier, identity))
-    if before is None or now is None:
-        return before == now
-    if before.resolve() == now.resolve():
-        return True
-    run_id = read_json(run.path / RUN_FILE).get("run_id")
-    if run_id is None or not now.is_dir():
-        return False
-    with RunDirectory.look(now) as directory:
-        return any(each.run_id == run_id for each in History.read(directory).generations.values())
-
-
-def _check_states(run: RunDir, earlier: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise IntegrityError when an earlier run has come to a step, and nothing is left of its states."""
-    home = states_home(run.path.absolute(), identity)
-    if home is None or earlier.get("offload.durability") == "scratch":
-        return  # nothing was kept
-    # It is there from the start of a run on, before its first commit.
-    if not os.path.lexists(home := home / RUN_NAME) and (last_step := _last_step(run)):
-        raise IntegrityError(
-            f"the run in {run.path} came to step {last_step}, and {home} is missing, as are its states: mount or "
-            "put back the directory, or start over with --discard, or another --out"
-        )
-
-
-def _last_step(run: RunDir) -> int:
-    """The last step of the rows; 0 where there are none."""
-    rows = [line.row for line in read_lines(run.path / METRICS_FILE) if line.row is not None]
-    return max((row["step"] for row in rows), default=0)
-
-
-def earlier_identity(run: RunDir) -> dict[str, Any] | None:
-    """What an earlier run here was; None when there was none."""
-    file = run.path / RUN_FILE
-    if not os.path.lexists(file):
-        return None
-    identity = read_json(file).get("identity")
-    if not isinstance(identity, dict):
-        refuse(file, f"its identity is {show(identity)}, not a table")
-    for name, kind in _CHANGEABLE.items():
-        if name in identity and not kind(identity[name]):
-            refuse(file, f"{name} is {show(identity[name])}, not a number that `train` writes")
-    return identity
+from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, read_json, refuse
+from zero_offload.storage.files.directory import is_held
 
 
 @dataclass(frozen=True)
@@ -152,7 +63,8 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _is_positive(value: object) -> bool:
+def is_positive(value: object) -> bool:
+    """True of a number above 0."""
     return _is_number(value) and value > 0
 
 
@@ -174,7 +86,7 @@ def _is_text(value: object) -> bool:
 
 _ROW = {
     **dict.fromkeys(("stall_s", "update_s", "commit_s", "peak_rss_bytes"), _is_number),
-    **dict.fromkeys(("step_s", "tokens_per_s?"), _is_positive),
+    **dict.fromkeys(("step_s", "tokens_per_s?"), is_positive),
     **dict.fromkeys(("at?", "tokens?", "skipped_steps?", "peak_device_bytes?"), _is_number),
     **dict.fromkeys(
         ("read_bytes", "written_bytes", "resident_bytes", "activation_bytes?", "planned_bytes?"), _are_numbers
@@ -208,11 +120,6 @@ _IDENTITY = {
     "ranks?": is_count,
     **dict.fromkeys((f"offload.{kind}" for kind in ("params", "grads", "optimizer")), _is_request),
 }
-_CHANGEABLE = {
-    **dict.fromkeys(("ranks", "steps", "eval_every", "eval_batches", "sample_bytes"), is_count),
-    **dict.fromkeys(("lr", "clip"), _is_positive),
-}
-"""Settings of an earlier start that are counted with, not only compared."""
 
 
 def _problem(table: object, kinds: Mapping[str, Any]) -> str:
@@ -225,14 +132,3 @@ def _problem(table: object, kinds: Mapping[str, Any]) -> str:
         if key in table and not is_right(table[key]):
             return f"its {key} is {show(table[key])}"
     return ""
-
-
-def _fixed_part(name: str, identity: Mapping[str, Any]) -> object:
-    """What of a setting must stay as it is."""
-    value = identity.get(name)
-    if name == _HOME and isinstance(value, list):
-        return value[:1]  # where the generations are found
-    if name == "offload.durability":
-        return value == "scratch"
-    may_change = name in MAY_CHANGE or name.startswith("offload.")
-    return None if may_change and name not in _DECIDES_NUMBERS else value

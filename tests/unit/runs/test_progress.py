@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from zero_offload.runs.loop import Progress
+from zero_offload.runs.progress import Progress
 
 
 class _Terminal(io.StringIO):

@@ -14,8 +14,9 @@ from zero_offload.base.types import Existing
 from zero_offload.checkpoint.metrics import Metrics
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, RunDir
 from zero_offload.finetune.pretrain.settings import TrainConfig
-from zero_offload.runs import reader as runs
-from zero_offload.runs.reader import earlier_identity, find_existing, read_run
+from zero_offload.runs import resume as runs
+from zero_offload.runs.reader import read_run
+from zero_offload.runs.resume import earlier_identity, find_existing
 from zero_offload.storage.files.system import replace_file
 
 

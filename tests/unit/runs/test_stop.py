@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from zero_offload.runs.loop import joined_ranks, requested_stop
+from zero_offload.runs.ranks import joined_ranks
+from zero_offload.runs.stop import requested_stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

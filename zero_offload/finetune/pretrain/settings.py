@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +21,10 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
-from zero_offload.base.types import Existing, UpdateOverlap, user_path
+from zero_offload.base.types import Existing, user_path
 from zero_offload.checkpoint.run_dir import offload_settings
 from zero_offload.finetune.gpt import PRESETS, GPTConfig, Recompute, preset
-
-RUNS = Path("runs")
+from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,61 +90,6 @@ class TrainConfig:
         return values | offload_settings(self.offload)
 
 
-def with_offload(
-    cls: type[Any],
-    settings: Mapping[str, Any],
-    make: Callable[[], OffloadConfig],
-    problems: Sequence[str],
-    find_problems: Callable[[Any], Iterator[str]],
-    words: str,
-) -> dict[str, Any]:
-    """Settings of a config class, and the `OffloadConfig` that `make` gives.
-
-    Raises one ConfigError with `problems`, under `words`, with those of the settings, and with those of `make`.
-    """
-    found, messages = dict(settings), []
-    try:
-        found["offload"] = make()
-    except ConfigError as error:
-        messages.append(str(error))
-    values = {each.name: found.get(each.name, each.default) for each in fields(cls)}
-    if problems := [*problems, *find_problems(SimpleNamespace(**values))]:
-        messages.insert(0, list_problems(words, problems))
-    if messages:
-        raise ConfigError("\n".join(messages))
-    return found
-
-
-def read_tables(path: Path, name: str = "train") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tables of this name and [offload] of a TOML file; either may be absent."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    problems = unknown_names(document, [name, "offload"])
-    problems += [
-        f"{key} is not a table; write [{key}]" for key, table in document.items() if not isinstance(table, dict)
-    ]
-    if problems:
-        raise ConfigError(f"{path}: " + "; ".join(problems))
-    return document.get(name, {}), document.get("offload", {})
-
-
-_RATE_MIN, _RATE_MAX = 1e-9, 0.05
-"""AdamW moves a weight by about the rate in a step. Weights are about 0.02, of which fp32 tells apart steps of 2e-9."""
-
-
-def rate_warnings(lr: float, usual: float) -> Iterator[str]:
-    """A line for a peak learning rate that trains no model."""
-    moves = "AdamW, which moves each weight by about that much in a step"
-    if lr > _RATE_MAX:
-        yield f"warning: --lr {lr:g} is far too high for {moves}: the model will be destroyed; usual is --lr {usual:g}"
-    elif lr < _RATE_MIN:
-        yield f"warning: --lr {lr:g} is far too low for {moves}: most will not change; usual is --lr {usual:g}"
-
-
 def default_out(data: tuple[Path, ...]) -> Path:
     """Where a run on this text goes unless told: runs on different text do not meet."""
     return RUNS / (data[0].absolute().stem or "text") if data else TrainConfig.out
@@ -194,20 +136,6 @@ def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
         yield f"weight_decay={config.weight_decay!r} is not a number from 0 up"
     if config.recompute not in ("", *(choice.value for choice in Recompute)):
         yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
-    # Of a place that may not be looked at, `os.path` says no, and pathlib raises.
-    if os.path.exists(config.out) and not os.path.isdir(config.out):
-        yield f"out={str(config.out)!r} is a file; name a directory"
-    if isinstance(config.offload, OffloadConfig) and config.offload.overlap == UpdateOverlap.BACKWARD:
-        clip = f"clip={config.clip!r}"
-        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
-    tier = config.offload.nvme_dirs if isinstance(config.offload, OffloadConfig) else ()
-    if config.out.resolve() in [path.resolve() for path in tier]:
-        yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
-
-
-def is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
-
-
-def is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    yield from out_problems(config.out)
+    if isinstance(config.offload, OffloadConfig):
+        yield from place_problems(config.offload, config.out, config.clip)

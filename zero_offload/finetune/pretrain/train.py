@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,7 +32,7 @@ from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
 from zero_offload.finetune.fit.request import GpuHere, Request, find_work
 from zero_offload.finetune.gpt import GPT, GPTConfig, Recompute, generate, next_token_loss
 from zero_offload.finetune.pretrain.corpus import BatchShape, Corpus, load_corpus, train_batch, validation_batch
-from zero_offload.finetune.pretrain.settings import TrainConfig, rate_warnings
+from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.hardware.machines import Cluster
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
@@ -42,22 +41,18 @@ from zero_offload.model.run_log import planned_memory
 from zero_offload.plan.step_time import Batch
 from zero_offload.plan.table import MEMORY, PlanTable
 from zero_offload.runs.locate import described
-from zero_offload.runs.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
-from zero_offload.runs.reader import earlier_identity, find_existing
+from zero_offload.runs.progress import Progress
+from zero_offload.runs.ranks import Ranks, joined_ranks
+from zero_offload.runs.resume import earlier_identity, find_existing
+from zero_offload.runs.settings import rate_warnings
+from zero_offload.runs.stop import Ending, StopRequest, requested_stop
 from zero_offload.runs.terminal import printable
+from zero_offload.runs.trace import StepTrace
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
 _NON_FINITE_STEPS_MAX = 3
 _SAMPLE_PROMPT = b"def "
-
-
-class Ending(StrEnum):
-    """Why a run's process ends without an error."""
-
-    FINISHED = "finished"
-    INTERRUPTED = "interrupted"
-    PLANNED = "planned"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import pytest
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.finetune.gpt import Recompute
-from zero_offload.finetune.pretrain.settings import TrainConfig, read_tables
+from zero_offload.finetune.pretrain.settings import TrainConfig
+from zero_offload.runs.settings import read_tables
 
 
 def test_defaults_put_parameters_and_optimizer_on_nvme() -> None:
