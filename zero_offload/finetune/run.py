@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ from torch import nn
 
 import zero_offload as zo
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.metrics import read_lines
 from zero_offload.checkpoint.run_dir import FILES_FILE, METRICS_FILE, RUN_FILE, RunDir, read_json
@@ -64,8 +64,8 @@ from zero_offload.model.api import need_runtime
 from zero_offload.runs.locate import described, has_generation
 from zero_offload.runs.progress import Progress
 from zero_offload.runs.ranks import Ranks, joined_ranks
-from zero_offload.runs.resume import earlier_identity, find_existing
-from zero_offload.runs.stop import Ending, requested_stop
+from zero_offload.runs.resume import check_generation_asked, check_last_step, earlier_identity, find_existing
+from zero_offload.runs.stop import Ending, closed_on_error, requested_stop
 from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
@@ -251,9 +251,7 @@ def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
                 "the chat template writes today's date, or a package makes other tokens; put back its tokens/, go back "
                 "to the versions of the run, or give another --out, or --discard to start over"
             )
-    if job.config.offload.generation is not None and existing is not Existing.RESUME:
-        why = "--discard deletes it" if existing is Existing.DISCARD else f"{run_dir.path} holds none"
-        raise ConfigError(f"--generation {job.config.offload.generation} goes on from an earlier run, but {why}")
+    check_generation_asked(run_dir.path, job.config.offload, existing)
     return existing
 
 
@@ -299,7 +297,10 @@ def _train(
     has_reference = config.method == "dpo" and not config.lora
     beside = reading(job.folder, offload, is_first=job.ranks.is_first) if has_reference else nullcontext()
     baseline_bytes = peak_resident_bytes()
-    with beside as reference, _closing(build_model(job.folder, offload, config.adapters(), config.seed)) as model:
+    with (
+        beside as reference,
+        closed_on_error(build_model(job.folder, offload, config.adapters(), config.seed)) as model,
+    ):
         if config.recompute == "block":
             recompute_blocks(model)
         if need_runtime(model, "finetune").resume_pending:
@@ -345,24 +346,11 @@ def _train(
     return _publish(job, chosen, step, evaluations, progress)
 
 
-@contextmanager
-def _closing(model: nn.Module) -> Iterator[nn.Module]:
-    """What ends a run with a message leaves its last whole step as a generation."""
-    try:
-        yield model
-    except ZeroOffloadError:
-        with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
-            zo.close(model)
-        raise
-
-
 def _say_where(job: Job, model: nn.Module, progress: Progress) -> None:
     """Which step the run goes on from. Raises ConfigError where that is beyond its last."""
     owner, steps = need_runtime(model, "finetune"), job.config.steps
-    if steps and owner.step_count > steps:
-        raise ConfigError(
-            f"the run is at step {owner.step_count} already, beyond --steps {steps}; give more, or another --out"
-        )
+    if steps:
+        check_last_step(owner.step_count, steps)
     found = owner.keeper.found if owner.keeper is not None else None
     progress.note(f"resuming from {found} in {', '.join(map(str, owner.config.nvme_dirs))}")
 

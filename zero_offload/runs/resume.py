@@ -1,14 +1,17 @@
 """Whether a second start in a run's directory goes on with the run: what it must agree in, and what is to be there.
 
-Never writes. The calls, before a run begins: `earlier_identity` and `find_existing`.
+Never writes. The calls, before a run begins: `earlier_identity`, `find_existing`, `check_generation_asked`; once its
+states are there, `check_last_step`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError, IntegrityError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.format import RUN_NAME, History
@@ -61,6 +64,19 @@ def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence
             )
     _check_states(run, earlier, identity)
     return Existing.RESUME
+
+
+def check_generation_asked(run: Path, offload: OffloadConfig, existing: Existing) -> None:
+    """Raise ConfigError where a start is to go on from a generation, and goes on with no run."""
+    if offload.generation is not None and existing is not Existing.RESUME:
+        why = "--discard deletes it" if existing is Existing.DISCARD else f"{run} holds none"
+        raise ConfigError(f"--generation {offload.generation} goes on from an earlier run, but {why}")
+
+
+def check_last_step(step: int, last_step: int) -> None:
+    """Raise ConfigError for a run that is beyond the step at which it is to end."""
+    if step > last_step:
+        raise ConfigError(f"the run is at step {step} already, beyond --steps {last_step}; give more, or another --out")
 
 
 def _has_same_states(run: RunDir, identity: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
-"""How a run's process ends: with its last step, or with the step in which the user asks it to stop.
+"""How a run's process ends: with its last step, with the step in which the user asks it to stop, or by an error.
 
-The call: `requested_stop()` around the steps; per step `StopRequest.requested`.
+The calls: `closed_on_error` around all that has the model; `requested_stop()` around the steps, and per step
+`StopRequest.requested`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FrameType
+from typing import TypeVar
+
+from torch import nn
+
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.model.api import close
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 class Ending(StrEnum):
@@ -58,3 +66,14 @@ def requested_stop() -> Iterator[StopRequest]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def closed_on_error(model: _Model) -> Iterator[_Model]:
+    """What ends a run with a message leaves its last whole step as a generation."""
+    try:
+        yield model
+    except ZeroOffloadError:
+        with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
+            close(model)
+        raise

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,9 @@ from zero_offload.plan.table import MEMORY, PlanTable
 from zero_offload.runs.locate import described
 from zero_offload.runs.progress import Progress
 from zero_offload.runs.ranks import Ranks, joined_ranks
-from zero_offload.runs.resume import earlier_identity, find_existing
+from zero_offload.runs.resume import check_generation_asked, check_last_step, earlier_identity, find_existing
 from zero_offload.runs.settings import rate_warnings
-from zero_offload.runs.stop import Ending, StopRequest, requested_stop
+from zero_offload.runs.stop import Ending, StopRequest, closed_on_error, requested_stop
 from zero_offload.runs.terminal import printable
 from zero_offload.runs.trace import StepTrace
 
@@ -110,7 +110,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
             before = {} if existing is Existing.DISCARD else earlier_identity(run_dir) or {}
             job, identity, about = _set_up(config, corpus, ranks, existing)
             progress.note("\n".join(PlanTable.from_dict(about["planned"]).lines("plan")))
-            with _closed_on_error(job.model):
+            with closed_on_error(job.model):
                 progress.note(_schedule_text(job))
                 _resume(job, progress, before)
                 log = zo.RunLog(
@@ -129,17 +129,6 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
                     return _finish(job, last_step, val_loss, stop, progress)
 
 
-@contextmanager
-def _closed_on_error(model: GPT) -> Iterator[None]:
-    """What ends a run with a message leaves its last whole step as a generation."""
-    try:
-        yield
-    except ZeroOffloadError:
-        with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
-            zo.close(model)
-        raise
-
-
 def _set_up(
     config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing
 ) -> tuple[_Job, dict[str, Any], dict[str, Any]]:
@@ -153,9 +142,7 @@ def _set_up(
     if existing is not Existing.DISCARD:
         existing = find_existing(RunDir(config.out), identity, _told_by_text(config.out, corpus))
         _check_model(config.out, existing, gpt)
-    if config.offload.generation is not None and existing is not Existing.RESUME:
-        why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
-        raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
+    check_generation_asked(config.out, config.offload, existing)
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = peak_resident_bytes()
     with zo.deferred_init():
@@ -247,8 +234,7 @@ def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> None:
             "committed by this recipe; start over with --discard, or name another --nvme directory"
         )
     step, last_step = int(resumed.extra["step"]), job.config.steps
-    if step > last_step:
-        raise ConfigError(f"the run is at step {step} already, beyond --steps {last_step}; give more, or another --out")
+    check_last_step(step, last_step)
     _restore_schedule(job, resumed.extra["scheduler"])
     where = ", ".join(map(str, job.config.offload.nvme_dirs))
     progress.note(
