@@ -14,11 +14,16 @@ from pathlib import Path
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import METRICS_FILE
-from zero_offload.cli.plan import with_states
-from zero_offload.cli.report import write_reports
-from zero_offload.cli.train import INTERRUPTED_EXIT_CODE, add_offload_flags, given_flags
+from zero_offload.cli.flags import (
+    INTERRUPTED_EXIT_CODE,
+    add_finetune_flags,
+    add_offload_flags,
+    given_flags,
+    with_given,
+)
 from zero_offload.finetune.model.folder import quiet_libraries
-from zero_offload.finetune.settings import TABLE, FinetuneConfig, add_flags, default_offload
+from zero_offload.finetune.settings import TABLE, FinetuneConfig, default_offload
+from zero_offload.runs.report.files import write_reports
 from zero_offload.runs.settings import read_tables
 from zero_offload.runs.stop import Ending
 
@@ -39,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("finetune_model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or an adapter's")
     parser.add_argument("--config", type=Path, metavar="run.toml", help="settings of the run")
-    add_flags(parser.add_argument_group("the run"))
+    add_finetune_flags(parser.add_argument_group("the run"))
     add_offload_flags(parser.add_argument_group("where states rest"), default_offload(), "OUT")
     parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
@@ -53,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{named} is read as the model's folder; settings are given by --config {named}")
     table, offload = read_tables(args.config, TABLE) if args.config else ({}, {})
     given, offload_given = given_flags(args, "finetune_"), given_flags(args, "offload_")
-    if isinstance(precision := offload.get("precision"), dict) and "precision" in offload_given:
-        # The flag is a part of what the table says.
-        offload_given["precision"] = {**precision, "compute": offload_given["precision"]}
-    config = FinetuneConfig.from_tables(table | given, with_states(offload | offload_given))
+    config = FinetuneConfig.from_tables(table | given, with_given(offload, offload_given))
     quiet_libraries()
     from zero_offload.finetune.run import finetune  # brings transformers and trl
 

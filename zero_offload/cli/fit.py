@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import user_path
-from zero_offload.finetune import settings
+from zero_offload.cli.flags import add_finetune_flags
 from zero_offload.finetune.fit import measure
 from zero_offload.finetune.fit.plan import FolderJob, plan_job
 from zero_offload.finetune.fit.text import as_json, as_text, command
@@ -48,7 +48,7 @@ _NO_DATA = "DATA"
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Those of `finetune` alone; defaults are its own."""
-    settings.add_flags(group, _OF_RUNS)
+    add_finetune_flags(group, _OF_RUNS)
 
 
 def flag_of(name: str) -> str:

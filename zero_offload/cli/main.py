@@ -21,6 +21,7 @@ from zero_offload.base.errors import StorageError, ZeroOffloadError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.base.startup import interrupts_raise
 from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, finetune, plan, report, train, verify
+from zero_offload.cli.flags import INTERRUPTED_EXIT_CODE
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return train.INTERRUPTED_EXIT_CODE
+        return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # as of `report RUN | head`; what Python still flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED

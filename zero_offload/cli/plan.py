@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import UpdateOverlap
 from zero_offload.cli import estimate, fit
+from zero_offload.cli.flags import flag_values, steps_or_duration, with_states
 from zero_offload.finetune.fit import measure
-from zero_offload.finetune.fit.request import Request, by_wear, find_gpu_here, offers, plan_request, ways_of
-from zero_offload.hardware.machines import GPUS, Drives, parse_drives
+from zero_offload.finetune.fit.request import (
+    SEQUENCE_USUAL,
+    GpuHere,
+    Request,
+    by_wear,
+    find_gpu_here,
+    find_work,
+    offers,
+    plan_request,
+    ways_of,
+)
+from zero_offload.hardware.machines import GPUS, Cluster, Drives, find_gpu, parse_drives
+from zero_offload.hardware.probe import resident_bytes
 from zero_offload.plan.forecast import forecast
+from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.wear import TBW_USUAL
 
 _SETTINGS = {
@@ -35,27 +49,6 @@ _SETTINGS = {
     "commit_every": "between generations: optimizer steps, a duration such as 2min, or auto; where not given, as many "
     "steps as spare the drives",
 }
-
-
-def steps_or_duration(text: str) -> int | str:
-    """The text of --commit-every; `OffloadConfig` says what is wrong with it."""
-    return int(text) if text.isdecimal() else text
-
-
-def with_states(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which `states`, which has a flag of its own, is a part of `precision`."""
-    merged = dict(settings)
-    if (states := merged.pop("states", None)) is not None:
-        precision = merged.get("precision", {})
-        table = precision if isinstance(precision, Mapping) else {"compute": precision}
-        merged["precision"] = {**table, "states": states}
-    return merged
-
-
-def flag_values(config: OffloadConfig) -> dict[str, Any]:
-    """Settings as flags have them: `states` beside `precision`."""
-    settings, numerics = config.to_dict(), config.numerics
-    return settings | {"precision": numerics.compute, "states": numerics.states}
 
 
 _TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_duration}
@@ -132,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         return fit.run(args, folder, drives, with_states(_given(args, drives)))
     args.model, args.accumulate = args.folder or args.model or "small", args.accumulate or 1
     config = _config(args, drives)
-    request = Request.of(args, config, drives, gpu_here)
+    request = _request(args, config, drives, gpu_here)
     if args.measure:
         measure.measure(config, () if drives else config.nvme_dirs)
     recommended = by_wear(request, args.tbw, args.step_time)
@@ -185,3 +178,23 @@ def _config(args: argparse.Namespace, drives: Drives | None) -> OffloadConfig:
     if args.gpu is not None and not any(name in given for name in ("params", "grads", "optimizer")):
         given |= dict.fromkeys(("params", "grads", "optimizer"), "auto")
     return OffloadConfig.from_dict(with_states(given))
+
+
+def _request(
+    args: argparse.Namespace, config: OffloadConfig, drives: Drives | None, gpu_here: GpuHere | None
+) -> Request:
+    lora = args.finetune_lora or 0
+    work, vocab, recompute = find_work(args.model, lora)
+    if args.recompute is not None:
+        recompute = args.recompute == "block"
+    tokens = args.tokens or TOKENS_UNKNOWN
+    micro = max(tokens // args.accumulate, 1)
+    sequence = min(args.sequence or SEQUENCE_USUAL, micro)
+    # As `train` does it, unless a loop is asked for.
+    by_unit = args.accumulate > 1 and recompute and not args.loop and config.overlap != UpdateOverlap.BACKWARD
+    batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
+    cluster, gpu = Cluster(args.ranks, args.nodes), None if args.gpu is None else find_gpu(args.gpu)[0]
+    gpu_here = None if gpu else gpu_here
+    program = resident_bytes()[0] if args.ram is None else 0
+    found = Request(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives, lora, program)
+    return found.with_budgets(args.ram)

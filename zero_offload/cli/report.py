@@ -1,6 +1,6 @@
 """`zero-offload report RUN`: the page, the picture and the summary of a run, from its metrics file alone.
 
-Owns the flags and what is printed. Never trains and never changes a metric. `write_reports(run)` is for a run's end.
+Owns the flags and what is printed. Never trains and never changes a metric.
 """
 
 from __future__ import annotations
@@ -8,21 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.types import user_path
-from zero_offload.checkpoint.run_dir import METRICS_FILE, PAGE_FILE, PICTURE_FILE, RUN_FILE
 from zero_offload.plan.wear import TBW_USUAL
 from zero_offload.runs.locate import base_of, base_text
 from zero_offload.runs.reader import Run, read_run
-from zero_offload.runs.report.page import write_page
-from zero_offload.runs.report.picture import write_picture
-from zero_offload.runs.report.summary import IN_TABLES, require_rows, summarize, tables
+from zero_offload.runs.report.files import write_pages
+from zero_offload.runs.report.summary import IN_TABLES, summarize, tables
 from zero_offload.runs.report.watch import PORT, watch
-from zero_offload.storage.files.system import is_not_writable
 
 _DESCRIPTION = """\
 Draw RUN/report.html, a page with plots to hover and zoom that needs no other file, and RUN/report.png; print a summary.
@@ -60,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     summary = summarize(found) | ({"base": base} if (base := _base(path)) is not None else {})
     out = path if args.out is None else user_path(args.out)
-    pages, failure = _write(found, args.tbw, out, lambda text: print(f"note: {text}", file=sys.stderr))
+    pages, failure = write_pages(found, args.tbw, out, lambda text: print(f"note: {text}", file=sys.stderr))
     if args.json:
         print(json.dumps(summary | pages))
     else:
@@ -79,52 +76,6 @@ def _base(path: Path) -> str | None:
     if base is None or base.problem:
         return None if base is None else base.problem
     return base_text(base) + f"; {base.written} was written since, see zero-offload doctor" * bool(base.written)
-
-
-def write_reports(path: Path, note: Callable[[str], None]) -> dict[str, str | None]:
-    """Write page and picture at a run's end, as far as they can be; `note` gets why one cannot. Paths by name.
-
-    Nothing is written where both are newer than what they show: the run was over already.
-    """
-    files = {"page": path / PAGE_FILE, "report": path / PICTURE_FILE}
-    shown = [each.stat().st_mtime_ns for each in (path / RUN_FILE, path / METRICS_FILE) if each.is_file()]
-    if all(each.is_file() and each.stat().st_mtime_ns > max(shown, default=0) for each in files.values()):
-        return {name: str(each) for name, each in files.items()}
-    try:
-        pages, failure = _write(require_rows(read_run(path)), TBW_USUAL, path, note)
-    except ZeroOffloadError as error:
-        pages, failure = {"page": None, "report": None}, error
-    if failure is not None:
-        note(f"no report: {failure}")
-    return pages
-
-
-def _write(
-    found: Run, tbw: float, out: Path, note: Callable[[str], None]
-) -> tuple[dict[str, str | None], ZeroOffloadError | None]:
-    """Paths of page and picture in `out`, None where it cannot be written, and the first error.
-
-    That of a run which may only be read is none: its summary is there.
-    """
-    pages: dict[str, str | None] = {}
-    failure: ZeroOffloadError | None = None
-    writers: dict[str, Callable[[], Path]] = {
-        "page": lambda: write_page(found, tbw, out),
-        "report": lambda: write_picture(found, out),
-    }
-    for name, write in writers.items():
-        try:
-            pages[name] = str(write())
-        except CapacityError as error:  # without matplotlib there is the page
-            pages[name] = None
-            note(str(error))
-        except ZeroOffloadError as error:
-            pages[name] = None
-            if out == found.path and is_not_writable(error):
-                note(f"{error}: give --out DIR")
-            else:
-                failure = failure or error
-    return pages, failure
 
 
 def _print(run: Run, summary: Mapping[str, Any], pages: Mapping[str, str | None]) -> None:

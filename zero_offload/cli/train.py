@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import Existing
-from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
-from zero_offload.cli.report import write_reports
+from zero_offload.cli.flags import INTERRUPTED_EXIT_CODE, add_offload_flags, given_flags, with_given
 from zero_offload.finetune.gpt import PRESETS
 from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.finetune.pretrain.train import train
+from zero_offload.runs.report.files import write_reports
 from zero_offload.runs.settings import read_tables
 from zero_offload.runs.stop import Ending
-
-INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 
 _DESCRIPTION = """\
 Train a causal language model on text, its ZeRO shards on the tiers you choose.
@@ -53,12 +50,7 @@ def run(args: argparse.Namespace) -> int:
     train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
     given, offload_given = given_flags(args, "train_"), given_flags(args, "offload_")
     _check_file(args.file, [*given.get("data", ()), *offload_given.get("nvme", ())])
-    if isinstance(precision := offload_table.get("precision"), dict) and "precision" in offload_given:
-        # The flag is a part of what the table says.
-        offload_given["precision"] = {**precision, "compute": offload_given["precision"]}
-    train_table |= given
-    offload_table = with_states(offload_table | offload_given)
-    config = TrainConfig.from_tables(train_table, offload_table)
+    config = TrainConfig.from_tables(train_table | given, with_given(offload_table, offload_given))
     stream = sys.stderr if args.json else sys.stdout
     result = train(config, Existing.DISCARD if args.discard else Existing.RESUME, stream)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -104,53 +96,3 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
         "activations in backward: none (kept) or block (computed again from the block's inputs, as zo.checkpoint) "
         "(default: as the preset)",
     )
-
-
-def add_offload_flags(group: argparse._ArgumentGroup, offload: OffloadConfig, out: str) -> None:
-    """Flags of tiers and storage; `offload` has the defaults, and `out` is what the command calls its directory."""
-    defaults = flag_values(offload)
-
-    def add(flag: str, name: str, help: str, **options: Any) -> None:
-        if defaults[name] is not None and "default" not in help:
-            help = f"{help} (default {defaults[name]})"
-        group.add_argument(flag, dest=f"offload_{name}", help=help, **{"metavar": name.upper()} | options)
-
-    add("--nvme", "nvme", f"directories of the NVMe tier (default: {out}/nvme)", nargs="+", metavar="DIR")
-    add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")
-    add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
-    add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
-    add(
-        "--activations-tier",
-        "activations",
-        "the same, for what backward needs of forward (auto: device)",
-        metavar="TIER",
-    )
-    add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
-    add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
-    add("--states", "states", "optimizer states: fp32, bf16 or compact (8 bits and scales)")
-    add("--cpu-memory", "cpu_memory", "budget, for example 8GiB (default: what there is)", metavar="SIZE")
-    add("--device-memory", "device_memory", "budget, for example 20GiB (default: what there is)", metavar="SIZE")
-    add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
-    add(
-        "--generation",
-        "generation",
-        "go on from this one (default: the newest; `zero-offload verify` lists what is there)",
-        type=int,
-        metavar="N",
-    )
-    add(
-        "--commit-every",
-        "commit_every",
-        "between generations: steps, a duration such as 2min, or auto (commits take at most 2%% of the time)",
-        type=steps_or_duration,
-        metavar="STEPS|DURATION",
-    )
-
-
-def given_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """The flags of one table that the user typed."""
-    return {
-        name.removeprefix(prefix): value
-        for name, value in vars(args).items()
-        if name.startswith(prefix) and value is not None
-    }

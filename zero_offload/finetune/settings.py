@@ -10,12 +10,11 @@ fields, `arguments()`, `to_toml()`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -304,76 +303,3 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield f"out={str(config.out)!r} is the model's folder too; its weights would be replaced: give another --out"
     if isinstance(config.offload, OffloadConfig):
         yield from place_problems(config.offload, config.out, config.clip)
-
-
-# Flags
-
-
-def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """What reads a flag that has its default by being left out: 0, which a file has for that, is not typed."""
-
-    def number(text: str) -> float:
-        if (value := kind(text)) == 0:
-            raise argparse.ArgumentTypeError("0 is not a value of it; give another, or leave it out for the default")
-        return value
-
-    return number
-
-
-def add_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None) -> None:
-    """One for each setting, or for these; `finetune_` stands before the names of their values."""
-
-    def add(flag: str, help: str, name: str = "", **options: Any) -> None:
-        name = name or flag.removeprefix("--").replace("-", "_")
-        default = getattr(FinetuneConfig, name)
-        if default and "default" not in help and "action" not in options:
-            help = f"{help} (default {default})"
-        if names is None or name in names:
-            options = options if "action" in options else {"metavar": name.upper()} | options
-            group.add_argument(flag, dest=f"finetune_{name}", help=help, **options)
-
-    add("--data", "files (JSONL, JSON, Parquet, CSV), folders or names of data sets", nargs="+", metavar="FILE")
-    add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
-    add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
-    add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
-    add(
-        "--out",
-        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK-KIND)",
-        metavar="OUT",
-    )
-    add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
-    add("--epochs", "passes over the data", type=float)
-    add("--batch", "sequences per micro-batch and rank", type=int)
-    add("--accumulate", "micro-batches per step", type=int)
-    add("--seq", "the most tokens of a sequence (default 1024, or what the model takes)", type=_above_zero(int))
-    add(
-        "--lr",
-        "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
-        type=_above_zero(float),
-    )
-    add("--warmup", "steps until the peak; below 1 a share of all steps, none if that is less than one", type=float)
-    add("--weight-decay", "decay of the matrices (default 0)", type=float)
-    add("--clip", "largest gradient norm", type=float)
-    add("--seed", "of new weights and of the data's order (default 0)", type=int)
-    add("--lora", "train adapters of this rank, such as 16 (default: all parameters)", type=int, metavar="RANK")
-    add(
-        "--lora-alpha",
-        "adapters are scaled by ALPHA / RANK (default: twice the rank)",
-        type=_above_zero(float),
-        metavar="ALPHA",
-    )
-    add(
-        "--lora-targets",
-        "ends of names: layers, experts, gate, experts.down_proj (default: all linear layers, and most experts)",
-        nargs="+",
-        metavar="NAME",
-    )
-    add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
-    add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
-    add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
-    add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
-    add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
-    add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")
-    merges = "write OUT/merged too: the base with the adapter merged into it"
-    add("--merge", merges, action="store_const", const=True)
-    add("--no-packing", "one sample per sequence, padded", "packing", action="store_const", const=False)

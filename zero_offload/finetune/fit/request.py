@@ -1,12 +1,11 @@
-"""What `zero-offload plan` was asked, as values: model, machine, batch, and the placement that follows from them.
+"""What a plan of a model by its name or size is for: units, machine, batch; and the placement that follows from them.
 
-Owns the meaning of its flags. Never prints. The calls: `Request.of` reads the flags, `plan_request` plans; `offers`
-plans again with more of something.
+Never prints. The calls: a `Request`, `with_budgets` for a machine that is given whole; `plan_request` plans it;
+`offers` plans again with more of something, `ways_of` has what would fit.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
+from zero_offload.base.types import Durability, HardwareProfile, Tier, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.finetune import gpt
 from zero_offload.finetune.fit.measure import remembered, remembered_drives
@@ -26,11 +25,10 @@ from zero_offload.hardware.machines import (
     Drives,
     Machine,
     default_machine,
-    find_gpu,
     gpu_memory_bytes,
     share_of_rank,
 )
-from zero_offload.hardware.probe import probe_hardware, resident_bytes
+from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, UnitNumel, estimate_memory, value_bytes
@@ -38,7 +36,6 @@ from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import AUTO_FRACTION, Outlook, Variant, assign_tiers, tier_budget, ways_to_fit
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
 from zero_offload.plan.step_time import (
-    TOKENS_UNKNOWN,
     Batch,
     Job,
     Prediction,
@@ -98,29 +95,8 @@ class Request:
     program_bytes: int = 0
     """Of this process, beside a budget; 0 where a machine's memory is given whole, of which `RAM_SHARE` leaves room."""
 
-    @classmethod
-    def of(
-        cls, args: argparse.Namespace, config: OffloadConfig, drives: Drives | None, gpu_here: GpuHere | None = None
-    ) -> Request:
-        lora = args.finetune_lora or 0
-        work, vocab, recompute = find_work(args.model, lora)
-        if args.recompute is not None:
-            recompute = args.recompute == "block"
-        tokens = args.tokens or TOKENS_UNKNOWN
-        micro = max(tokens // args.accumulate, 1)
-        sequence = min(args.sequence or SEQUENCE_USUAL, micro)
-        cluster = Cluster(args.ranks, args.nodes)
-        # As `train` does it, unless a loop is asked for.
-        by_unit = args.accumulate > 1 and recompute and not args.loop and config.overlap != UpdateOverlap.BACKWARD
-        batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
-        gpu = None if args.gpu is None else find_gpu(args.gpu)[0]
-        gpu_here = None if gpu else gpu_here
-        program = resident_bytes()[0] if args.ram is None else 0
-        found = cls(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives, lora, program)
-        return replace(found, config=found._with_budgets(args.ram))
-
-    def _with_budgets(self, ram: str | None) -> OffloadConfig:
-        """The config with one rank's share of a machine that is given whole."""
+    def with_budgets(self, ram: str | None) -> Request:
+        """With one rank's share of a machine that is given whole; `ram` is its memory."""
         config, here = self.config, self.cluster.ranks_per_node
         if ram is not None:
             config = replace(config, cpu_memory=self._beside_activations(int(parse_bytes(ram) * RAM_SHARE) // here))
@@ -139,7 +115,7 @@ class Request:
         if self.drives is not None and config.nvme_capacity is None:
             capacity = self.drives.count * DRIVE_BYTES // here - self.kept_bytes(Tier.NVME)
             config = replace(config, nvme_capacity=max(capacity, 1))
-        return config
+        return replace(self, config=config)
 
     def _beside_activations(self, cpu_bytes: int) -> int:
         """What is left of a rank's share of the host's memory."""

@@ -1,0 +1,172 @@
+"""Flags that several commands have, and the settings that they give.
+
+Owns the flags of tiers and storage, those of a folder's run, and their names. Commands have further ones of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.finetune.settings import RECOMPUTE, TASKS, FinetuneConfig
+from zero_offload.integrations.quantize import QUANTIZATIONS
+
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
+
+
+def given_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The flags of one table that the user typed."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in vars(args).items()
+        if name.startswith(prefix) and value is not None
+    }
+
+
+# Tiers and storage
+
+
+def steps_or_duration(text: str) -> int | str:
+    """The text of --commit-every; `OffloadConfig` says what is wrong with it."""
+    return int(text) if text.isdecimal() else text
+
+
+def with_states(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which `states`, which has a flag of its own, is a part of `precision`."""
+    merged = dict(settings)
+    if (states := merged.pop("states", None)) is not None:
+        precision = merged.get("precision", {})
+        table = precision if isinstance(precision, Mapping) else {"compute": precision}
+        merged["precision"] = {**table, "states": states}
+    return merged
+
+
+def flag_values(config: OffloadConfig) -> dict[str, Any]:
+    """Settings as flags have them: `states` beside `precision`."""
+    settings, numerics = config.to_dict(), config.numerics
+    return settings | {"precision": numerics.compute, "states": numerics.states}
+
+
+def with_given(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `OffloadConfig`: those of a table in a file, and over them those of flags."""
+    settings = {**table, **given}
+    if isinstance(precision := table.get("precision"), dict) and "precision" in given:
+        # The flag is a part of what the table says.
+        settings["precision"] = {**precision, "compute": given["precision"]}
+    return with_states(settings)
+
+
+def add_offload_flags(group: argparse._ArgumentGroup, offload: OffloadConfig, out: str) -> None:
+    """Flags of tiers and storage; `offload` has the defaults, and `out` is what the command calls its directory."""
+    defaults = flag_values(offload)
+
+    def add(flag: str, name: str, help: str, **options: Any) -> None:
+        if defaults[name] is not None and "default" not in help:
+            help = f"{help} (default {defaults[name]})"
+        group.add_argument(flag, dest=f"offload_{name}", help=help, **{"metavar": name.upper()} | options)
+
+    add("--nvme", "nvme", f"directories of the NVMe tier (default: {out}/nvme)", nargs="+", metavar="DIR")
+    add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")
+    add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
+    add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
+    add(
+        "--activations-tier",
+        "activations",
+        "the same, for what backward needs of forward (auto: device)",
+        metavar="TIER",
+    )
+    add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
+    add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
+    add("--states", "states", "optimizer states: fp32, bf16 or compact (8 bits and scales)")
+    add("--cpu-memory", "cpu_memory", "budget, for example 8GiB (default: what there is)", metavar="SIZE")
+    add("--device-memory", "device_memory", "budget, for example 20GiB (default: what there is)", metavar="SIZE")
+    add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
+    add(
+        "--generation",
+        "generation",
+        "go on from this one (default: the newest; `zero-offload verify` lists what is there)",
+        type=int,
+        metavar="N",
+    )
+    add(
+        "--commit-every",
+        "commit_every",
+        "between generations: steps, a duration such as 2min, or auto (commits take at most 2%% of the time)",
+        type=steps_or_duration,
+        metavar="STEPS|DURATION",
+    )
+
+
+# A folder's run
+
+
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """What reads a flag that has its default by being left out: 0, which a file has for that, is not typed."""
+
+    def number(text: str) -> float:
+        if (value := kind(text)) == 0:
+            raise argparse.ArgumentTypeError("0 is not a value of it; give another, or leave it out for the default")
+        return value
+
+    return number
+
+
+def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None) -> None:
+    """One for each setting of `finetune`, or for these; `finetune_` stands before the names of their values."""
+
+    def add(flag: str, help: str, name: str = "", **options: Any) -> None:
+        name = name or flag.removeprefix("--").replace("-", "_")
+        default = getattr(FinetuneConfig, name)
+        if default and "default" not in help and "action" not in options:
+            help = f"{help} (default {default})"
+        if names is None or name in names:
+            options = options if "action" in options else {"metavar": name.upper()} | options
+            group.add_argument(flag, dest=f"finetune_{name}", help=help, **options)
+
+    add("--data", "files (JSONL, JSON, Parquet, CSV), folders or names of data sets", nargs="+", metavar="FILE")
+    add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
+    add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
+    add("--method", f"auto (by the data's columns), {', '.join(TASKS)}", metavar="METHOD")
+    add(
+        "--out",
+        "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK-KIND)",
+        metavar="OUT",
+    )
+    add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
+    add("--epochs", "passes over the data", type=float)
+    add("--batch", "sequences per micro-batch and rank", type=int)
+    add("--accumulate", "micro-batches per step", type=int)
+    add("--seq", "the most tokens of a sequence (default 1024, or what the model takes)", type=_above_zero(int))
+    add(
+        "--lr",
+        "peak learning rate (default: sft 1e-5, with --lora 2e-4; dpo 5e-7, 5e-6; mlm 5e-5, 5e-4; classify 2e-5, 5e-4)",
+        type=_above_zero(float),
+    )
+    add("--warmup", "steps until the peak; below 1 a share of all steps, none if that is less than one", type=float)
+    add("--weight-decay", "decay of the matrices (default 0)", type=float)
+    add("--clip", "largest gradient norm", type=float)
+    add("--seed", "of new weights and of the data's order (default 0)", type=int)
+    add("--lora", "train adapters of this rank, such as 16 (default: all parameters)", type=int, metavar="RANK")
+    add(
+        "--lora-alpha",
+        "adapters are scaled by ALPHA / RANK (default: twice the rank)",
+        type=_above_zero(float),
+        metavar="ALPHA",
+    )
+    add(
+        "--lora-targets",
+        "ends of names: layers, experts, gate, experts.down_proj (default: all linear layers, and most experts)",
+        nargs="+",
+        metavar="NAME",
+    )
+    add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
+    add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
+    add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
+    add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
+    add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
+    add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")
+    merges = "write OUT/merged too: the base with the adapter merged into it"
+    add("--merge", merges, action="store_const", const=True)
+    add("--no-packing", "one sample per sequence, padded", "packing", action="store_const", const=False)
