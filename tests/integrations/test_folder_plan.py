@@ -23,7 +23,9 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import GIB, MIB, Tier
 from zero_offload.cli.main import build_parser, main
-from zero_offload.finetune.fit.plan import FolderJob, FolderPlan, plan_job
+from zero_offload.finetune.fit.figures import FolderPlan
+from zero_offload.finetune.fit.job import FolderJob
+from zero_offload.finetune.fit.plan import plan_job
 from zero_offload.finetune.fit.rehearsal import rehearse
 from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.finetune.model import folder as folder_module
@@ -190,7 +192,7 @@ def test_very_many_rows_are_told_by_few(folder: ModelFolder, tmp_path: Path, mon
         rows.append(args[3])
         return rehearse(*args, **settings)
 
-    monkeypatch.setattr("zero_offload.finetune.fit.plan.rehearse", rehearsed)
+    monkeypatch.setattr("zero_offload.finetune.fit.work.rehearse", rehearsed)
     plan = plan_job(_job(folder, tmp_path, batch=10**9, steps=2**62), tmp_path, tries=False)
     assert rows == [2048] and not plan.fits
     assert "until" not in as_text(plan_job(_job(folder, tmp_path, steps=2**62), tmp_path, tries=False))
@@ -200,7 +202,7 @@ def test_a_model_that_cannot_be_rehearsed_is_estimated(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = plan_job(_job(folder, tmp_path), tmp_path)
-    monkeypatch.setattr("zero_offload.finetune.fit.plan.rehearse", lambda *_, **__: torch.zeros(1)[2])
+    monkeypatch.setattr("zero_offload.finetune.fit.work.rehearse", lambda *_, **__: torch.zeros(1)[2])
     for recompute in (True, False):
         plan = plan_job(_job(folder, tmp_path, recompute=recompute), tmp_path)
         assert plan.fits and "activations are estimated" in as_text(plan) and "(IndexError)" in as_text(plan)
@@ -320,13 +322,13 @@ def test_the_base_is_quantized_where_adapters_alone_do_not_fit(
     pytest.importorskip("bitsandbytes")
     tried: list[tuple[Lora | None, str | None]] = []
 
-    def looks(job: FolderJob, out: Path | None, known: Any) -> None:
+    def looks(job: FolderJob, plan_of: Any) -> None:
         tried.append((job.lora, job.folder.quantize))
 
     lora = Lora(16, 32.0)
     job = _job(large, tmp_path, gpu="rtx4090", ram="1GiB", drives=parse_drives(["7GB/s"]))
     job = replace(job, lora=lora if has_adapter else None)
-    monkeypatch.setattr("zero_offload.finetune.fit.plan._first_that_fits", looks)
+    monkeypatch.setattr("zero_offload.finetune.fit.ways._first_that_fits", looks)
     assert not plan_job(job, None).fits
     assert tried[-2:] == [(lora, "int8"), (lora, "nf4")] and tried[-3] == (lora, None)
     tried.clear()

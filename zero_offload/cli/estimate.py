@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import StateKind, Tier, format_bytes
-from zero_offload.finetune.fit.request import Offer, Planned, Request, drive_wear
+from zero_offload.finetune.fit.request import Offer, Planned, Request, drive_wear, is_automatic
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.memory import PLACED_KINDS
 from zero_offload.plan.table import PlanTable
@@ -83,7 +83,7 @@ def as_text(report: Report) -> str:
     ranks = _count(request.cluster.ranks, "rank")
     where = f" in {_count(request.cluster.nodes, 'machine')}" if request.cluster.nodes > 1 else ""
     here = request.gpu_here
-    automatic = [kind for kind in PLACED_KINDS if isinstance(request.config.placement_of(kind), str)]
+    automatic = [kind for kind in PLACED_KINDS if is_automatic(request.config, kind)]
     chosen = ", ".join(f"{kind.value} {_shares_text(_shares(report, kind))}" for kind in automatic)
     lora = f", {report.num_trained:,} of them trained (LoRA of rank {request.lora})" if request.lora else ""
     lines = [

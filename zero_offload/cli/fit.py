@@ -17,7 +17,8 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import user_path
 from zero_offload.cli.flags import add_finetune_flags
 from zero_offload.finetune.fit import measure
-from zero_offload.finetune.fit.plan import FolderJob, plan_job
+from zero_offload.finetune.fit.job import FolderJob
+from zero_offload.finetune.fit.plan import plan_job
 from zero_offload.finetune.fit.text import as_json, as_text, command
 from zero_offload.finetune.gpt import PRESETS
 from zero_offload.finetune.identity import check_outputs

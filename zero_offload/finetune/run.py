@@ -27,7 +27,8 @@ from zero_offload.base.types import Existing
 from zero_offload.checkpoint.metrics import read_lines
 from zero_offload.checkpoint.run_dir import FILES_FILE, METRICS_FILE, RUN_FILE, RunDir, read_json
 from zero_offload.finetune.data.prepare import prepare
-from zero_offload.finetune.fit.plan import FolderJob, plan_job
+from zero_offload.finetune.fit.job import FolderJob
+from zero_offload.finetune.fit.plan import plan_job
 from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.finetune.identity import (
     MADE_OF,

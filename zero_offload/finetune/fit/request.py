@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.base.types import Durability, HardwareProfile, Tier, format_bytes, parse_bytes
+from zero_offload.base.types import Durability, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.finetune import gpt
 from zero_offload.finetune.fit.measure import remembered, remembered_drives
@@ -74,6 +74,11 @@ def find_gpu_here() -> GpuHere | None:
         device = compute_device()
         free_bytes = device.free_bytes()
     return None if free_bytes is None else GpuHere(device.name, free_bytes)
+
+
+def is_automatic(config: OffloadConfig, kind: StateKind) -> bool:
+    """True if a kind of state goes where the plan says."""
+    return isinstance(config.placement_of(kind), str)
 
 
 @dataclass(frozen=True)
@@ -331,7 +336,7 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offe
     """More memory, one more drive, one more GPU: each planned anew."""
     config, here = request.config, request.cluster.ranks_per_node
     where = " in each machine" if request.cluster.nodes > 1 else ""
-    if any(isinstance(config.placement_of(kind), str) for kind in PLACED_KINDS):
+    if any(is_automatic(config, kind) for kind in PLACED_KINDS):
         # Of memory that has no budget "auto" leaves a part alone, and would do so with more.
         fraction = AUTO_FRACTION if config.cpu_memory is None else 1.0
         cpu_bytes = int(planned.memory.budget.cpu_bytes * fraction)

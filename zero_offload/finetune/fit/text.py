@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_offload.base.types import format_bytes
-from zero_offload.finetune.fit.plan import FolderJob, FolderPlan
+from zero_offload.finetune.fit.figures import FolderPlan
+from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.plan.table import TIER_PLACES, Row, table_lines
 from zero_offload.runs.number_format import format_duration, format_number, format_written
 

@@ -1,0 +1,125 @@
+"""The units of a folder's model, as a run trains them: their bytes, and the activations of a micro-batch.
+
+Owns all that is made once for a folder and used by plans with other settings. Never builds the model: it is made on
+meta, and rehearsed. The calls: `FolderWork(folder)`; then `work` and `rehearsal` of a job.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.finetune.fit.job import FolderJob
+from zero_offload.finetune.fit.rehearsal import Rehearsal, rehearse
+from zero_offload.finetune.model.folder import ModelFolder, group_frozen_experts, meta_model
+from zero_offload.finetune.model.targets import adapted, not_adapted
+from zero_offload.hardware.probe import is_remote
+from zero_offload.plan.dtypes import resolve
+from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
+from zero_offload.plan.memory import UnitNumel, value_bytes
+from zero_offload.plan.model_spec import ModelSpec, ParamSpec
+from zero_offload.plan.shapes import UnitWork, work_of
+from zero_offload.runtime.hooks import experts_in
+
+_INSIDE_WIDTHS = 50
+"""Values of a token that a block keeps, over its width: 26 in Llama-8B, 40 in Qwen3, by rehearsals; and some more."""
+_TOKENS_MAX = 1 << 17
+"""Of a rehearsal: the loss takes some time for each thousand. More rows take as much more memory."""
+
+
+class FolderWork:
+    """What is made once for a folder, and used by plans with other settings."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+        self._work: dict[object, tuple[UnitWork, ...]] = {}
+        self._rehearsals: dict[object, Rehearsal] = {}
+        self.adapted: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        """By adapter and quantization, what has adapters and what has none."""
+        self.notes: tuple[str, ...] = ()
+        """Parts of the folder's config that were not understood."""
+
+    def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
+        """Of each unit, as `zo.offload` finds it."""
+        folder, config = job.folder, job.offload
+        key = (job.lora, folder.quantize, folder.group_size, str(config.numerics), shards)
+        if key not in self._work:
+            model = meta_model(folder, job.lora, getattr(torch, config.compute_dtype_name))
+            group_frozen_experts(model, folder)
+            self.adapted[job.lora, folder.quantize] = adapted(model), not_adapted(model)
+            spec = ModelSpec.from_module(model, experts=experts_in(model))
+            layout = make_layout(spec, resolve(model, config), shards)
+            found = work_of(model, spec)
+            self.notes = found.notes
+            self._work[key] = tuple(
+                replace(each, numel=self._numel(each, unit, spec.in_use_with(index)))
+                for index, (each, unit) in enumerate(zip(found.units, layout.units, strict=True))
+            )
+        return self._work[key]
+
+    def _numel(self, work: UnitWork, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...]) -> UnitNumel:
+        """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
+        frozen = [section for section in unit.sections if not section.trainable]
+        in_base = {section.index for section in frozen if self._is_in_files(section)}
+        return replace(UnitNumel.of(unit, in_use_with, in_base), frozen=work.numel.frozen)
+
+    def _is_in_files(self, section: SectionLayout) -> bool:
+        """True if the folder's files have a frozen section as it is used."""
+
+        def is_stored(spec: ParamSpec) -> bool:
+            if spec.keeps_dtype:  # an offset is in the files' words on its weight, and no tensor of theirs
+                return self._folder.quantization is not None and not spec.name.endswith("offset")
+            return section.dtype == self._stored
+
+        return self._stored is not None and all(is_stored(piece.spec) for piece in section.params)
+
+    @functools.cached_property
+    def _stored(self) -> torch.dtype | None:
+        """The dtype of the folder's files, as its config says, if they are on a drive that is read each time."""
+        dtype = getattr(self._folder.config, "dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) and not is_remote(self._folder.path) else None
+
+    def rehearsal(self, job: FolderJob) -> Rehearsal:
+        dtype, (rows, seq) = getattr(torch, job.offload.compute_dtype_name), job.shape
+        few = min(rows, max(_TOKENS_MAX // seq, 1))
+        key = (job.lora, job.folder.quantize, dtype, rows, seq, job.recompute)
+        if key not in self._rehearsals:
+            try:
+                found = rehearse(job.folder, job.lora, dtype, few, seq, recompute=job.recompute).of_rows(rows)
+            except ZeroOffloadError:
+                raise
+            except Exception as error:  # of any model's code: some asks for values, which there are none of
+                found = _by_arithmetic(self.work(job, 1), job, type(error).__name__)
+            self._rehearsals[key] = found
+        return self._rehearsals[key]
+
+
+def with_saved(work: Sequence[UnitWork], rehearsal: Rehearsal, nbytes: int, *, recompute: bool) -> tuple[UnitWork, ...]:
+    """With what the rehearsal has saved for backward; what no unit has is the last one's."""
+    tokens = rehearsal.rows * rehearsal.seq * nbytes
+    found = []
+    for index, unit in enumerate(work):
+        saved = rehearsal.saved_bytes.get(unit.numel.name, 0) + rehearsal.saved_bytes[""] * (index == len(work) - 1)
+        values = -(-saved // tokens)
+        if unit.keeps_inputs(recompute):
+            found.append(replace(unit, boundary_values=values))
+        else:
+            found.append(unit if unit.in_groups else replace(unit, inside_values=values))
+    return tuple(found)
+
+
+def _by_arithmetic(work: Sequence[UnitWork], job: FolderJob, problem: str) -> Rehearsal:
+    """As much as models are known to keep at most, without experts."""
+    rows, seq = job.shape
+    nbytes = rows * seq * value_bytes(job.offload)
+    inside = {unit.numel.name: _INSIDE_WIDTHS * unit.boundary_values * nbytes for unit in work}
+    kept = {
+        unit.numel.name: unit.boundary_values * nbytes if unit.keeps_inputs(job.recompute) else inside[unit.numel.name]
+        for unit in work
+    }
+    tables = max((unit.numel.trained + unit.numel.frozen for unit in work if not unit.attention_width), default=0)
+    return Rehearsal(rows, seq, sum(kept.values()) + max(inside.values()) + 8 * tables, {**kept, "": 0}, problem)
