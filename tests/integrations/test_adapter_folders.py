@@ -22,7 +22,8 @@ from torch import Tensor
 
 import zero_offload as zo
 from tests.helpers.folders import write_folder
-from zero_offload.finetune.model.folder import build_model, open_folder
+from zero_offload.finetune.model.build import build_model
+from zero_offload.finetune.model.folder import open_folder
 from zero_offload.integrations.adapter_kinds import BASE_INITS, FILE_INITS, LOADED_KINDS, LORA_FIELDS, UNUSED_FIELDS
 
 TOKENS = torch.arange(5, 45).view(2, 20)

@@ -22,7 +22,8 @@ import zero_offload as zo
 from tests.helpers import folders
 from tests.helpers.ranks import wait_until
 from zero_offload.cli.main import main
-from zero_offload.finetune.model.folder import build_model, open_folder
+from zero_offload.finetune.model.build import build_model
+from zero_offload.finetune.model.folder import open_folder
 from zero_offload.integrations.quantize import PartRecipe
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.runs.locate import has_generation

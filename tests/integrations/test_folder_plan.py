@@ -28,8 +28,9 @@ from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
 from zero_offload.finetune.fit.rehearsal import rehearse
 from zero_offload.finetune.fit.text import as_json, as_text
-from zero_offload.finetune.model import folder as folder_module
-from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder, build_model, meta_model, open_folder
+from zero_offload.finetune.model import build
+from zero_offload.finetune.model.build import build_model, meta_model
+from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder, open_folder
 from zero_offload.hardware.machines import default_machine, parse_drives
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
@@ -156,7 +157,7 @@ def test_a_rehearsal_keeps_what_a_step_keeps(folder: ModelFolder, lora: Lora | N
     found = rehearse(folder, lora, torch.bfloat16, rows, seq, recompute=recompute)
     model: Any = folders.model("llama", num_hidden_layers=4, dtype="bfloat16")
     if lora is not None:
-        model = folder_module._with_lora(model, folder, lora, folder_module._file_names(folder, model))
+        model = build._with_lora(model, folder, lora, build._file_names(folder, model))
         model.to(torch.bfloat16)
     model.train()
     if recompute:
@@ -276,8 +277,8 @@ def large(folder: ModelFolder) -> Iterator[ModelFolder]:
     """450M parameters, of which there is a config alone."""
     config = _llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=3, tie_word_embeddings=True)
     with pytest.MonkeyPatch.context() as patch:
-        names = folder_module._file_names(folder, folders.model())
-        patch.setattr(folder_module, "_file_names", lambda *_: replace(names, fresh=frozenset()))
+        names = build._file_names(folder, folders.model())
+        patch.setattr(build, "_file_names", lambda *_: replace(names, fresh=frozenset()))
         yield replace(folder, config=config)
 
 

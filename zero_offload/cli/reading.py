@@ -17,7 +17,8 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
 from zero_offload.finetune.identity import check_outputs
-from zero_offload.finetune.model.folder import ModelFolder, build_model
+from zero_offload.finetune.model.build import build_model
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.integrations.quantize import QUANTIZATIONS
 from zero_offload.runs.locate import described
 

@@ -39,14 +39,8 @@ from zero_offload.finetune.identity import (
     made_of,
     places_that_may_change,
 )
-from zero_offload.finetune.model.folder import (
-    CAUSAL,
-    ModelFolder,
-    build_model,
-    check_training,
-    open_folder,
-    recompute_blocks,
-)
+from zero_offload.finetune.model.build import build_model, recompute_blocks
+from zero_offload.finetune.model.folder import CAUSAL, ModelFolder, check_training, open_folder
 from zero_offload.finetune.outputs import (
     BEST,
     CARD,

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.host import host_empty
-from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder, meta_model, recompute_blocks
+from zero_offload.finetune.model.build import meta_model, recompute_blocks
+from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder
 from zero_offload.plan.model_spec import ModelSpec
 
 

@@ -15,7 +15,8 @@ import torch
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.rehearsal import Rehearsal, rehearse
-from zero_offload.finetune.model.folder import ModelFolder, group_frozen_experts, meta_model
+from zero_offload.finetune.model.build import group_frozen_experts, meta_model
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.targets import adapted, not_adapted
 from zero_offload.hardware.probe import is_remote
 from zero_offload.plan.dtypes import resolve

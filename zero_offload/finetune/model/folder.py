@@ -1,17 +1,13 @@
-"""A local Hugging Face folder: what is wrong with it, and its model, of which no more is in memory than tiers allow.
+"""A local Hugging Face folder, and all that can be wrong with it.
 
-Owns the checks of a folder, each of which ends in one error that says what to do, and the one way in which a model is
-built: from its config, with parameters that get the values of the folder's files when they are offloaded. An
-adapter's folder names its base; the model has the adapter's values then. The calls: `open_folder`, then `meta_model`
-for a plan, or `build_model`. transformers and peft are imported inside of them.
+Owns the checks, each of which ends in one error that says what to do. No weights are read. The call: `open_folder`;
+build.py makes the model. transformers is imported inside of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
-import json
 import logging
 import re
 import sys
@@ -19,29 +15,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 
-from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.base.types import user_path
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
-from zero_offload.finetune.model.generation import check_generation, generation_config
-from zero_offload.finetune.model.targets import Targets
-from zero_offload.integrations.adapter_kinds import check_adapter_words, plain_init, reads_base
-from zero_offload.integrations.experts import group_experts, has_frozen_experts
-from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
-from zero_offload.integrations.gate import check_sizes, culprit_of, part_of, read_object, reading
-from zero_offload.integrations.peft import adapter_file_names, base_names
-from zero_offload.integrations.pretrained import plan_weights, state_names
-from zero_offload.integrations.quantize import need_library, quantize_layers, stored_layers, stored_quantization
-from zero_offload.model.api import checkpoint
-from zero_offload.model.deferred.recorder import deferred_init
-from zero_offload.model.offload import offload as offload_model
+from zero_offload.finetune.model.generation import check_generation
+from zero_offload.finetune.model.tokenizer import read_tokenizer
+from zero_offload.integrations.adapter_kinds import check_adapter_words, reads_base
+from zero_offload.integrations.gate import check_sizes, culprit_of, read_object, reading
+from zero_offload.integrations.quantize import need_library, stored_quantization
 from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import EXPERT_COUNTS
 
@@ -50,13 +36,9 @@ CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_NAME = "config.json", "adapter_conf
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
 _LOUD = ("torchao", "bitsandbytes", "torch.utils._pytree")
 """Loggers that warn when they are imported."""
-_FOR_PEFT = ("is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What peft reads of a quantized model as it makes adapters. TRL would then convert these to bf16, whatever their
-dtype."""
 _PEFT_SAYS = ("The following (rank|alpha)_pattern keys did not match", "Setting `save_embedding_layers` to `True`")
 """Of ranks of experts, which it looks for among layers alone and uses; and of what an embedding's adapter needs."""
 _ONE_CLASS = "single_label_classification"
-_PROBE = "user\nWhat is 2 + 40? The answer: forty-two."
 _TRIAL_TOKENS = 4
 """Of the forward that a config is tried with."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -200,7 +182,7 @@ def open_folder(
     for weights in (*((folder,) if has_weights else ()), *(() if adapter is None else (adapter_file(adapter),))):
         with open_weights(weights):
             pass
-    tokenizer = _read_tokenizer([each for each in (adapter, folder) if each is not None], config, needs_tokenizer)
+    tokenizer = read_tokenizer([each for each in (adapter, folder) if each is not None], config, needs_tokenizer)
     if task == CLASSIFY and config.pad_token_id is None and tokenizer is not None:
         config.pad_token_id = tokenizer.pad_token_id
     found = ModelFolder(folder, adapter, config, tokenizer, task, has_weights, quantize, quantization, group_size)
@@ -446,13 +428,13 @@ def _check_model(folder: Path, words: Mapping[str, Any], config: Any, task: str)
 
     def trial(given: Mapping[str, Any]) -> None:
         with torch.device("meta"):
-            _forward(_model_of(_config_of(given), task))
+            _forward(model_of(_config_of(given), task))
 
     def culprit() -> str:
         return culprit_of(words, _usual(kind), trial)
 
     with reading(str(file), "mend it, or get it again", culprit), torch.device("meta"):
-        model = _model_of(config, task)
+        model = model_of(config, task)
     try:
         _forward(model)
     except Exception as error:  # of any model's code
@@ -469,7 +451,8 @@ def _forward(model: Any) -> None:
         model.to("meta", torch.bfloat16)(input_ids=torch.zeros((1, _TRIAL_TOKENS), dtype=torch.int64, device="meta"))
 
 
-def _model_of(config: Any, task: str) -> Any:
+def model_of(config: Any, task: str) -> Any:
+    """The model that a config is of, for a task, with values as it draws them; in a context of meta it has none."""
     import transformers
 
     auto: Any = {
@@ -543,296 +526,3 @@ def class_name(folder: ModelFolder) -> str:
     found = _mapping(folder.task)[type(folder.config)]
     names: list[str] = [each.__name__ for each in (found if isinstance(found, list | tuple) else (found,))]
     return next((name for name in folder.config.architectures or () if name in names), names[0])
-
-
-_WORD_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
-_TOKEN_NAMES = ("pad_token", "eos_token", "mask_token")
-"""Those that are used by their numbers."""
-_TOKENIZER_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-
-
-def _read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> Any:
-    """Of the first folder that has one; None if none has, and it is not needed."""
-    found = [folder for folder in folders if any((folder / name).is_file() for name in _WORD_FILES)]
-    if not found:
-        if not is_needed:
-            return None
-        raise ConfigError(
-            f"{folders[-1]} has no tokenizer (none of {', '.join(_WORD_FILES)}); get its files from where the weights "
-            f"are from: hf download ORG/NAME --include '*token*' 'vocab*' 'merges.txt' --local-dir {folders[-1]}"
-        )
-    tokenizer = _tokenizer_of(found[0])
-    num_rows = Hints(config).number("vocab_size")
-    if num_rows and len(tokenizer) > num_rows:
-        raise ConfigError(
-            f"the tokenizer in {found[0]} has {len(tokenizer):,} tokens, and the model's embedding {num_rows:,} rows; "
-            "use the model's own tokenizer, or resize the embedding first (resize_token_embeddings)"
-        )
-    words = tokenizer.get_vocab()
-    last = max(words, key=lambda word: words[word], default="")
-    if num_rows and words and words[last] >= num_rows:
-        raise ConfigError(
-            f"the tokenizer in {found[0]} gives {last!r} the number {words[last]:,}, and the model's embedding has "
-            f"{num_rows:,} rows; use the model's own tokenizer"
-        )
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ConfigError(
-            f"the tokenizer in {found[0]} names no token that ends a text, and none that fills up shorter rows; add "
-            '"eos_token" to its tokenizer_config.json, a token that its vocabulary has'
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _tokenizer_of(folder: Path) -> Any:
-    settings = {name: read_object(folder / name) for name in _TOKENIZER_SETTINGS if (folder / name).is_file()}
-    what = f"the tokenizer in {folder}"
-    with reading(what, "mend it, or get its files again", lambda: _bad_setting(folder, settings)):
-        tokenizer = _loaded_tokenizer(folder)
-        ids = tokenizer(_PROBE)["input_ids"]
-    if not ids or not tokenizer("a")["input_ids"]:
-        raise ConfigError(f"{what} makes no token of text such as 'a'; get its files again")
-    for name in _TOKEN_NAMES:
-        if getattr(tokenizer, name) == "":  # has no number
-            setattr(tokenizer, name, None)
-    _check_chat_templates(folder, tokenizer)
-    limit = tokenizer.model_max_length
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1 or limit % 1:
-        raise ConfigError(
-            f"{folder / 'tokenizer_config.json'}: model_max_length is {limit!r}, not a whole number from 1 up; mend it"
-        )
-    return tokenizer
-
-
-def _check_chat_templates(folder: Path, tokenizer: Any) -> None:
-    """Raise ConfigError for what is neither a text nor texts by their names; one that is empty is none."""
-    template = tokenizer.chat_template
-    texts = [*template, *template.values()] if isinstance(template, dict) else [] if template is None else [template]
-    for text in texts:
-        if not isinstance(text, str):
-            shown = type(text).__name__
-            raise ConfigError(f"the tokenizer in {folder}: chat_template has a {shown} where text belongs; mend it")
-    if not texts or (isinstance(template, str) and not template.strip()):
-        tokenizer.chat_template = None
-
-
-def _loaded_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    tokenizer(_PROBE)  # what settings say beside the words is taken now
-    len(tokenizer), tokenizer.get_added_vocab(), tokenizer.special_tokens_map
-    return tokenizer
-
-
-def _bad_setting(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """The file of a tokenizer that does not load, and the field without which it does."""
-    for name, words in reversed(
-        list(settings.items())
-    ):  # the first is the file of all words, each trial of which takes long
-
-        def trial(given: Any, name: str = name) -> None:
-            with TemporaryDirectory() as changed:
-                for file in folder.iterdir():
-                    if file.name != name:
-                        (Path(changed) / file.name).symlink_to(file.resolve())
-                (Path(changed) / name).write_text(json.dumps(given), encoding="utf-8")
-                _loaded_tokenizer(Path(changed))
-
-        if field := part_of(words, trial, levels=1):
-            return f"{name}, {field}"
-    return next(iter(settings), "")
-
-
-# The model
-
-
-def meta_model(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model on meta, with its adapters, and `requires_grad` as in training; it takes no memory. `dtype`: of
-    computation with quantized weights."""
-    with torch.device("meta"):
-        model: nn.Module = _assemble(folder, lora, dtype).model
-    return model
-
-
-def group_frozen_experts(model: nn.Module, folder: ModelFolder) -> None:
-    """Let experts that are not trained be fetched in groups, as the folder says. To be called before `zo.offload`.
-
-    Raises ConfigError where a size is given for a model without such experts.
-    """
-    if has_frozen_experts(model):
-        try:
-            group_experts(model, folder.group_size or None)
-        except ConfigError:  # of a class that adds up in another way: its experts come whole
-            if folder.group_size:
-                raise
-    elif folder.group_size:
-        raise ConfigError(
-            f"--group-size {folder.group_size} is of frozen experts, and {folder.path} has none"
-            " that stay frozen; leave it out, or train adapters: --lora 16"
-        )
-
-
-def recompute_blocks(model: nn.Module) -> None:
-    """Let backward run again what transformers would, by `zo.checkpoint`: experts in groups are read once less.
-
-    Raises ConfigError for a model that transformers does not divide into such blocks.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
-    if not found:
-        raise ConfigError(
-            f"transformers has no blocks in {type(model).__name__} that backward could run again; give --recompute none"
-        )
-    checkpoint([module for name, module in found.items() if not any(name.startswith(f"{each}.") for each in found)])
-
-
-def build_model(
-    folder: ModelFolder, offload: OffloadConfig | None, lora: Lora | None, seed: int = 0, *, trains: bool = True
-) -> nn.Module:
-    """The folder's model, offloaded as `offload` says, with the folder's weights. Every rank must call.
-
-    Where the directories hold a generation and `existing="resume"`, weights are the generation's; `zo.resume` is the
-    caller's. An adapter in `folder` goes on training. With `trains=False` the model is in eval mode, and nothing of it
-    is trained. New heads and adapters begin with values drawn by `seed`. Raises what `zo.offload` and
-    `zo.load_pretrained` raise, and ConfigError for a `lora` that does not go with the model.
-    """
-    torch.manual_seed(seed)
-    # Heads that are in no file, and peft's copies of them, begin with numbers that are computed from others.
-    with deferred_init(values="skip" if folder.task == CAUSAL else "init"):
-        built = _assemble(folder, lora, getattr(torch, (offload or OffloadConfig()).compute_dtype_name))
-    model: nn.Module = built.model
-    if not trains:
-        model.requires_grad_(False).eval()
-        built.model.config.use_cache = getattr(folder.config, "use_cache", True)
-    for module in model.modules() if folder.is_quantized else ():
-        for name in _FOR_PEFT:
-            vars(module).pop(name, None)
-    group_frozen_experts(model, folder)
-    is_new = trains and folder.adapter is None
-    plan_weights(model, folder.path, built.names if is_new else _without_draws(model, built.names))
-    return offload_model(model, offload)
-
-
-def _without_draws(model: nn.Module, names: FileNames) -> FileNames:
-    """For a model that was trained before: no value is drawn, but where the adapter's file has what is used in its
-    place."""
-    base_name = base_names(model)
-    replaced = {base_name(name) for name in names.adapter.known.values()} if names.adapter is not None else set()
-    return replace(names, fresh=names.fresh & replaced)
-
-
-@dataclass(frozen=True)
-class _Built:
-    """A model without its values, and what the folder's files call its parameters."""
-
-    model: Any
-    names: FileNames
-
-
-def _assemble(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> _Built:
-    """`dtype`: what a quantized weight is quantized from, and computes in."""
-    base = _from_config(folder)
-    with contextlib.ExitStack() as undo:
-        if folder.quantization is not None:
-            with contextlib.ExitStack() as opened:
-                stored = opened.enter_context(open_weights(folder.path)) if folder.has_weights else {}
-                stored_layers(base, folder.quantization, stored, undo)
-        names = _file_names(folder, base)
-        if folder.quantize is not None:
-            quantize_layers(base, folder.quantize, undo, dtype)
-        undo.pop_all()
-    if folder.adapter is None:
-        return _Built(base if lora is None else _with_lora(base, folder, lora, names), names)
-    if lora is not None:
-        raise ConfigError(
-            f"{folder.adapter} is an adapter already, which goes on training with its own rank and targets: leave "
-            f"lora out. A new one is for its base, {folder.path}, or for a merged folder"
-        )
-    from peft import PeftConfig, get_peft_model
-
-    with reading(str(folder.adapter / ADAPTER_CONFIG_NAME), "mend it, or save the adapter with peft anew"):
-        config: Any = PeftConfig.from_pretrained(str(folder.adapter))
-        config.inference_mode = False
-        with plain_init(config):
-            model = get_peft_model(base, config)
-    file = AdapterFile(adapter_file(folder.adapter), adapter_file_names(model))
-    return _Built(model, replace(names, adapter=file))
-
-
-def _from_config(folder: ModelFolder) -> Any:
-    model = _model_of(folder.config, folder.task)
-    model.config.use_cache = False  # a cache keeps views of a block's values from one forward to the next
-    if model.can_generate() and folder.generation_file is not None:
-        model.generation_config = generation_config(folder.generation_file)
-    return model
-
-
-def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> Any:
-    from peft import LoraConfig, TaskType, get_peft_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.constants import SEQ_CLS_HEAD_NAMES
-
-    kinds = {CAUSAL: TaskType.CAUSAL_LM, CLASSIFY: TaskType.SEQ_CLS}
-    # What begins with random numbers is trained whole, and so is in the adapter's file: no other file has it.
-    tied = set(base.all_tied_weights_keys)
-    heads = sorted({name.rpartition(".")[0] for name in names.fresh - tied if name.endswith(".weight")})
-    if folder.task == CLASSIFY:  # peft knows the last part of a classifier
-        heads = [name for name in heads if not {*SEQ_CLS_HEAD_NAMES} & {*name.split(".")}]
-    targets = Targets.of(base, lora.targets)
-    settings: dict[str, Any] = {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": targets.modules if lora.targets else "all-linear",
-        "target_parameters": targets.parameters or None,
-        "modules_to_save": heads or None,
-        "exclude_modules": heads or None,
-        "task_type": kinds.get(folder.task),
-    }
-    try:
-        model = get_peft_model(base, LoraConfig(**settings))
-    except ValueError as error:
-        raise ConfigError(
-            f"{folder.path} takes no adapter of rank {lora.rank} on {', '.join(lora.targets) or 'its linear layers'}: "
-            f"{error}. It has {', '.join(targets.choices)}"
-        ) from error
-    targets.check(model)
-    if folder.task == CAUSAL and isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise ConfigError(
-            f"--lora-targets {' '.join(lora.targets)} has the output's layer among them. The loss takes that layer's "
-            "own weight and would never train its adapter; leave the layer out"
-        )
-    return model
-
-
-def _file_names(folder: ModelFolder, base: Any) -> FileNames:
-    """As transformers renames and joins the tensors of the folder's files.
-
-    Raises CheckpointError where parts are missing, ConfigError for tensors that it makes from others in another way.
-    """
-    known = dict.fromkeys(state_names(base), True)
-    prefix = base.base_model_prefix
-    if not folder.has_weights:  # files have what the config says that they are of
-        is_whole = type(base).__name__ in (folder.config.architectures or ())
-        return FileNames(fresh=frozenset(name for name in known if not (is_whole or name.startswith(f"{prefix}."))))
-    with open_weights(folder.path) as stored:
-        of_files, joined = transformers_names(
-            base, known, stored, folder.path, lambda new: folder.task != CAUSAL and not new.startswith(f"{prefix}.")
-        )
-    has = {*of_files.values(), *joined}
-    # Heads are made for the task; whatever else is missing is an error of the load.
-    fresh = [name for name in known if name not in has and not name.startswith(f"{prefix}.")]
-    if folder.task == CLASSIFY:
-        fresh += [name for name in known if name not in has and ".pooler." in name]
-    return FileNames(of_files, frozenset() if folder.task == CAUSAL else frozenset(fresh), joined=joined)
