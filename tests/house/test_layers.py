@@ -1,4 +1,5 @@
-"""The architecture in the package's listing: an entry imports from the entries above it, and no import is circular."""
+"""The architecture in the package's listing: an entry imports from the entries above it, and no import is circular,
+neither between files nor between the parts of an entry, its files and folders."""
 
 from __future__ import annotations
 
@@ -58,8 +59,9 @@ def imports_of(source: str, modules: Mapping[str, object]) -> Iterator[str]:
 
 
 def problems(modules: Mapping[str, str]) -> list[str]:
-    """Imports that point up, modules in no entry, and the first circle of files."""
+    """Imports that point up, modules in no entry, and the first circles of files and of parts of an entry."""
     found, graph = [], {}
+    parts: dict[str, set[str]] = {}
     for module, source in modules.items():
         graph[module] = {target for target in imports_of(source, modules) if target != module}
         entry = module.split(".")[0]
@@ -71,13 +73,21 @@ def problems(modules: Mapping[str, str]) -> list[str]:
         below = ("base",) if entry == "nn" else ENTRIES[: ENTRIES.index(entry)]
         below += ("__init__",) if entry in PROGRAMS else ()
         for target in sorted(graph[module]):
+            if target.startswith(f"{entry}.") and part_of(target) != part_of(module):
+                parts.setdefault(part_of(module), set()).add(part_of(target))
             if target.split(".")[0] not in (entry, *below):
                 found.append(f"{module} imports {target}; {entry} imports only from {', '.join(below) or 'itself'}")
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        found.append("a circle of imports: " + " -> ".join(error.args[1]))
+    for title, each in (("imports", graph), ("parts", parts)):
+        try:
+            TopologicalSorter(each).prepare()
+        except CycleError as error:
+            found.append(f"a circle of {title}: " + " -> ".join(error.args[1]))
     return found
+
+
+def part_of(module: str) -> str:
+    """The file or folder of an entry that a module is in."""
+    return ".".join(module.split(".")[:2])
 
 
 def test_imports_point_down() -> None:
@@ -94,10 +104,13 @@ def test_imports_point_down() -> None:
         ("nn.cross_entropy", "from zero_offload.hardware.device import Device"),
         ("stray", "x = 1"),
         ("base.errors", "from zero_offload.base.config import x"),
+        ("runs.progress", "from zero_offload.finetune.settings import FinetuneConfig"),
+        ("finetune.fit.plan", "from zero_offload.finetune import run"),
     ],
 )
 def test_the_rule_finds_what_it_forbids(module: str, source: str) -> None:
     modules = {"base.config": "from zero_offload.base.errors import E", "base.errors": "", "storage.memory": ""}
+    modules |= {"finetune.fit.job": "", "finetune.run": "from zero_offload.finetune.fit import job"}
     assert problems(modules) == []
     assert problems(modules | {module: source}) != []
 
@@ -105,3 +118,8 @@ def test_the_rule_finds_what_it_forbids(module: str, source: str) -> None:
 @pytest.mark.parametrize("source", ["from zero_offload.base.errors import E", "from zero_offload.plan import memory"])
 def test_the_rule_allows_what_it_should(source: str) -> None:
     assert problems({"base.errors": "", "plan.memory": "", "storage.shards.store": source}) == []
+
+
+def test_programs_use_the_public_names() -> None:
+    source = "import zero_offload as zo"
+    assert problems({"__init__": "", "runs.trace": source}) == [] != problems({"__init__": "", "model.step": source})
