@@ -21,9 +21,9 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
-from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
+from zero_offload.cli.reading import add_folder_argument, add_tier_flags, open_checked, open_for_reading
 from zero_offload.finetune.data.rendering import Renderer, RenderError
-from zero_offload.finetune.model.folder import ModelFolder, open_folder, quiet_libraries
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.generation import write_text
 from zero_offload.model.api import close, need_runtime, stats
 from zero_offload.runs.terminal import printable
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
+    add_folder_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="instructions that the conversation begins with")
     parser.add_argument(
         "--max-new-tokens",
@@ -63,9 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    quiet_libraries()
-    folder = open_folder(args.dir, quantize=args.quantize)
-    print_checked(folder, args)
+    folder = open_checked(args)
     if args.system is not None and folder.tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {args.dir} has no chat template, so --system has no place; leave it out")
     folder.check_generation(**_sampling(args.temperature))

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError, NonFiniteError
-from zero_offload.cli.reading import add_tier_flags, open_for_reading, print_checked
-from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, ModelFolder, open_folder, quiet_libraries
+from zero_offload.cli.reading import add_folder_argument, add_tier_flags, open_checked, open_for_reading
+from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, ModelFolder
 from zero_offload.finetune.model.generation import write_text
 from zero_offload.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.finetune.settings import TASKS
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
+    add_folder_argument(parser)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE_OR_DIR", help="as for finetune")
     parser.add_argument(
         "--method", choices=_METHODS, default="sft", help="mlm and classify are for encoders (default sft)"
@@ -60,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value, least in (("--batch", args.batch, 1), ("--eval-samples", args.eval_samples, 0)):
         if value < least:
             raise ConfigError(f"{flag} {value} is below {least}")
-    quiet_libraries()
-    folder = open_folder(args.dir, TASKS[args.method], quantize=args.quantize)
-    print_checked(folder, args)
+    folder = open_checked(args, TASKS[args.method])
     from zero_offload.finetune.data.prepare import prepare
 
     seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq

@@ -80,8 +80,7 @@ def add_offload_flags(group: argparse._ArgumentGroup, offload: OffloadConfig, ou
     add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
     add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
     add("--states", "states", "optimizer states: fp32, bf16 or compact (8 bits and scales)")
-    add("--cpu-memory", "cpu_memory", "budget, for example 8GiB (default: what there is)", metavar="SIZE")
-    add("--device-memory", "device_memory", "budget, for example 20GiB (default: what there is)", metavar="SIZE")
+    add_budget_flags(group, "offload_")
     add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
     add(
         "--generation",
@@ -97,6 +96,13 @@ def add_offload_flags(group: argparse._ArgumentGroup, offload: OffloadConfig, ou
         type=steps_or_duration,
         metavar="STEPS|DURATION",
     )
+
+
+def add_budget_flags(group: argparse._ArgumentGroup, prefix: str = "") -> None:
+    """Flags of memory; `prefix` stands before the names of their values."""
+    for name, size in (("cpu", "8GiB"), ("device", "20GiB")):
+        help = f"budget, for example {size} (default: what there is)"
+        group.add_argument(f"--{name}-memory", dest=f"{prefix}{name}_memory", metavar="SIZE", help=help)
 
 
 # A folder's run

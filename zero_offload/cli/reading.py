@@ -1,7 +1,7 @@
 """A folder's model that is only read, by `chat` and `evaluate`: weights streamed from their tiers, nothing trained.
 
-Owns the flags that say where the weights rest. Nothing is written to the folder. What goes to NVMe is in files without
-names, which end with the process.
+Owns the flags that say which folder it is, and where the weights rest. Nothing is written to the folder. What goes to
+NVMe is in files without names, which end with the process.
 """
 
 from __future__ import annotations
@@ -16,29 +16,39 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
+from zero_offload.cli.flags import add_budget_flags
 from zero_offload.finetune.identity import check_outputs
 from zero_offload.finetune.model.build import build_model
-from zero_offload.finetune.model.folder import ModelFolder
+from zero_offload.finetune.model.folder import CAUSAL, ModelFolder, open_folder, quiet_libraries
 from zero_offload.integrations.quantize import QUANTIZATIONS
 from zero_offload.runs.locate import described
+
+
+def add_folder_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
 
 
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where the weights rest")
     group.add_argument("--nvme", nargs="+", metavar="DIR", help="directories for what memory has no room for")
-    group.add_argument("--cpu-memory", metavar="SIZE", help="budget, for example 8GiB (default: what there is)")
-    group.add_argument("--device-memory", metavar="SIZE", help="budget, for example 20GiB (default: what there is)")
+    add_budget_flags(group)
     group.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
     group.add_argument(
         "--quantize", metavar="KIND", help=f"make linear layers {', '.join(QUANTIZATIONS)}, as an adapter's base was"
     )
 
 
-def print_checked(folder: ModelFolder, args: argparse.Namespace) -> None:
-    """Say what a folder that a run has left is on now, where that differs. Raises ConfigError where numbers would."""
+def open_checked(args: argparse.Namespace, task: str = CAUSAL) -> ModelFolder:
+    """The folder; what one that a run has left is on now is said where that differs.
+
+    Raises what `open_folder` raises, and ConfigError where numbers would differ.
+    """
+    quiet_libraries()
+    folder = open_folder(args.dir, task, quantize=args.quantize)
     lines = [*check_outputs(folder), *_as_trained(folder, args)]
     for line in lines if os.environ.get("RANK", "0") == "0" else ():
         print(line, file=sys.stderr)
+    return folder
 
 
 def _as_trained(folder: ModelFolder, args: argparse.Namespace) -> Iterator[str]:
