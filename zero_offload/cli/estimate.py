@@ -1,4 +1,4 @@
-"""The printed forms of `zero-offload plan`.
+"""The printed forms of `zero-offload plan` for a model by its name or size.
 
 Owns words and layout; every number is made elsewhere. Calls: `as_text`, `as_json`.
 """

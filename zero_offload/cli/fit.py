@@ -1,6 +1,6 @@
 """`zero-offload plan FOLDER`: the plan of the `finetune` run that the same flags ask for, and its command.
 
-Owns which of the flags of `plan` go with a folder, and what they mean to `finetune`. The calls: `is_of_folder`, then
+Owns which of the flags of `plan` go with a folder, and what they mean to `finetune`. The calls: `folder_of`, then
 `run`.
 """
 

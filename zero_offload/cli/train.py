@@ -1,4 +1,4 @@
-"""`zero-offload train`: flags and a TOML file become a `TrainConfig`; the recipe does the rest.
+"""`zero-offload train`: flags and a TOML file become a `TrainConfig`; the run does the rest.
 
 Owns the flags and what is printed at the end.
 """

@@ -1,6 +1,6 @@
 """What a training run is asked to do: `TrainConfig`, checked whole and then never changed.
 
-Owns the names, defaults and rules of the recipe's settings; those of tiers and storage are `OffloadConfig`'s.
+Owns the names, defaults and rules of the settings of `train`; those of tiers and storage are `OffloadConfig`'s.
 Never reads the data or the run directory.
 
 Calls, in order: `TrainConfig.from_tables(*read_tables(path))`, which raises one ConfigError listing every
@@ -29,7 +29,7 @@ from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, pl
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One run of the recipe. The defaults train a small GPT on the Python standard library's sources."""
+    """One run of `train`. The defaults train a small GPT on the Python standard library's sources."""
 
     model: str = "small"
     """A name in `finetune.gpt.PRESETS`."""
