@@ -24,9 +24,9 @@ from tests.helpers.reference import Recipe, Trajectory, param_groups, read_maste
 from zero_offload.base.types import MIB, Tier
 from zero_offload.model.api import need_runtime
 from zero_offload.runtime.grads.sliced import GradSlices
+from zero_offload.storage.memory import staging
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import SpanPool
-from zero_offload.storage.shards import grad_downloads
 from zero_offload.storage.shards.grad_downloads import GradDownloads
 
 MATRIX: dict[str, Any] = {
@@ -286,11 +286,11 @@ def test_micro_batches_that_take_turns_share_the_staging_of_one(monkeypatch: pyt
     zo.offload(model, config)
     made = list[int]()
 
-    def noted(arena: Arena, nbytes: int) -> SpanPool:
+    def noted(arena: Arena, nbytes: int, *what: Any) -> SpanPool:
         made.append(nbytes)
-        return SpanPool(arena, nbytes)
+        return SpanPool(arena, nbytes, *what)
 
-    monkeypatch.setattr(grad_downloads, "SpanPool", noted)
+    monkeypatch.setattr(staging, "SpanPool", noted)
     zo.accumulate(model, range(4), loss_of)
     zo.close(model)
     assert made == []

@@ -302,6 +302,13 @@ FAULTS = [
         "tests/fake_gpu/test_downloads.py::test_what_finds_no_memory_as_it_lands_lands_later",
     ),
     fault(
+        "host memory that bytes pass through is filled anew while a copy still reads it",
+        "storage/memory/staging.py",
+        "        if copies:\n",
+        "        if not copies:\n",
+        "tests/unit/storage/memory/test_staging.py::test_a_part_that_a_copy_reads_is_not_leased_again",
+    ),
+    fault(
         "a reduction's results go to other sections of its bucket",
         "runtime/grads/reductions.py",
         "zip(sections, shards, strict=True)",

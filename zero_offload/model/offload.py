@@ -86,8 +86,8 @@ from zero_offload.runtime.units.unit import Section, Unit, stays_guarded
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
-from zero_offload.storage.memory.pool import SpanPool
 from zero_offload.storage.memory.resizable import Budget, FrameBudget, ResizableBuffer
+from zero_offload.storage.memory.staging import Staging
 from zero_offload.storage.shards.drive_grads import DriveRoom
 from zero_offload.storage.shards.grad_downloads import GradDownloads
 from zero_offload.storage.shards.registry import Owner, owner_of, register, unregister
@@ -244,8 +244,9 @@ class Builder:
         limit: DeviceLimit | None = None
         budget: Budget = store.arena
         if not device.is_host:
-            landing = SpanPool(store.arena, self.buffers.landing_bytes())
-            loader = DeviceParamLoader(store, device, landing, collectives.shard_index)
+            staging = Staging(store.arena)
+            staging.widen(self.buffers.landing_bytes())
+            loader = DeviceParamLoader(store, device, staging, collectives.shard_index)
             limit, budget = self._make_limit(), self.frames
         move_buffers(self.model, device, self.undo)
         ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)

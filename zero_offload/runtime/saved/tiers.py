@@ -30,7 +30,7 @@ from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_B
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena, Need, Region
-from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.memory.staging import Staging
 
 BYTES_OUT = 512 * MIB
 """Bytes of the device's memory on their way to the host at once; one storage may be larger. A link takes 10 to 20 ms
@@ -502,7 +502,6 @@ class Lease(NamedTuple):
 
 
 class _Leased(NamedTuple):
-    slab: SpanPool
     address: int
     nbytes: int
     life: weakref.ref[object]
@@ -514,7 +513,7 @@ class _Leased(NamedTuple):
 
 
 class Landing:
-    """Slabs, of which each tensor's memory is a part: the most that was in use at once.
+    """Staging for tensors: the most that was in use at once.
 
     The C library's heap would do, but tensors of all sizes leave holes there. Those are given back to the system, and
     the page faults cost more than reading the drive. A part is free again when no tensor views it and nothing is read
@@ -522,21 +521,14 @@ class Landing:
     """
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._slabs: list[SpanPool] = []
+        self._staging = Staging(arena, _NEED, slab_bytes=LANDING_SLAB_BYTES)
         self._leased: list[_Leased] = []
 
     def lease(self, nbytes: int) -> Lease:
         """(nbytes,), sector-aligned, up to the end of its last sector."""
         for leased in [each for each in self._leased if each.is_over]:
             self._leased.remove(leased)
-            leased.slab.release(leased)
-        slab = next((each for each in self._slabs if each.fits(nbytes)), None)
-        if slab is None:
-            # Those that are too small for ever larger tensors must not add up.
-            self._slabs = [each for each in self._slabs if each.in_use]
-            slab = SpanPool(self._arena, max(nbytes, LANDING_SLAB_BYTES), _NEED)
-            self._slabs.append(slab)
-        region, reads = slab.lease(nbytes), list[Transfer | None]()
-        self._leased.append(_Leased(slab, region.address, region.nbytes, weakref.ref(region.owner), reads))
+            self._staging.give_back(leased)
+        region, reads = self._staging.lease(nbytes), list[Transfer | None]()
+        self._leased.append(_Leased(region.address, region.nbytes, weakref.ref(region.owner), reads))
         return Lease(region, reads)

@@ -20,7 +20,7 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Region
-from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.memory.staging import Staging
 from zero_offload.storage.shards.shard import Replica
 from zero_offload.storage.shards.store import ShardStore
 
@@ -146,17 +146,6 @@ class _Landing:
     def arrived(self) -> bool:
         return all(transfer.done() for _, _, transfers in self.reads for transfer in transfers)
 
-    def landed(self) -> _Landed:
-        return _Landed(self.region, [handoff.ready for handoff in self.uploads])
-
-
-@dataclass
-class _Landed:
-    """All uploads of a landing are launched."""
-
-    region: Region | None
-    uploads: list[Event]
-
 
 @dataclass
 class _Keeping:
@@ -171,22 +160,20 @@ class _Keeping:
 class DeviceParamLoader:
     """The compute device has memory of its own."""
 
-    def __init__(self, store: ShardStore, device: Device, pool: SpanPool, shard_index: int) -> None:
+    def __init__(self, store: ShardStore, device: Device, staging: Staging, shard_index: int) -> None:
         self._store = store
         self._counters = store.counters
         self._device = device
-        self._pool = pool
+        self._staging = staging
         self._shard_index = shard_index
         self._flying: dict[int, _Landing] = {}
-        self._landed: list[_Landed] = []
-        """Uploads that compute may still be waiting for; their regions are reused once they are done."""
         self._keeping: dict[int, list[_Keeping]] = {}
         self.streams = UnitStreams(device)
 
     def ready(self, unit: Unit) -> bool:
         """True if there is memory for the unit's values to land in."""
-        self._reclaim()
-        return self._pool.fits(self._landing_bytes(unit.sections))
+        self._advance_kept()
+        return self._staging.fits(self._landing_bytes(unit.sections))
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
         landing = self._flying[unit.index] = _Landing(None, self.streams.of(unit))
@@ -252,8 +239,9 @@ class DeviceParamLoader:
         self._upload(landing)
         for handoff in landing.uploads:
             handoff.take()
-        # Without the tensors: a tensor on the unit's buffer would keep the unit here.
-        self._landed.append(landing.landed())
+        if landing.region is not None:
+            # Without the tensors: a tensor on the unit's buffer would keep the unit here.
+            self._staging.give_back(landing.region, [handoff.ready for handoff in landing.uploads])
         del self._flying[unit.index]
 
     def keep(self, unit: Unit, section: Section) -> None:
@@ -280,22 +268,21 @@ class DeviceParamLoader:
         for _, _, transfers in landing.reads:
             for transfer in transfers:
                 transfer.wait()
-        self._land(landing.landed())
+        self._end_landing(landing)
         del self._flying[unit.index]
 
     def make_room(self, nbytes: int) -> None:
         """Let units on their way take so many bytes of host memory from now on."""
-        if nbytes <= self._pool.nbytes:
+        if nbytes <= self._staging.part_max_bytes:
             return
         while (oldest := self._oldest_kept()) is not None:
             self._end_keeping(oldest)
         for flying in self._flying.values():
             self._upload(flying)
-            self._land(flying.landed())
-            flying.region = None
-        while self._landed:
-            self._land(self._landed.pop(0))
-        self._pool = SpanPool(self._store.arena, nbytes)
+            self._end_landing(flying)
+        while self._staging.free_oldest():
+            pass
+        self._staging.widen(nbytes)
 
     def _end_keeping(self, keeping: _Keeping) -> None:
         keeping.download.take_on_host()
@@ -303,7 +290,7 @@ class DeviceParamLoader:
             if keeping.write is None:
                 keeping.write = keeping.replica.launch_save(keeping.region.address)
             keeping.write.wait()
-            self._pool.release(keeping.region)
+            self._staging.give_back(keeping.region)
 
     def _upload(self, landing: _Landing) -> None:
         if not landing.reads:
@@ -321,20 +308,16 @@ class DeviceParamLoader:
 
     def _lease(self, nbytes: int) -> Region:
         """A landing region, waiting for the oldest replicas or uploads while too much is in use."""
-        self._reclaim()
-        if nbytes > self._pool.nbytes:
-            self.make_room(nbytes)  # a unit of experts, which is read in groups otherwise
-        while not self._pool.fits(nbytes):
+        self._advance_kept()
+        self.make_room(nbytes)  # for a unit of experts, which is read in groups otherwise
+        while not self._staging.fits(nbytes):
             if (oldest := self._oldest_kept()) is not None:
                 self._end_keeping(oldest)
-            elif self._landed:
-                self._land(self._landed.pop(0))
-            else:
+            elif not self._staging.free_oldest():
                 flying = next(each for each in self._flying.values() if each.region is not None)
                 self._upload(flying)
-                self._land(flying.landed())
-                flying.region = None
-        return self._pool.lease(nbytes)
+                self._end_landing(flying)
+        return self._staging.lease(nbytes)
 
     def _oldest_kept(self) -> _Keeping | None:
         """Taken off the list."""
@@ -345,17 +328,17 @@ class DeviceParamLoader:
                     return keeping
         return None
 
-    def _reclaim(self) -> None:
-        while self._landed and all(upload.done() for upload in self._landed[0].uploads):
-            self._land(self._landed.pop(0))
+    def _advance_kept(self) -> None:
+        """Launch the writes of replicas that have come down."""
         for kept in self._keeping.values():
             for keeping in kept:
                 if keeping.region is not None and keeping.write is None and keeping.download.ready.done():
                     keeping.write = keeping.replica.launch_save(keeping.region.address)
 
-    def _land(self, landing: _Landed) -> None:
+    def _end_landing(self, landing: _Landing) -> None:
         """Wait for the uploads and give the region back."""
         for upload in landing.uploads:
-            upload.synchronize()
+            upload.take_on_host()
         if landing.region is not None:
-            self._pool.release(landing.region)
+            self._staging.give_back(landing.region)
+            landing.region = None

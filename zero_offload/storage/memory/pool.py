@@ -51,6 +51,10 @@ class SpanPool:
     def in_use(self) -> bool:
         return self._free != [(0, self.nbytes)]
 
+    def holds(self, lease: Span) -> bool:
+        """True if the lease is a part of this memory."""
+        return self._region is not None and 0 <= lease.address - self._region.address < self.nbytes
+
     def release(self, lease: Span) -> None:
         """Give a lease back."""
         assert self._region is not None

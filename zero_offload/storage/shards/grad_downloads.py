@@ -31,7 +31,7 @@ from zero_offload.hardware.kernels.grads import launch_sums, total
 from zero_offload.hardware.native import GradSum
 from zero_offload.plan.memory import leaving_bytes
 from zero_offload.storage.memory.arena import Arena, Need, Region
-from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.memory.staging import Staging
 
 _STAGING = Need("gradients on their way from the device")
 
@@ -45,33 +45,23 @@ class _Leaving(NamedTuple):
     read: Event
 
 
-class _Lease(NamedTuple):
-    """A part of staging memory."""
-
-    pool: SpanPool
-    region: Region
-
-    def end(self) -> None:
-        self.pool.release(self.region)
-
-
 class _Staged(NamedTuple):
     """Downloads into staging."""
 
     section: int
     """Its index."""
     land: Callable[[], object]
-    leases: Sequence[_Lease]
+    leases: Sequence[Region]
     handoffs: Sequence[Handoff]
 
 
 class StagedGrad:
     """Staging for one gradient, which a GPU makes and sends slice by slice."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lease: _Lease) -> None:
-        self.lease: _Lease | None = lease
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lease: Region) -> None:
+        self.lease: Region | None = lease
         """None once the memory is given back."""
-        self.values = lease.region.tensor(dtype, torch.Size(shape).numel()).view(tuple(shape))
+        self.values = lease.tensor(dtype, torch.Size(shape).numel()).view(tuple(shape))
         """`shape`, in host memory; slice i of the first dimension is there when its download is over."""
         self.missing = set(range(shape[0]))
         """Slices that nothing was sent to: those of the gradient are zeros."""
@@ -92,7 +82,7 @@ class GradDownloads:
     def __init__(self, device: Device, arena: Arena, counters: Counters) -> None:
         self.sums = DeviceSums(device, arena, counters)
         self._device = device
-        self._arena = arena
+        self._staging = Staging(arena, _STAGING)
         self._leaving: deque[_Leaving] = deque()
         self._staged: deque[_Staged] = deque()
         self._open = list[StagedGrad]()
@@ -102,7 +92,7 @@ class GradDownloads:
     def resize(self, nbytes: int, sent: Sequence[int]) -> None:
         """From now on there are `nbytes` of staging, and sections send so many bytes each at once."""
         self.drain()
-        self._pool = SpanPool(self._arena, nbytes, _STAGING)
+        self._staging.widen(nbytes)
         self._leaving_max = leaving_bytes(sent)
 
     def make_room(self, nbytes: int) -> None:
@@ -121,7 +111,7 @@ class GradDownloads:
     def stage(self, section: int, flat: torch.Tensor, made: Event, land: Callable[[torch.Tensor], None]) -> None:
         """Launch the download of `flat` into staging; `land` gets what has arrived, and holds no GPU memory."""
         lease = self._lease(flat.nbytes)
-        target = lease.region.tensor(flat.dtype, flat.numel())
+        target = lease.tensor(flat.dtype, flat.numel())
         handoff = self.place(target, flat, made)
         self._staged.append(_Staged(section, partial(land, target), [lease], [handoff]))
 
@@ -181,7 +171,7 @@ class GradDownloads:
             grad.last.take_on_host()
         self._open = [each for each in self._open if each is not grad]
         if grad.lease is not None:
-            grad.lease.end()
+            self._staging.give_back(grad.lease)
         grad.lease = None
 
     def advance(self) -> None:
@@ -212,14 +202,10 @@ class GradDownloads:
             self._leaving.popleft().read.synchronize()
         self.sums.drop()
 
-    def _lease(self, nbytes: int) -> _Lease:
-        while self._staged and not self._pool.fits(nbytes):
+    def _lease(self, nbytes: int) -> Region:
+        while self._staged and not self._staging.fits(nbytes):
             self._finish()
-        if not self._pool.fits(nbytes):
-            # What is leased of the one before keeps it. The next one has room for that too: it will come again.
-            beside = self._pool.nbytes if self._pool.in_use else 0
-            self._pool = SpanPool(self._arena, max(nbytes + beside, self._pool.nbytes), _STAGING)
-        return _Lease(self._pool, self._pool.lease(nbytes))
+        return self._staging.lease(nbytes)
 
     def _finish(self) -> None:
         staged = self._staged.popleft()
@@ -236,7 +222,7 @@ class GradDownloads:
         if land:
             staged.land()
         for lease in staged.leases:
-            lease.end()
+            self._staging.give_back(lease)
 
 
 def _fill(grad: StagedGrad) -> None:

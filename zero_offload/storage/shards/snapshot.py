@@ -26,6 +26,7 @@ from zero_offload.hardware.device import Device, Event
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
 from zero_offload.storage.files.swap_file import SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.staging import Staging
 from zero_offload.storage.shards.shard import Shard
 
 
@@ -69,15 +70,13 @@ class Snapshot:
 class DeviceStaging:
     """Host memory through which states in a device's memory pass on their way to a drive.
 
-    Keeps as many regions as are leased at once, and the moment after which the device's states are those of the last
-    update. The calls: `updated` when an update, or whatever else changes states without a wait, is launched, on its
-    thread; `bring` and `give_back` on the commit's.
+    Keeps the moment after which the device's states are those of the last update. The calls: `updated` when an update,
+    or whatever else changes states without a wait, is launched, on its thread; `bring` and `give_back` on the commit's.
     """
 
     def __init__(self, device: Device, arena: Arena) -> None:
         self._device = device
-        self._arena = arena
-        self._free: list[Region] = []
+        self._memory = Staging(arena)
         self._newest: Event | None = None if device.is_host else device.mark()
 
     def updated(self) -> None:
@@ -86,7 +85,7 @@ class DeviceStaging:
 
     def bring(self, arrays: Sequence[torch.Tensor]) -> tuple[Region, list[int]]:
         """Copies of the arrays, each on sectors of its own, and their addresses; the arrays may change then."""
-        region = self._lease(sum(map(_room, arrays)))
+        region = self._memory.lease(sum(map(_room, arrays)))
         addresses, copies, offset = [], [], 0
         for array in arrays:
             addresses.append(region.address + offset)
@@ -98,12 +97,7 @@ class DeviceStaging:
         return region, addresses
 
     def give_back(self, region: Region) -> None:
-        self._free.append(region)
-
-    def _lease(self, nbytes: int) -> Region:
-        # States that came later make chunks larger: what is too small goes.
-        self._free = [region for region in self._free if region.nbytes >= nbytes]
-        return self._free.pop() if self._free else self._arena.allocate(nbytes)
+        self._memory.give_back(region)
 
 
 class Snapshots:
