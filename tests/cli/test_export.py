@@ -21,7 +21,7 @@ from tests.helpers.ranks import Case, RankPool, RankPools
 from zero_offload.checkpoint.hf_export import export_saved
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.cli.main import main
-from zero_offload.finetune.gpt import GPT, GPTConfig
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig  # as the card says
 from zero_offload.runs.locate import alone
 from zero_offload.storage.files.engines import open_engine
 
@@ -161,6 +161,7 @@ def test_a_run_of_train_has_its_sizes_too(tmp_path: Path, capsys: Capture) -> No
     shutil.move(run, tmp_path / "moved")
     assert main(["verify", str(tmp_path / "moved")]) == 0
     assert _export(tmp_path / "moved", out, "--dtype", "fp32") == 0
+    assert "from zero_offload.cli.recipes.gpt import GPT, GPTConfig\n" in (out / "README.md").read_text()
     model = GPT(GPTConfig(**json.loads((out / "config.json").read_text())))
     missing = model.load_state_dict(read_folder(out), strict=False).missing_keys
     assert missing == ["head.weight"] and model.head.weight is model.embedding.weight
