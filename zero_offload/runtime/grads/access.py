@@ -85,9 +85,10 @@ class GradAccess:
         self.ledger.read_factors()
         for section, indices in self.ledger.chosen(params):
             brought = section.store.on_disk
-            for index in indices:
-                factor = section.factor(index) / self.ledger.loss_scale
-                copy = section.store.view(index).to("cpu", torch.float32, copy=True).mul_(factor)
+            for index, count in zip(indices, section.counts(indices), strict=True):
+                copy = (
+                    section.store.view(index).to("cpu", torch.float32, copy=True).mul_(count / self.ledger.loss_scale)
+                )
                 found[section.params[index]] = copy.view(section.layout.params[index].spec.shape)
             if indices:
                 section.store.flush(() if brought else None)

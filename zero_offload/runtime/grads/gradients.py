@@ -123,7 +123,7 @@ class Gradients:
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
-        section, index = self.ledger.place(param)
+        section, index = self.ledger.places[id(param)]
         if not section.arrived:
             section.num_expected = sum(each.requires_grad for each in section.params)
             if section.factors:

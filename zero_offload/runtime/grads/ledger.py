@@ -35,7 +35,8 @@ class GradLedger:
         self._is_alone = is_alone
         self.sections: list[GradSection] = []
         """The trainable ones."""
-        self._places: dict[int, tuple[GradSection, int]] = {}
+        self.places: dict[int, tuple[GradSection, int]] = {}
+        """By a parameter's id: its section, and its index there."""
         self.zeroed: set[nn.Parameter] = set()
         """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
         self.loss_scale = 1.0
@@ -58,21 +59,21 @@ class GradLedger:
         by_section = {id(each.section): each for each in sections}
         for section, _, param in placed_params:
             found = by_section[id(section)]
-            self._places[id(param)] = (found, len(found.params))
+            self.places[id(param)] = (found, len(found.params))
             found.params.append(param)
         self.sections += [each for each in by_section.values() if each.layout.trainable]
 
     def place(self, param: nn.Parameter) -> tuple[GradSection, int]:
         """A parameter's section and its index there."""
-        return self._places[id(param)]
+        return self.places[id(param)]
 
     def name_of(self, param: nn.Parameter) -> str:
-        section, index = self._places[id(param)]
+        section, index = self.places[id(param)]
         return section.layout.params[index].spec.name
 
     def held(self, param: nn.Parameter) -> bool:
         """True if a gradient waits for a step."""
-        section, index = self._places[id(param)]
+        section, index = self.places[id(param)]
         return index in section.holding
 
     def any_held(self, params: Collection[nn.Parameter] | None) -> bool:
@@ -93,7 +94,7 @@ class GradLedger:
         """The sections of these parameters, each with their indices in it."""
         found: dict[int, tuple[GradSection, list[int]]] = {}
         for param in params:
-            section, index = self._places[id(param)]
+            section, index = self.places[id(param)]
             found.setdefault(id(section), (section, []))[1].append(index)
         return found.values()
 
@@ -105,15 +106,14 @@ class GradLedger:
     def multiply(self, factor: float, params: Collection[nn.Parameter]) -> None:
         """Let the gradients held of `params` count `factor` times. See [Note: factors]."""
         for section, indices in self.chosen(params) if factor != 1.0 else ():
-            for index in indices:
-                section.multiply(index, factor)
+            section.multiply(indices, factor)
 
     def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         """Let a gradient held count `factor` times, or its inverse. A tensor, one element, in a device's memory, stays
         there until a step reads it. See [Note: factors]."""
         if param in self.zeroed:
             return
-        section, index = self._places[id(param)]
+        section, index = self.places[id(param)]
         section.land()
         self._is_scaled = True
         if not self._device.is_host and isinstance(factor, torch.Tensor) and factor.device == self._device.torch_device:
@@ -122,7 +122,7 @@ class GradLedger:
         factor = float(factor)
         if divides:
             factor = 1.0 / factor if factor else math.copysign(math.inf, factor)
-        section.multiply(index, factor)
+        section.multiply([index], factor)
 
     def _capture(self, factor: torch.Tensor, divides: bool) -> Factor:
         """The factor as it is now: the program may change the tensor."""
@@ -155,7 +155,7 @@ class GradLedger:
         values = dict(zip(factors, torch.stack([*factors.values()]).tolist(), strict=True)) if factors else {}
         for section, index, each in scaled:
             for factor in each:
-                section.multiply(index, values[id(factor)])
+                section.multiply([index], values[id(factor)])
         for section in self.sections:
             section.factors.clear()
 

@@ -66,9 +66,9 @@ class GradNorms:
         if (known := self._known.get(2.0)) is None or not self._collectives.divides:
             return self.squares(params)[1]
         return all(
-            math.isfinite(known.of[id(section.params[index])] * section.factor(index))
+            math.isfinite(known.of[id(section.params[index])] * count)
             for section, indices in self._ledger.chosen(params)
-            for index in indices
+            for index, count in zip(indices, section.counts(indices), strict=True)
         )
 
     def squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
@@ -76,17 +76,11 @@ class GradNorms:
         self._ledger.read_factors()
         self._complete_sums(self._ledger.sections)
         for section, indices in self._ledger.chosen(params):
-            sums = section.sums(indices)
-            squares = math.fsum(
-                (section.factor(index) / self._ledger.loss_scale) ** 2 * each.sumsq
-                for index, each in zip(indices, sums, strict=True)
-            )
+            found = list(zip(section.sums(indices), section.counts(indices), strict=True))
+            squares = math.fsum((count / self._ledger.loss_scale) ** 2 * each.sumsq for each, count in found)
             # Tensor-parallel ranks that hold the same count it once between them.
             total += squares / section.layout.num_copies
-            bad += sum(
-                not (each.finite and math.isfinite(section.factor(index)))
-                for index, each in zip(indices, sums, strict=True)
-            )
+            bad += sum(not (each.finite and math.isfinite(count)) for each, count in found)
         total, bad = self._collectives.sum_over_shards([total, bad])
         return total, bad == 0
 
@@ -109,8 +103,8 @@ class GradNorms:
         return [
             section.layout.params[index].spec.name
             for section, indices in self._ledger.chosen(params)
-            for index, each in zip(indices, section.sums(indices), strict=True)
-            if not (each.finite and math.isfinite(section.factor(index)))
+            for index, each, count in zip(indices, section.sums(indices), section.counts(indices), strict=True)
+            if not (each.finite and math.isfinite(count))
         ]
 
     def _complete_sums(self, sections: Sequence[GradSection]) -> None:
@@ -141,7 +135,8 @@ class GradNorms:
             values = torch.tensor([*found.of.values()], dtype=torch.float64, device="cpu")
             found.rows, found.stream = values.to(self._device.torch_device, torch.float32), self._ledger.stream()
         self._ledger.use(found.rows, found.stream)
-        factor = 1.0 if order == 0 else abs(section.factor(index)) / self._ledger.loss_scale
+        (count,) = section.counts([index])
+        factor = 1.0 if order == 0 else abs(count) / self._ledger.loss_scale
         norm = found.rows[found.at[id(param)]] * factor
         for each in section.factors.get(index, ()) if order else ():
             self._ledger.use(each.value, each.stream)
@@ -154,7 +149,8 @@ class GradNorms:
             return True
         self.norm(param, 2.0)
         section, index = self._ledger.place(param)
-        return math.isfinite(self._known[2.0].of[id(param)] * section.factor(index))
+        (count,) = section.counts([index])
+        return math.isfinite(self._known[2.0].of[id(param)] * count)
 
     def know(self) -> None:
         """At the end of a backward that has reduced: each rank finds norms of whole gradients. Collective.

@@ -12,7 +12,7 @@ before a section's first gradient; `put` for each; `add_local` for sums of earli
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -137,7 +137,8 @@ class GradSection:
         self.holding.add(index)
         if waits:
             self.waiting.add(index)
-        self.advance(GradState.ARRIVING)
+        if self.state is not GradState.ARRIVING:
+            self.advance(GradState.ARRIVING)
 
     def join_waiting(self) -> None:
         """What waited in `local` is in the partial sum."""
@@ -201,13 +202,16 @@ class GradSection:
 
     # What they count
 
-    def factor(self, index: int) -> float:
-        """What a gradient counts, by its factors that have been read."""
-        return self.store.factors.get(index, 1.0)
+    def counts(self, indices: Sequence[int]) -> list[float]:
+        """How many times each of these gradients counts, by its factors that have been read."""
+        factors = self.store.factors
+        return [factors.get(index, 1.0) for index in indices]
 
-    def multiply(self, index: int, factor: float) -> None:
-        """Let a gradient count `factor` times."""
-        self.store.factors[index] = self.factor(index) * factor
+    def multiply(self, indices: Sequence[int], factor: float) -> None:
+        """Let these gradients count `factor` times."""
+        factors = self.store.factors
+        for index in indices:
+            factors[index] = factors.get(index, 1.0) * factor
 
     def land(self) -> None:
         """Return when all that has arrived is where it rests."""
