@@ -125,7 +125,7 @@ class Gradients:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
         section, index = self.ledger.places[id(param)]
         if not section.arrived:
-            section.num_expected = sum(each.requires_grad for each in section.params)
+            section.begin()
             if section.factors:
                 self.ledger.read_factors()
         if type(grad) is not torch.Tensor:
@@ -142,6 +142,7 @@ class Gradients:
             section.entry.add(index, grad, adds=index in section.holding)
         elif self.defers:
             section.entry.add(index, grad, adds=index in section.waiting)
+            section.waiting.add(index)
             self.has_deferred = True
         else:
             self._open_partial(section)
@@ -149,7 +150,8 @@ class Gradients:
             self.has_deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
         if opened is not None:
             self._spans.close(opened)
-        section.arrive(index, waits=self.defers and self.num_ranks > 1)
+        section.arrived.add(index)  # here, not by a call: this runs for each gradient
+        section.holding.add(index)
         self.ledger.zeroed.discard(param)
         if self._spans.on:
             self._spans.backward.made(section.store.unit)
@@ -428,8 +430,8 @@ class Gradients:
     def _remove(self, section: GradSection, indices: Collection[int], to: GradState) -> None:
         """Hold these parameters' gradients no longer."""
         section.store.shown |= not section.exposed.isdisjoint(indices)
-        if not section.holding.isdisjoint(indices):
-            section.land()
+        if section.fresh is not None and not section.holding.isdisjoint(indices):
+            section.fresh.land()
         if not (gone := section.remove(indices, to)):
             return
         section.store.drop(gone)

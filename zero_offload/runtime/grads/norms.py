@@ -76,11 +76,17 @@ class GradNorms:
         self._ledger.read_factors()
         self._complete_sums(self._ledger.sections)
         for section, indices in self._ledger.chosen(params):
-            found = list(zip(section.sums(indices), section.counts(indices), strict=True))
-            squares = math.fsum((count / self._ledger.loss_scale) ** 2 * each.sumsq for each, count in found)
+            sums, factors = section.sums(indices), section.store.factors  # here, not by a call: this runs in each step
+            squares = math.fsum(
+                (factors.get(index, 1.0) / self._ledger.loss_scale) ** 2 * each.sumsq
+                for index, each in zip(indices, sums, strict=True)
+            )
             # Tensor-parallel ranks that hold the same count it once between them.
             total += squares / section.layout.num_copies
-            bad += sum(not (each.finite and math.isfinite(count)) for each, count in found)
+            bad += sum(
+                not (each.finite and math.isfinite(factors.get(index, 1.0)))
+                for index, each in zip(indices, sums, strict=True)
+            )
         total, bad = self._collectives.sum_over_shards([total, bad])
         return total, bad == 0
 

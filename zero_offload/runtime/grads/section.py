@@ -131,14 +131,10 @@ class GradSection:
         if self.state is GradState.HELD:
             self.advance(GradState.WAITING if self.holding else GradState.EMPTY)
 
-    def arrive(self, index: int, *, waits: bool) -> None:
-        """Backward has delivered a gradient. It `waits` for its reduction where it is a sum in `local`."""
-        self.arrived.add(index)
-        self.holding.add(index)
-        if waits:
-            self.waiting.add(index)
-        if self.state is not GradState.ARRIVING:
-            self.advance(GradState.ARRIVING)
+    def begin(self) -> None:
+        """The first gradient of a backward or micro-batch comes."""
+        self.num_expected = sum(each.requires_grad for each in self.params)
+        self.advance(GradState.ARRIVING)
 
     def join_waiting(self) -> None:
         """What waited in `local` is in the partial sum."""

@@ -181,9 +181,9 @@ def releaser(address: int, nbytes: int) -> Callable[[object], object]:
     return functools.partial(_munmap_and_more, address, num_frames(nbytes) * FRAME)
 
 
-def protect(address: int, nbytes: int) -> None:
-    """Forbid access to a range whose pages have moved away."""
-    if _libc.mprotect(address, -(-nbytes // FRAME) * FRAME, _PROT_NONE) != 0:
+def protect(address: int, nbytes: int, protection: int = _PROT_NONE) -> None:
+    """Forbid access to a range whose pages have moved away, or allow it."""
+    if _libc.mprotect(address, -(-nbytes // FRAME) * FRAME, protection) != 0:
         raise _failure("mprotect", nbytes)
 
 
@@ -362,6 +362,18 @@ class Pinner(Protocol):
     def unpin(self, address: int) -> None: ...
 
 
+class Lease:
+    """The frames that a buffer has of an arena; it may claim those that are kept. This list is what counts: where a
+    Ctrl-C breaks an exchange off, the arena finds by it which frames are free."""
+
+    __slots__ = ("__weakref__", "claims", "frames")
+
+    def __init__(self, claims: bool) -> None:
+        self.claims = claims
+        self.frames: list[int] | None = None
+        """Their addresses; None where it has none."""
+
+
 class Arena:
     """The host memory of one offloaded model."""
 
@@ -394,6 +406,7 @@ class Arena:
         """Frames that it can give beside those to claims."""
         self._frame_limit_max = frame_limit if frame_limit_max is None else frame_limit_max
         self._blocks: list[Region] = []
+        self._leases: list[weakref.ref[Lease]] = []
         self._free: list[int] = []
         self._num_frames = 0
         self._count()
@@ -501,21 +514,50 @@ class Arena:
         """Bytes in frames, leased or free."""
         return self._num_frames * FRAME
 
-    def lease_frames(self, count: int, *, claimed: bool = False) -> list[int] | None:
-        """Take `count` frames (their addresses), or None when the budget is used up."""
-        if count > self.free_frames + self.kept_frames * claimed:
-            return None
-        while len(self._free) < count:
-            self._grow(count - len(self._free))
-        taken = self._free[-count:] if count else []
-        del self._free[len(self._free) - count :]
-        self.claimed_frames += count * claimed
-        self._count()
-        return taken
+    def lease(self, *, claims: bool = False) -> Lease:
+        """For a buffer; without frames."""
+        lease = Lease(claims)
+        self._leases = [*(each for each in self._leases if each() is not None), weakref.ref(lease)]
+        return lease
 
-    def release_frames(self, frames: list[int], *, claimed: bool = False) -> None:
-        self._free.extend(frames)
-        self.claimed_frames -= len(frames) * claimed
+    def lease_frames(self, count: int, lease: Lease) -> bool:
+        """Give `count` frames to a lease that has none. False, and nothing given, when the budget is used up."""
+        assert lease.frames is None
+        if count > self.free_frames + self.kept_frames * lease.claims:
+            return False
+        try:
+            while len(self._free) < count:
+                self._grow(count - len(self._free))
+            left = len(self._free) - count
+            lease.frames = self._free[left:]
+            del self._free[left:]
+            self.claimed_frames += count * lease.claims
+            self._count()
+        except BaseException:
+            self._recount()
+            raise
+        return True
+
+    def release_frames(self, lease: Lease) -> None:
+        """Take a lease's frames back."""
+        assert lease.frames is not None
+        try:
+            frames, lease.frames = lease.frames, None
+            self._free.extend(frames)
+            self.claimed_frames -= len(frames) * lease.claims
+            self._count()
+        except BaseException:
+            self._recount()
+            raise
+        assert len(self._free) <= self._num_frames and self.claimed_frames >= 0, "frames were given back twice"
+
+    def _recount(self) -> None:
+        """Something struck in the midst of an exchange: free is what no lease has."""
+        leases = [lease for ref in self._leases if (lease := ref()) is not None]
+        taken = {frame for lease in leases for frame in lease.frames or ()}
+        frames = [block.address + at for block in self._blocks for at in range(0, block.nbytes, FRAME)]
+        self._num_frames, self._free = len(frames), [frame for frame in frames if frame not in taken]
+        self.claimed_frames = sum(len(lease.frames or ()) for lease in leases if lease.claims)
         self._count()
 
     def _count(self) -> None:
@@ -548,45 +590,51 @@ class MovableBuffer:
     def __init__(self, arena: Arena, nbytes: int, *, claims: bool = False) -> None:
         """`claims` the frames that are kept."""
         self._arena = arena
-        self._claims = claims
+        self._lease = arena.lease(claims=claims)
         self.region = arena.reserve(nbytes)
         self.num_frames = num_frames(nbytes)
         begin = self.region.address
         self._places = range(begin, begin + self.num_frames * FRAME, FRAME)
         """The address of each frame while it is here."""
-        self._frames: list[int] | None = None
-        """Their own addresses, to which they go back."""
+        self._is_moving = False
+        """True while pages move: where a Ctrl-C has struck, they are at either address."""
 
     @property
     def attached(self) -> bool:
-        return self._frames is not None
+        return self._lease.frames is not None
 
     def attach(self) -> bool:
         """Put pages under the range; False when the arena has too few. The contents are undefined.
 
         Raises CapacityError, and has taken nothing, where the system refuses.
         """
-        if self._frames is not None:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
+        if self.attached:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
             self.detach()
-        frames = self._arena.lease_frames(self.num_frames, claimed=self._claims)
-        if frames is None:
+        self._is_moving = True
+        if not self._arena.lease_frames(self.num_frames, self._lease):
+            self._is_moving = False
             return False
+        assert self._lease.frames is not None
         try:
-            _move_all(frames, self._places)
+            _move_all(self._lease.frames, self._places)
         except BaseException:
             protect(self.region.address, self.region.nbytes)
-            self._arena.release_frames(frames, claimed=self._claims)
+            self._arena.release_frames(self._lease)
             raise
-        self._frames = frames
+        self._is_moving = False
         return True
 
     def detach(self) -> None:
         """Take the pages back. What they hold is worth nothing, so after a Ctrl-C it may be done twice."""
-        assert self._frames is not None
-        _move_all(self._places, self._frames, undone=CapacityError)
+        assert self._lease.frames is not None
+        if self._is_moving:
+            # What moves to a frame's address brings its protection along.
+            protect(self.region.address, self.region.nbytes, _PROT_READ_WRITE)
+        self._is_moving = True
+        _move_all(self._places, self._lease.frames, undone=CapacityError)
         protect(self.region.address, self.region.nbytes)
-        self._arena.release_frames(self._frames, claimed=self._claims)
-        self._frames = None
+        self._arena.release_frames(self._lease)
+        self._is_moving = False
 
 
 def _move_all(sources: Sequence[int], targets: Sequence[int], undone: type[BaseException] = BaseException) -> None:

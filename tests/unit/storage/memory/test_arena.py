@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import signal
 import sys
 import time
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -47,14 +50,15 @@ def test_views_of_a_region_share_it() -> None:
 
 def test_frames_are_limited_and_reused() -> None:
     arena = Arena(3)
-    first = arena.lease_frames(2)
-    assert first is not None and arena.free_frames == 1
-    assert arena.lease_frames(2) is None
+    first, second, third = (arena.lease() for _ in range(3))
+    assert arena.lease_frames(2, first) and arena.free_frames == 1
+    assert not arena.lease_frames(2, second) and second.frames is None
+    frames = first.frames
     arena.release_frames(first)
-    second = arena.lease_frames(3)
-    assert second is not None and set(first) < set(second)
+    assert arena.lease_frames(3, second) and second.frames is not None
+    assert frames is not None and set(frames) < set(second.frames)
     assert arena.frame_bytes == 3 * FRAME and arena.free_frames == 0
-    assert arena.lease_frames(0) == []
+    assert arena.lease_frames(0, third) and third.frames == []
 
 
 def test_the_limit_rises_to_its_maximum_and_no_further() -> None:
@@ -145,6 +149,54 @@ def test_what_a_ctrl_c_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch,
     assert view.sum(dtype=torch.int64).item() == 7 * 3 * FRAME
     buffer.detach()
     assert arena.free_frames == 3
+
+
+def _struck(call: Callable[[], object], line: int) -> bool:
+    """True if a Ctrl-C strikes in the call, before this line of those that it runs in the arena's file."""
+    lines = itertools.count(1)
+
+    def at_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return at_line
+
+    def at_call(frame: FrameType, *_: Any) -> Any:
+        return at_line if frame.f_code.co_filename == pages.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("call", ["attach", "detach"])
+def test_a_ctrl_c_at_any_line_loses_no_frame_and_gives_none_to_two(call: str, claims: bool) -> None:
+    """Another buffer takes frames first; then the one that was struck goes on."""
+    for line in itertools.count(1):
+        arena = Arena(4, num_kept=2 * claims)
+        struck, other = (MovableBuffer(arena, 2 * FRAME, claims=claims) for _ in range(2))
+        if call == "detach":
+            assert struck.attach()
+        if not _struck(getattr(struck, call), line):
+            break
+        assert other.attach()
+        if struck.attached:
+            struck.detach()
+        assert struck.attach()
+        views = [each.region.tensor(torch.uint8, 2 * FRAME) for each in (struck, other)]
+        for value, view in enumerate(views):
+            view.fill_(value)
+        assert [view.unique().tolist() for view in views] == [[0], [1]]
+        struck.detach()
+        other.detach()
+        assert (arena.free_frames, arena.claimed_frames, arena.frame_bytes) == (4 - 2 * claims, 0, 4 * FRAME)
+    assert line > 20
 
 
 def test_a_pinner_sees_every_region_before_its_pages_go() -> None:
@@ -318,14 +370,14 @@ def test_what_cannot_be_asked_is_asked_later(left: Callable[[int], None], monkey
 def test_frames_beyond_what_is_left_are_an_error(left: Callable[[int], None]) -> None:
     arena = Arena(4)
     left(2 * FRAME)
-    frames = arena.lease_frames(2)
-    assert frames is not None
+    first, second = arena.lease(), arena.lease()
+    assert arena.lease_frames(2, first)
     with pytest.raises(CapacityError, match="units on their way: 4 MiB of CPU memory are needed"):
         left(FRAME)
-        arena.lease_frames(2)
+        arena.lease_frames(2, second)
     assert arena.frame_bytes == 2 * FRAME and arena.free_frames == 2
-    arena.release_frames(frames)
-    assert arena.lease_frames(2) is not None, "those are here"
+    arena.release_frames(first)
+    assert arena.lease_frames(2, second), "those are here"
 
 
 def test_what_no_plan_counts_stays_within_the_budget() -> None:
