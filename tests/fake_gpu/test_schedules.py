@@ -67,6 +67,18 @@ def test_any_script_gives_the_bits_of_plain_tensors(**drawn: Any) -> None:
     check_late(**drawn)
 
 
+@pytest.mark.parametrize("schedule", [(policy, seed) for policy in LATE for seed in (0, 7)])
+@pytest.mark.parametrize(
+    "changes", [[("write", "params", "embedding", 0.5)], [("save", 0), ("load", 0)], [("reopen",)]]
+)
+def test_a_commit_has_what_was_just_written(changes: list[Any], schedule: Any) -> None:
+    """Copies from pageable memory return before the device has them, and a commit reads on a stream of its own."""
+    rests = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    others = {"precision": "fp32", "device_memory": None, "commit_every": 1, "durability": "process", "overlap": "auto"}
+    script = [*changes, ("commit", 0)]
+    check_late(rests | others, dim=32, schedule=schedule, script=script, large_bytes=1)
+
+
 @pytest.mark.full
 @settings(PROFILE, max_examples=MANY)
 @given(**OF_ONE_LATE)

@@ -818,6 +818,13 @@ FAULTS = [
         "tests/parity/test_device_memory.py::test_a_step_takes_memory_from_the_units_used_last",
     ),
     fault(
+        "a commit of states on a GPU does not wait for what the program has just written there",
+        "storage/shards/store.py",
+        "        if shard.on_device:\n            self.snapshots.staging.updated()\n        self.finish_update(shard)",
+        "        self.finish_update(shard)",
+        "tests/fake_gpu/test_schedules.py::test_a_commit_has_what_was_just_written",
+    ),
+    fault(
         "states that the program has replaced become the generation of the step before",
         "model/commits.py",
         "if self._is_due and not self._is_replaced:",

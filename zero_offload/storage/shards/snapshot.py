@@ -71,7 +71,8 @@ class DeviceStaging:
     """Host memory through which states in a device's memory pass on their way to a drive.
 
     Keeps the moment after which the device's states are those of the last update. The calls: `updated` when an update,
-    or whatever else changes states without a wait, is launched, on its thread; `bring` and `give_back` on the commit's.
+    or whatever else changes states, is launched, on its thread; `bring` and `give_back` on the commit's. A copy from
+    pageable memory counts too: it returns when the host's memory may change, and the device may have it later.
     """
 
     def __init__(self, device: Device, arena: Arena) -> None:
@@ -80,7 +81,9 @@ class DeviceStaging:
         self._newest: Event | None = None if device.is_host else device.mark()
 
     def updated(self) -> None:
-        """The updates of all states are launched."""
+        """What changes states is launched on this thread's stream; it comes after what changed them before."""
+        if self._newest is not None:
+            self._newest.let_wait(self._device.stream())
         self._newest = self._device.mark()
 
     def bring(self, arrays: Sequence[torch.Tensor]) -> tuple[Region, list[int]]:

@@ -618,6 +618,8 @@ class ShardStore:
                 chunk.addresses[component] = target.data_ptr()
             self.close_chunks(chunk)
             shard.wait_for_writes()
+        if shard.on_device:
+            self.snapshots.staging.updated()
         self.finish_update(shard)
         self._leave_base(shard)
         shard.writes.clear()
@@ -635,6 +637,8 @@ class ShardStore:
                 continue
             for row in range(len(shard.layout.chunks())):
                 shard.array(component, row).copy_(self.disk.read_block(extent, row, array.dtype, self.staging.region))
+        if shard.on_device:
+            self.snapshots.staging.updated()
         if shard.cache is not None:
             self.disk.write_array(shard.cache, shard.memory[Component.VALUE])
         shard.dirty = False
