@@ -33,9 +33,10 @@ def check_generation(file: Path, tokenizer: Any, num_words: int, **settings: Any
 
     words, device = read_object(file), torch.device(present_type() or "cpu")
     ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    drawn_on = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
 
     def trial(words: Any) -> None:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]), warnings.catch_warnings():
+        with torch.random.fork_rng(drawn_on, device_type=device.type), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of lengths, which are the trial's
             with device:
                 sizes = GPT2Config(vocab_size=num_words, n_embd=2, n_layer=1, n_head=1, n_positions=8)
