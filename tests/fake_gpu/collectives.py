@@ -152,7 +152,8 @@ class DeviceGroup(dist.ProcessGroup):
         """Exchanges, one after the other, in the order in which all ranks launch them."""
         while (exchange := self._launched.get()) is not None:
             try:
-                self._run(exchange)
+                with torch.inference_mode():  # tensors over memory are inference tensors where a program launched so
+                    self._run(exchange)
             except BaseException as error:
                 self._error = error
             finally:
