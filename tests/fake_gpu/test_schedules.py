@@ -18,6 +18,7 @@ from tests.fake_gpu.test_ranks import late
 from tests.helpers.models import WIDE
 from tests.helpers.offloaded_player import play_on_ranks
 from tests.helpers.ranks import RankPool, RankPools
+from tests.helpers.schedules import Pass
 from tests.parity.test_schedules import (
     OF_ONE,
     ON_RANKS,
@@ -120,3 +121,24 @@ def test_two_ranks_give_the_bits_of_ranks_on_the_cpu(pool: RankPool, **drawn: An
 @given(**ON_RANKS_LATE)
 def test_many_scripts_on_two_ranks(pool: RankPool, **drawn: Any) -> None:
     check_ranks(**drawn, pool=pool)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", [(policy, seed) for policy in LATE for seed in range(4, 9)])
+def test_two_ranks_go_on_from_a_checkpoint_that_is_loaded_twice(schedule: Any, pool: RankPool) -> None:
+    """Found by `test_many_scripts_on_two_ranks`. It fails with 11 of these schedules: see STATUS."""
+    broken = Pass(seed=3, route=(0, 0, 2, 0, 3, 1), recompute="none", length=4)
+    script = [("backward", 2, 0.5, False, False), ("break_forward", broken, 1), ("commit", 6), ("load", 1), ("save", 1)]
+    script += [("load", 1), ("clip", 0.5), ("backward", 3, 1.5, True, True)]
+    choices = {
+        "stage": 1,
+        "params": {"device": 0.34, "cpu": 0.33, "nvme": 0.33},
+        "grads": "nvme",
+        "optimizer": "nvme",
+        "overlap": "backward",
+        "precision": "bf16",
+        "device_memory": None,
+        "durability": "process",
+        "commit_every": 3,
+    }
+    check_ranks(script, choices, 32, schedule, pool)

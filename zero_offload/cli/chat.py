@@ -106,6 +106,11 @@ def _loop(talk: Conversation, folder: ModelFolder, args: argparse.Namespace) -> 
                     raise
                 print(f"error: {error}", file=sys.stderr)
                 continue
+            except KeyboardInterrupt:  # before the model writes: while the template makes its prompt
+                if not is_terminal:
+                    raise
+                print("\n(Ctrl-D or /exit ends)", file=sys.stderr)
+                continue
             if args.json:
                 seconds = round(time.monotonic() - started, 3)
                 print(json.dumps({"prompt": line, "answer": answer, "tokens": num_tokens, "seconds": seconds}))
