@@ -28,7 +28,7 @@ _NAME_NBYTES, _PATH_NBYTES = 255, 4096
 
 
 def user_path(given: str | os.PathLike[str], what: str = "a path") -> Path:
-    """A path as somebody wrote it, with ~ for a home. Raises ConfigError for one that no file can have."""
+    """The path of a user, with ~ expanded. Raises ConfigError where no file can have it."""
     text = os.fspath(given)
     if not text:
         raise ConfigError(f"{what} is empty; give a path ('.' is the current directory)")

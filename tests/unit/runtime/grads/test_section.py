@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.grads import section as module
-from zero_offload.runtime.grads.section import HostPartial
+from zero_offload.runtime.grads.section import GRAD_TRANSITIONS, GradSection, GradState, HostPartial
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 
 
@@ -86,3 +89,29 @@ def test_a_wider_gradient_is_not_rounded(gathering: Gathering) -> None:
 def test_with_nothing_arrived_all_is_zero(gathering: Gathering) -> None:
     gathering.partial.fill(gathering.arrived)
     assert not gathering.partial.here().any()
+
+
+def _section() -> GradSection:
+    fake: Any = SimpleNamespace(layout=None, name="blocks.0")
+    return GradSection(fake, fake, fake, None, None, fake)
+
+
+@pytest.mark.parametrize(("defers", "then"), [(False, GradState.HELD), (True, GradState.WAITING)])
+def test_a_backward_leaves_what_it_has_delivered_at_rest_or_for_a_later_one(defers: bool, then: GradState) -> None:
+    section = _section()
+    section.begin()
+    section.arrived.add(0)
+    section.holding.add(0)
+    section.complete(defers=defers)
+    assert section.state is then and not section.arrived
+    assert section.remove([0], GradState.TAKEN) == {0}
+    assert section.state is GradState.TAKEN
+
+
+def test_gradients_that_a_step_has_taken_are_held_only_after_they_arrive_again() -> None:
+    assert set(GRAD_TRANSITIONS) == set(GradState)
+    section = _section()
+    for state in (GradState.ARRIVING, GradState.HELD, GradState.TAKEN):
+        section.advance(state)
+    with pytest.raises(AssertionError, match="blocks.0: taken gradients are held"):
+        section.advance(GradState.HELD)
