@@ -116,6 +116,13 @@ FAULTS = [
         "            pass",
         STAGES + "test_replicas_serve_eval_and_later_forwards",
     ),
+    fault(
+        "gathered values come down to the rank's own part, which a save reads, too",
+        "runtime/units/param_loader.py",
+        "            if not section.shard.on_device:\n",
+        "            if section.shard.on_device:\n",
+        "tests/fake_gpu/test_schedules.py::test_a_save_while_gathered_values_come_down",
+    ),
     # Experts in groups
     fault(
         "the last expert of a group is left out",

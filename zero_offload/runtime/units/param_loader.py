@@ -213,9 +213,13 @@ class DeviceParamLoader:
         replica = section.shard.fresh_replica
         if replica is not None:
             return section.flat, replica.memory
+        begin, end = self._own(section)
+        return section.flat[begin:end], self._store.value_in_memory(section.shard)
+
+    def _own(self, section: Section) -> tuple[int, int]:
+        """The elements of the section that are this rank's."""
         numel = section.layout.shard_numel
-        own = section.flat[self._shard_index * numel : (self._shard_index + 1) * numel]
-        return own, self._store.value_in_memory(section.shard)
+        return self._shard_index * numel, (self._shard_index + 1) * numel
 
     def _launch_reads(self, section: Section, address: int, urgency: Urgency) -> list[Transfer]:
         replica = section.shard.fresh_replica
@@ -248,15 +252,21 @@ class DeviceParamLoader:
         replica = section.shard.replica
         if replica is None:
             return
-        region = None if replica.memory is not None else self._lease(section.flat.nbytes)
-        target = replica.memory if region is None else region.tensor(section.flat.dtype, section.flat.numel())
-        assert target is not None
-        if region is None:
-            self._counters.written(Tier.CPU, target.nbytes)
-        download = self._device.download(target, section.flat)
-        if region is None:
-            section.shard.last_copy = download.ready
-        self._keeping.setdefault(unit.index, []).append(_Keeping(replica, download, region))
+        if replica.memory is None:
+            region = self._lease(section.flat.nbytes)
+            landed = region.tensor(section.flat.dtype, section.flat.numel())
+            keeping = _Keeping(replica, self._device.download(landed, section.flat), region)
+        else:
+            parts = [slice(None)]
+            if not section.shard.on_device:
+                # This rank's part rests here: a save or a commit may read it while the others' come down.
+                begin, end = self._own(section)
+                parts = [part for part in (slice(begin), slice(end, None)) if section.flat[part].numel()]
+            for part in parts:
+                self._counters.written(Tier.CPU, section.flat[part].nbytes)
+                download = self._device.download(replica.memory[part], section.flat[part])
+            keeping = _Keeping(replica, download, None)  # the last one: a lane keeps the order
+        self._keeping.setdefault(unit.index, []).append(keeping)
         replica.fresh = True
 
     def cancel(self, unit: Unit) -> None:
