@@ -81,15 +81,16 @@ class ParamPlaces:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._places: dict[int, Place] = {}
+        self._frozen: set[int] = set()
         self.grow(units)
 
     def grow(self, units: Iterable[Unit]) -> None:
         """Know the parameters of further units."""
-        self._places |= {
-            id(param): Place(unit, section, piece, param)
-            for unit in units
-            for section, piece, param in unit.placed_params
-        }
+        for unit in units:
+            for section, piece, param in unit.placed_params:
+                self._places[id(param)] = Place(unit, section, piece, param)
+                if not section.layout.trainable:
+                    self._frozen.add(id(param))
 
     def __getitem__(self, param: nn.Parameter) -> Place:
         """Of a parameter that consists of others, the place of the first of them."""
@@ -123,7 +124,7 @@ class ParamPlaces:
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         """The same for parameters that an optimizer steps: they may have been thawed while no guard saw it."""
         for param in params:
-            if not self[param].section.layout.trainable and param.requires_grad:
+            if id(param) in self._frozen and param.requires_grad:
                 self.check_requires_grad(param, True)
 
 

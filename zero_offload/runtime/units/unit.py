@@ -21,7 +21,6 @@ from torch import nn
 from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
-from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import AtRest, GuardedParameter, class_at_rest, storage_of
 from zero_offload.storage.memory.resizable import Buffer
@@ -273,7 +272,9 @@ class Unit:
                 part = param if type(param) is nn.Parameter else local_part(param)
                 address = section.flat.data_ptr() + piece.begin * section.flat.itemsize
                 is_there = part.data_ptr() == address or part.numel() == 0
-                if not (is_there and part.shape == piece.spec.shape and _lies_as(part, piece.spec)):
+                fits, order = is_there and part.shape == piece.spec.shape, piece.spec.order
+                # In the parameter's order its elements lie one after the other, as those of the buffer do.
+                if not (fits and (part.permute(order) if order else part).is_contiguous()):
                     found.append(place)
         return found
 
@@ -336,11 +337,6 @@ class Unit:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
         self.forward_uses = self.backward_uses = 0
         self.close()
-
-
-def _lies_as(part: torch.Tensor, spec: ParamSpec) -> bool:
-    """True if the elements lie in the parameter's order."""
-    return part.is_contiguous() if not spec.order else part.permute(spec.order).is_contiguous()
 
 
 def stays_guarded(section: Section, piece: ParamSlice) -> bool:

@@ -298,7 +298,6 @@ def owner_of(param: torch.Tensor) -> Owner | None:
     entry = _entries.get(id(param))
     if entry is None or entry[0]() is not param:
         return None
-    # Here, not by a call: a step asks for each parameter several times.
     found: Owner | None = entry[1]() if isinstance(entry[1], weakref.ref) else None
     return found
 
@@ -310,7 +309,10 @@ def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Param
     """
     grouped: dict[Owner | None, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
-        owner = owner_of(param)
+        # As `owner_of`, without a call: a step groups its parameters five times.
+        entry = _entries.get(id(param))
+        found = entry[1] if entry is not None and entry[0]() is param else None
+        owner: Owner | None = found() if isinstance(found, weakref.ref) else None
         if owner is not None and hasattr(type(param), "__tensor_flatten__") and is_wrapper(param):
             continue
         grouped.setdefault(owner, []).append(param)
