@@ -13,8 +13,8 @@ limit only falls:
 Parameters that are only evaluated are measured by one forward; training measures anew. Ranks that gather from each
 other evict alike, so they agree on the least of their limits as each forward of training begins.
 
-The calls: `begin` with each outermost forward; `reset_peaks` once the units above a fallen limit have left; `stepped`
-at each update; `ran_out` where memory for a unit was refused; `measure` when units are added.
+The calls: `begin` with each outermost forward; `stepped` at each update. `reset_peaks` follows once the units above a
+fallen limit have left. `ran_out` where memory for a unit was refused; `measure` when units are added.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class DeviceLimit:
     def ran_out(self) -> None:
         """Memory for a unit was refused, and nothing was lost by it; units above the limit are to leave now.
 
-        What is not free any more is so for activations, too, which cannot wait.
+        Memory that is not free any more is missing for activations, too, which cannot wait.
         """
         memory, count = read_memory(self._device), self._budget.taken
         if memory is not None:
@@ -165,7 +165,7 @@ class DeviceLimit:
         return budget.frame_limit
 
     def _more_bytes(self, num_elements: int) -> int:
-        """What activations take beyond those of the largest inputs before; 0 for inputs that are not larger."""
+        """Bytes that activations take beyond those of the largest inputs before; 0 for inputs that are not larger."""
         if num_elements <= self._num_elements:
             return 0
         more = self._activations * num_elements // max(self._num_elements, 1) - self._activations

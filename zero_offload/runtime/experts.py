@@ -305,7 +305,7 @@ class GroupedExperts:
 
 
 class _Taker(enum.Enum):
-    """What takes the gradient of a parameter in the running backward."""
+    """The receiver of a parameter's gradient in the running backward."""
 
     PARAMETER = enum.auto()
     CALLER = enum.auto()
@@ -335,8 +335,10 @@ def _rows_of(index: Tensor, num_experts: int) -> dict[int, tuple[Tensor, Tensor]
 
 
 def _spans(unit: Unit, rows: Mapping[int, object], *, every: bool) -> Iterator[range]:
-    """What is fetched together: `every` group, or of those with rows what lies from the first such expert to the last
-    one; each expert by itself, where less than half of that is used."""
+    """Ranges of experts that are fetched together. With `every`, these are all groups. Otherwise a group gives the
+    range from its first to its last expert in `rows`. Where less than half of that range is used, each expert is a
+    range by itself.
+    """
     experts = unit.layout.experts
     assert experts is not None
     for group in map(experts.group, range(experts.num_groups)):

@@ -1,9 +1,9 @@
 """Graphs of a device's work are refused. They run again with the addresses of when they were recorded, and a parameter
 moves each time its unit comes.
 
-Owns nothing. A capture is seen at the next use of a unit. What torch.compile records by itself is seen by its settings:
-of the compiled calls around a module, and of the modules inside. Not seen: a compiled function that is called in a
-forward, `backend="cudagraphs"`, and a capture in which no unit's use begins.
+Owns nothing. A capture is seen at the next use of a unit. Graphs that torch.compile records by itself are seen by its
+settings: of the compiled calls around a module, and of the modules inside. Not seen: a compiled function that is called
+in a forward, `backend="cudagraphs"`, and a capture in which no unit's use begins.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Reading a view whose unit is away is a fault that Python never sees. Such views are `self.kept = self.up.weight[:2]`,
 read by another module, a view in a list, or what a backward saved past our hooks. No guard class is in the way, but
-torch counts the tensors on a storage; so before a unit goes, its count is compared with the tensors that are ours. Owns
-which units are kept, and says so once. Never moves bytes.
+torch counts the tensors on a storage. So before a unit goes, this count is compared with the number of our tensors.
+Owns which units are kept, and says so once. Never moves bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_offload.runtime.units.guard import ReadOnly
 from zero_offload.runtime.units.unit import Unit, UnitState
 
 TRANSPORT_S = 5.0
-"""What the thread of a process group may take to drop its tensors on a machine that is busy."""
+"""Seconds that the thread of a process group may take to drop its tensors on a busy machine."""
 
 
 class HeldViews:

@@ -1,19 +1,19 @@
-"""What happens when: forwards, backwards and touches of one offloaded model, whatever order they come in.
+"""The order of events: forwards, backwards and touches of one offloaded model, whatever order they come in.
 
-Owns the uses of units. Hooks need not pair: recompute enters a forward inside backward, and any of them may
-be left by an exception; so forwards push and pop a stack, uses of units are counted, and the next outermost
-forward starts from a clean state. Never moves bytes: it asks `ParamPrefetcher` for units and lets go of them.
+Owns the uses of units. Hooks need not pair: recompute enters a forward inside backward, and an exception may leave any
+of them. So forwards push and pop a stack, and uses of units are counted. The next outermost forward starts from a clean
+state. Never moves bytes: it asks `ParamPrefetcher` for units and lets go of them.
 
 [Note: when a unit is needed in backward]
-A node of the graph reads a parameter only after unpacking it. While the model's forward runs, saved tensors
-pass through `SavedTensors`, so unpacking a view of a unit's buffer fetches that unit first. What is
-recomputed inside backward (torch.utils.checkpoint) is saved elsewhere, but its forward passes the hooks again.
-A unit's backward ends when the gradient of an input is complete, or with the whole backward.
+A node of the graph reads a parameter only after unpacking it. While the model's forward runs, saved tensors pass
+through `SavedTensors`, so unpacking a view of a unit's buffer fetches that unit first. Tensors that are recomputed
+inside backward (torch.utils.checkpoint) are saved elsewhere, but their forward passes the hooks again. A unit's
+backward ends when the gradient of an input is complete, or with the whole backward.
 
 [Note: backwards inside of a backward]
 A node may run forwards and a backward of its own (reversible networks, adjoints, reentrant checkpoints). Such a forward
-is one like any other: its uses end with it, and what it saves asks for units. What the inner backward begins to use
-ends with the inner backward. Autograd numbers backwards, so an inner one is told by its number.
+is one like any other: its uses end with it, and what it saves asks for units. Units that the inner backward begins to
+use are released when it ends. Autograd numbers backwards, so an inner one is told by its number.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class ModelLife:
         self.lacks_weights = False
         """True if values were left out, and none have been loaded in their place."""
         self.lost_base = ""
-        """What is wrong with the files of the base that frozen parts of the model rest in."""
+        """The error of the files of the base that frozen parts of the model rest in; empty while they are whole."""
         self.half_loaded = ""
         """The checkpoint of which only a part was loaded, if there is one."""
         self.half_updated = ""
-        """What a backward has updated that has not ended, or was left by an exception (overlap="backward")."""
+        """A clause for the error: the units that an unfinished or broken backward has updated (overlap="backward")."""
 
     @property
     def is_in_own_process(self) -> bool:
@@ -211,7 +211,7 @@ _PLAIN = (int, float, str, type(None))
 def tensors_in(inputs: Iterable[Any]) -> Iterator[Tensor]:
     """Tensors among the inputs, in containers, and in the attributes of other objects, such as dataclasses."""
     for value in inputs:
-        # What nearly all inputs are, without torch's walk over trees, which takes longer than a hook may.
+        # Nearly all inputs are of these types. torch's walk over trees takes longer than a hook may.
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple | list):
@@ -288,13 +288,13 @@ class PassTracker:
         self._watches = False
         """True if this forward looks for changes of parameters that torch's versions do not show."""
         self._backward_runs = False
-        """True while a backward runs, and after one that broke off, until the next forward or backward."""
+        """True while a backward runs, and after a broken one until the next forward or backward."""
         self._task = -1
         """Autograd's number of it; -1 until it is known. See [Note: backwards inside of a backward]."""
         self._inner_forwards: list[Scope] = []
         """The forwards that nodes of a backward run now, the outermost first."""
         self._inner_uses: dict[int, list[Unit]] = {}
-        """What backwards inside of it have begun to use, by their numbers."""
+        """Units that backwards inside of it have begun to use, by their numbers."""
         self.ending: Callable[[], object | None] = _NO_BACKWARD
         """Weak reference to the callback at the end of the running backward; returns None if none runs, or one broke
         off. Every sign of a backward asks it, and calls `note_backward` if it returns None."""
@@ -478,7 +478,7 @@ class PassTracker:
             elif self._streams is not None:
                 self._streams.use(unit)
         for unit in by_operations:
-            # What is recomputed saves without asking us.
+            # A recomputed forward saves its tensors without asking us.
             unit.used_by_operations = not recomputed
 
     def _use(self, unit: Unit, *, in_backward: bool = False) -> None:
@@ -513,8 +513,8 @@ class PassTracker:
         self._num_cycles[kind] += 1
         if self._hole is not None and kind == "grad":
             self._hole.begin()
-        # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
-        # a unit may be used by several modules in turn.
+        # Forwards look in the first, second, fourth, eighth cycle and so on, which costs nothing in the long run. All
+        # uses of a unit look, since several modules may use it in turn.
         self._watches = self._num_cycles[kind].bit_count() == 1
         self._records = self._spans.records
         self._saved.begin(checks=self._watches)
@@ -523,8 +523,9 @@ class PassTracker:
         self._prefetcher.begin_cycle(kind, sum(sizes))
 
     def recover(self) -> None:
-        """Clean up after a backward that broke off: its gradients are dropped, since some are not whole, and the units
-        that it used go to rest. Called before a norm, a step, or a read or write of values from outside."""
+        """Clean up after a backward that broke off. Its gradients are dropped, since some are not whole, and the units
+        that it used go to rest. Called before a norm, a step, or a read or write of values from outside.
+        """
         self._life.check_alive()
         if self._backward_runs and not self.active:
             self._clean_up()
@@ -636,7 +637,7 @@ class PassTracker:
             self._use_again(unit)
         else:
             self._use_in_backward(unit)
-        # What is saved in a recomputed forward passes no hook of ours, so no unpack asks for it.
+        # A recomputed forward saves its tensors past our hooks, so no unpack asks for the unit.
         unit.used_by_operations = False
 
     def _use_in_backward(self, unit: Unit, *, runtime: object = None) -> None:
@@ -666,7 +667,7 @@ class PassTracker:
     def note_backward(self) -> None:
         """A sign of a backward that was not known before (`ending`): makes sure that its end is noticed."""
         if self._backward_runs:
-            self._clean_up(in_forward=bool(self.forwards))  # of one that broke off; no forward has come between
+            self._clean_up(in_forward=bool(self.forwards))  # of a broken one; no forward has come between
         self._life.check_alive()
         torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())
 

@@ -61,7 +61,7 @@ class FetchSchedule:
         self.num_departures = 0
         """Uses in this cycle that were not predicted."""
         self._following: list[int] = []
-        """By position: the next one that uses the same unit, or `NEVER`."""
+        """By position: the next position that uses the same unit, or `NEVER`."""
         self._recorded: list[int] = []
         self._known: dict[str, tuple[int, ...]] = {}
         self._kind = ""
@@ -207,9 +207,9 @@ class Evictor:
 class MemoryPool:
     """Memory that a model's units take in turns; on a CPU gradients on their way to drives take of it too.
 
-    `reserve` asks for it back in a fixed order: units leave; views that only garbage holds go; gradients that leave
-    are written; then the limit rises, up to the budget. For gradients the limit rises second, up to what is kept for
-    them. Only here is there a CapacityError for it.
+    `reserve` asks for it back in a fixed order. First units leave, then views that only garbage holds. Then gradients
+    that leave are written, and at last the limit rises, up to the budget. For gradients the limit rises second, up to
+    what is kept for them. Only here is there a CapacityError for it.
 
     [Note: frames for gradients]
     Where one rank computes on a CPU, gradients have as many of the units' frames as they had at once in the backwards
@@ -315,9 +315,10 @@ class ParamPrefetcher:
         drive_room: DriveRoom,
         groups: GroupReader,
     ) -> None:
-        """`budget` is the compute device's memory for units; `loader` fetches values into it; `groups` has those that
-        it reads of units that are not fetched whole.
-        `device_limit` sets the limit of a device's own memory; None where a CPU computes."""
+        """`budget` is the compute device's memory for units; `loader` fetches values into it. `groups` has the values
+        that it reads of units that are not fetched whole. `device_limit` sets the limit of a device's own memory; None
+        where a CPU computes.
+        """
         self._units = units
         self._store = store
         self.spans = store.counters.spans
@@ -517,7 +518,7 @@ class ParamPrefetcher:
         if unit.kept:
             self.bring(unit)
 
-    # Moves. `_finish` is a collective: what leads to it must be the same on all ranks, so it follows frames and the
+    # Moves. `_finish` is a collective, and its order must be the same on all ranks. So it follows frames and the
     # schedule, never what happens to be complete. When a local read begins may differ.
 
     def _look_ahead(self) -> None:

@@ -93,19 +93,19 @@ class Part:
 
 
 class MicroGraph:
-    """What the forward of one micro-batch made."""
+    """The graphs that the forward of one micro-batch made, cut into parts."""
 
     def __init__(self, number: int, store: Activations | None) -> None:
         """`store` takes gradients of leaves that wait for an earlier part to add to them."""
         self.number = number
         self._store = store
         self.region: object = None
-        """What the forward is inside of that will be run again in backward."""
+        """The pack hook of the recomputed region that the forward is inside of; None outside of such a region."""
         self.parts = [Part((), 0, 0)]
         self.left: list[Part] = []
         """Parts that are still to run, in this order."""
         self._cuts: dict[Node, Edge] = {}
-        """What each was cut off from."""
+        """By a node of this graph: the edge that it was cut off from."""
         self._cut_of: dict[Edge, Edge] = {}
         self._given: dict[Edge, weakref.ref[Tensor]] = {}
         """Tensors that were given to modules."""
@@ -250,7 +250,7 @@ class MicroGraph:
         hooks = [node.register_hook(partial(take, node.next_functions)) for node in takers]
         try:
             with _idle(node for node in part.beyond if isinstance(node, BackwardCFunction)):
-                # What is beyond runs again, and reads what it has saved again.
+                # The functions beyond run again, and read their saved tensors again.
                 found = _backward(begins, part.ends, keep=bool(part.beyond))
         finally:
             for hook in hooks:
@@ -299,7 +299,7 @@ def _silent(found: Iterable[Hooks]) -> Iterator[None]:
 
 
 class _Nothing:
-    """What a function of the program's own does where it has no gradient."""
+    """The backward of a function of the program's own that has no gradient here: None for every input."""
 
     backward, vjp = staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), torch.autograd.Function.vjp
 

@@ -3,8 +3,8 @@
 Owns the order: of forwards by `Relay`, of backwards by what `MicroGraph` has found. Moves no bytes: `PassTracker` asks
 for units as in any forward and backward, and this says how long they stay. The calls: `forward`, then `backward`, once.
 
-Backward takes the units as forward came to them, the last one first, and at each one the micro-batches in the order of
-a loop; a micro-batch waits where it would add to a parameter's gradient before an earlier one has.
+Backward takes the units against the order of forward. At each unit the micro-batches come in the order of a loop. A
+micro-batch waits where it would add to a parameter's gradient before an earlier one has.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class MicroBatches:
 
 
 def _accumulate(leaf: Tensor, grad: Tensor) -> None:
-    """What autograd does with a leaf's gradient."""
+    """Accumulate into a leaf's gradient as autograd does, then call the leaf's post-accumulate hooks."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # it may be a parameter at rest
         if leaf.grad is not None:
             leaf.grad.add_(grad)

@@ -1,8 +1,8 @@
-"""Forwards of micro-batches that take turns: each on a thread of its own, and only the one that has the turn runs.
+"""Forwards of micro-batches that take turns: each has a thread of its own, and only the thread with the turn runs.
 
 `Relay` owns the threads, and whose turn it is. It never knows what is computed. The calls: `run` on the caller's
 thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives the turn back. A
-forward that waits says which station it wants to go to; all that want the one where the others are go there before one
+forward that waits names the station it wants to go to. All forwards that want the current station get there before any
 of them goes on. `run` leaves no thread behind, whatever ends it. `Surroundings` is what torch keeps for a thread,
 `Forks` the random generators of each micro-batch.
 
@@ -11,8 +11,8 @@ How forwards and backwards of micro-batches take turns depends on where paramete
 generators of its own: torch's (the CPU's and those of devices in use), Python's `random` and NumPy's global one. A
 generator object that the program holds is the program's. The first micro-batch goes on with the caller's generators,
 and each other one starts from a seed that is drawn from them, on every placement. At the end the caller's stand where
-the first micro-batch has left them. One that no micro-batch has drawn from is as it was; one that only others have
-drawn from stands after the seeds.
+the first micro-batch has left them. A generator that no micro-batch has drawn from is as it was. A generator that only
+others have drawn from stands after the seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zero_offload.runtime.saved.recompute import Autocast, generators, set_gener
 from zero_offload.runtime.saved.tensors import runs, saving_hooks
 
 Station = tuple[int, ...]
-"""What a forward needs to go on: indices of units."""
+"""The units that a forward needs to go on, as indices."""
 _START: Station = ()
 
 _NAME = "zero_offload-micro-batch"
@@ -174,7 +174,7 @@ class Relay:
                 runner = self.turn = left[0]
                 runner.go.ring()
                 if hasattr(runner, "thread") and runner.thread.ident is not None:
-                    # A Ctrl-C inside of `join` makes Python 3.11 take a thread that runs for one that has ended.
+                    # After a Ctrl-C inside of `join`, Python 3.11 takes a running thread for an ended one.
                     while not runner.done:
                         self._back.wait(LOOK_S)
                     runner.thread.join()
@@ -186,9 +186,9 @@ class Relay:
 
 
 class Surroundings:
-    """What torch keeps for each thread, of the one that makes this object: both then compute alike.
+    """State that torch keeps per thread, taken from the thread that makes this object.
 
-    What torch keeps for the process (default dtype, backends) needs no care.
+    Threads that enter it compute alike. State of the process (default dtype, backends) is the same for all of them.
     """
 
     def __init__(self, device: Device) -> None:

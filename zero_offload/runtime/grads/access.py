@@ -42,7 +42,7 @@ class GradAccess:
         self.norms.know()
 
     def life_of(self, param: nn.Parameter) -> object:
-        """What is the same object until the gradient held of `param` ends."""
+        """An object that stays the same until the gradient held of `param` ends."""
         section, index = self.ledger.place(param)
         return section.lives.setdefault(index, object())
 
@@ -112,8 +112,9 @@ class GradAccess:
         return bad or self.ledger.overflowed
 
     def clamp(self, params: Collection[nn.Parameter], low: float | None, high: float | None) -> None:
-        """Clip the elements of the gradients held of `params` to [low, high], where they rest. None is no bound.
-        Collective where a reduction waits."""
+        """Clip the elements of the gradients held of `params` to [low, high], where they rest. None sets no limit on
+        that side. Collective where a reduction waits.
+        """
         self.arriving.reduce_waiting()
         self.ledger.read_factors()
         for section, indices in self.ledger.by_section(params):
@@ -128,7 +129,8 @@ class GradAccess:
                 view = section.store.view(index, multiplied=True)
                 if power != 1.0:
                     section.store.factors[index] = power
-                # What is still to be multiplied, as by the loss scale: bounds follow it, as far as the dtype goes.
+                # A factor that is still to be multiplied, such as the loss scale, divides the bounds, as far as the
+                # dtype goes.
                 most, left = torch.finfo(view.dtype).max, power / self.ledger.loss_scale
                 view.clamp_(
                     None if low is None else max(-most, low / left),

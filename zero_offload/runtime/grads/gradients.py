@@ -1,11 +1,11 @@
 """Gradients of one model from backward to their update.
 
-`Gradients` owns their way from autograd to where they rest, and their reduction over ranks. One rank: a gradient
-goes to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
+`Gradients` owns their way from autograd to where they rest, and their reduction over ranks. One rank: a gradient goes
+to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
 (`GradSection.partial`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store.
-The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the next one; `clear` when a step has taken
-them; `drop` where they are not wanted, `reset` after a backward that broke off. `ledger` says what is held, `norms` how
-large it is, and `GradAccess` lets the program look at it.
+The calls: `arrive` per parameter, `finish_backward`, then `begin_forward` of the next one. `clear` follows when a step
+has taken them, `drop` where they are not wanted, and `reset` after a backward that broke off. `ledger` says what is
+held, `norms` how large it is, and `GradAccess` lets the program look at it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Gradients:
         self.has_deferred = False
         """True if earlier backwards have left sums on a rank, perhaps on another one."""
         self.coming: Mapping[int, Sized] = {}
-        """What this backward has still to deliver, by the numbers of `arrive_together`; empty where that is unknown."""
+        """Gradients that this backward has still to deliver, by the numbers of `arrive_together`; empty where they are
+        unknown.
+        """
         self.num_deferring = 0
         """How many `deferring` blocks the program is in."""
         self.updated: set[nn.Parameter] = set()
@@ -223,13 +225,14 @@ class Gradients:
         return id(self.ledger.place(param)[0] if self.reduces else param)
 
     def begin_section(self, param: nn.Parameter) -> None:
-        """One micro-batch comes to this parameter's section, and may have gradients for it. What has pages follows
-        these calls, which are the same on all ranks."""
+        """One micro-batch comes to this parameter's section, and may have gradients for it. Memory with pages is taken
+        in the order of these calls, which is the same on all ranks.
+        """
         if self.reduces:
             self._open_partial(self.ledger.place(param)[0])
 
     def finish_section(self, param: nn.Parameter) -> None:
-        """What one micro-batch adds to this parameter's section is here, if it adds anything.
+        """One micro-batch has added its gradients, if any, to this parameter's section.
 
         After the last one the section is reduced on all ranks: what one has no gradient of, another may have.
         """
@@ -255,7 +258,7 @@ class Gradients:
         section.entry.flush()
 
     def _is_coming(self, param: nn.Parameter) -> bool:
-        """True if other micro-batches add to this gradient, or to one that is reduced with it."""
+        """True if other micro-batches add to this gradient, or to another gradient that is reduced with it."""
         return bool(self.coming) and bool(self.coming.get(self.arrive_together(param)))
 
     def _awaits_more(self, section: GradSection) -> bool:
@@ -263,7 +266,7 @@ class Gradients:
 
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
-        # What one rank has not, another may have.
+        # A sum that this rank lacks may be waiting on another rank.
         if not self.has_deferred and not self._collectives.partition.any_branches:
             return
         self.has_deferred = False
@@ -471,7 +474,7 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(section: GradSection, of_one: bool) -> str:
-    """What is reduced. Ranks must agree too in which parameters have a gradient, if not all."""
+    """The section's name for the reduction. Ranks must agree too in which parameters have a gradient, if not all."""
     some = of_one and 0 < len(section.arrived) < len(section.layout.params)
     names = [section.layout.params[index].spec.name for index in sorted(section.arrived)]
     return f"{section.unit.name}{', of ' + ', '.join(names) if some else ''}"

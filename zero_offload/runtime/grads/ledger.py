@@ -1,8 +1,9 @@
 """Which gradients of one model are held, and what they count: factors, loss scale, what the program has changed.
 
-`GradLedger` is asked by all of this folder and by the update. The calls: `add` per section; `hold` what a reduction
-brings; `multiply` and `scale` for factors, `read_factors` before they are used; `change` and `save_changed` around a
-write where gradients rest; `changes` when a step compares ranks; `clear` when gradients go.
+`GradLedger` is asked by all of this folder and by the update. The calls: `add` per section; `hold` for the gradients
+that a reduction brings. `multiply` and `scale` set factors, `read_factors` comes before their use. `change` and
+`save_changed` stand around a write where gradients rest. `changes` when a step compares ranks; `clear` when gradients
+go.
 
 [Note: factors]
 Clipping by norm moves no gradient: each gets a factor that the update multiplies by. Some code must see the product
@@ -40,7 +41,8 @@ class GradLedger:
         self.zeroed: set[nn.Parameter] = set()
         """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
         self.loss_scale = 1.0
-        """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        """The factor by which the gradients held now are multiplied, and which the step divides out; it ends with them.
+        """
         self.overflowed = False
         """True if a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self._captured: Factor | None = None
@@ -160,8 +162,7 @@ class GradLedger:
             section.factors.clear()
 
     def changes(self) -> str:
-        """What the program has done to gradients since the last step, as a part of the step's name: ranks that have
-        done different things raise where they compare names."""
+        """A digest of the program's changes of gradients since the last step, as a part of the step's name."""
         if not (self._is_scaled or self._changes):
             return ""
         self.read_factors()
@@ -171,7 +172,7 @@ class GradLedger:
         return f" with gradients changed by .grad ({digest:08x})"
 
     def note_change(self, what: str, section: GradSection, indices: Collection[int]) -> None:
-        """The program changes gradients. What is not reduced yet each rank may change by itself."""
+        """The program changes gradients. Gradients that are not reduced yet are each rank's own, and are not noted."""
         if self._is_alone:
             return
         for index in section.holding.intersection(indices) - section.waiting:

@@ -74,7 +74,7 @@ class Reductions:
                 done(grads, begin, shard)
 
     def drop(self) -> None:
-        """Drop the results. What is launched is waited for, since it reads the partial sums."""
+        """Drop the results. Wait for launched reductions first, since they read the partial sums."""
         self._bucket.clear()
         while self._flying:
             self._flying.popleft()[-1]()

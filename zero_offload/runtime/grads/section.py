@@ -5,8 +5,8 @@ GPU's gradients are in `FreshGrads` until the section is complete, and leave in 
 gradients whole, on the compute device, with zeros where there are none. `HostPartial` copies each gradient as it comes.
 `DevicePartial` holds them until the section is complete, and copies them together. Launches cost the host more than
 memory. `StagedPartial` is for experts, whose gradients are never whole on a GPU. The calls of a partial sum: `open`
-before a section's first gradient; `put` for each; `add_local` for sums of earlier backwards; `fill` when no more come;
-`pieces` to reduce it; `drop` when the sum is at rest.
+before a section's first gradient; `put` for each. `add_local` adds sums of earlier backwards, and `fill` writes zeros
+when no more come. `pieces` gives the sum to the reduction; `drop` when the sum is at rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUCKET_BYTES = 1 * MIB
 
 
 class Factor(NamedTuple):
-    """What a gradient is multiplied by, in a device's memory until a step reads it."""
+    """A factor of gradients, in a device's memory until a step reads it."""
 
     value: torch.Tensor
     """() fp64, of our own."""
@@ -96,8 +96,9 @@ class GradSection:
     aside: bool = False
     """True if this backward has left sums in `local`, on one rank at least."""
     joined: set[int] | None = None
-    """Those of `waiting` that this backward's reduction took along, while other ranks do not know of them yet; None
-    where it has reduced nothing of the section beside such."""
+    """Those of `waiting` that this backward's reduction took along, while other ranks do not know of them yet. None
+    where it has reduced nothing of the section beside such.
+    """
     reduced: set[int] = field(default_factory=set)
     """Several ranks: parameters with a gradient in `store`."""
     arrived: set[int] = field(default_factory=set)
@@ -127,7 +128,7 @@ class GradSection:
             self.state = to
 
     def begin_backward(self) -> None:
-        """What is held is of earlier backwards, for one that updates."""
+        """Turn held gradients into those of earlier backwards."""
         if self.state is GradState.HELD:
             self.advance(GradState.WAITING if self.holding else GradState.EMPTY)
 
@@ -137,14 +138,14 @@ class GradSection:
         self.advance(GradState.ARRIVING)
 
     def join_waiting(self) -> None:
-        """What waited in `local` is in the partial sum."""
+        """Note that the sums that waited in `local` are now in the partial sum."""
         self.arrived |= self.waiting
         self.waiting.clear()
         self.aside = False
         self.advance(GradState.ARRIVING)
 
     def set_aside(self) -> None:
-        """What has arrived is in `local`, and waits for the rest."""
+        """Note that the gradients that have arrived are now in `local`, where they wait for the rest."""
         self.aside = True
         self.waiting |= self.arrived
         self.arrived.clear()
@@ -196,7 +197,7 @@ class GradSection:
             self.advance(to)
         return gone
 
-    # What they count
+    # Factors
 
     def counts(self, indices: Sequence[int]) -> list[float]:
         """How many times each of these gradients counts, by its factors that have been read."""
@@ -296,7 +297,7 @@ class FreshGrads:
         self._downloads.land(self._store.layout.index)
 
     def cancel(self) -> None:
-        """What has arrived is not wanted."""
+        """Drop the gradients that have arrived."""
         self._fresh.clear()
         self._sliced.clear()
         self._sliced_adds.clear()
@@ -394,7 +395,9 @@ class HostPartial:
             partial[begin:end].zero_()
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What is reduced: where a piece begins in each shard, and (numel,), shard after shard; one after the other."""
+        """Pieces of the sum to reduce, one after the other. Each is the place where it begins in every shard, and
+        (numel,), shard after shard.
+        """
         yield 0, self.here()
 
     def widen(self) -> torch.Tensor:
@@ -518,7 +521,7 @@ class DevicePartial:
         summed |= new.keys()
 
     def _brought(self, local: GradStore) -> torch.Tensor:
-        """What `local` holds, (numel,) fp32, on the device; between gradients it has any values."""
+        """The values in `local`, (numel,) fp32, on the device; between gradients they are undefined."""
         flat = torch.empty(self._layout.numel, dtype=local.dtype, device=self._device.torch_device)
         pieces, waits = local.chunks(range(len(local.layout.chunks())))
         for wait in waits:
@@ -546,8 +549,8 @@ class StagedPartial:
     """A section's sum in staging, of experts' gradients that have left a GPU slice by slice. It comes back piece by
     piece to be reduced, in fp32.
 
-    A parameter's gradient is staged as backward has made it, and in fp32 once something is added to it: by the host,
-    one after the other, as in `DevicePartial`. The calls are those of `HostPartial`.
+    A parameter's gradient is staged in the dtype that backward has made. Once something is added to it, it is fp32. The
+    host adds one after the other, as in `DevicePartial`. The calls are those of `HostPartial`.
     """
 
     takes_pages = False
@@ -658,7 +661,7 @@ class StagedPartial:
 
 
 def _nothing() -> None:
-    """What lands where staging is only given back."""
+    """The landing of staging that is only given back."""
 
 
 def _holes(layout: SectionLayout, present: Collection[int]) -> Iterator[tuple[int, int]]:

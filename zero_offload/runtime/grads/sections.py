@@ -99,11 +99,11 @@ class GradSections:
         return grad_staging_bytes(whole, sliced.values())
 
     def _staged_bytes(self, section: SectionLayout) -> int:
-        """What a section's gradients take of staging on their way from a GPU."""
+        """Bytes of staging that a section's gradients take on their way from a GPU."""
         return staged_grad_bytes(section.numel, section.nbytes, self._collectives.partition)
 
     def _sent_bytes(self, section: GradSection) -> int:
-        """What they take of the GPU meanwhile."""
+        """Bytes of the GPU that they take meanwhile."""
         experts = section.unit.layout.experts
         if experts is None or not self.in_slices(section):
             return self._staged_bytes(section.layout)

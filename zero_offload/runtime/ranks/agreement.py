@@ -1,4 +1,5 @@
-"""What the ranks of one model are about to do. They say it before they do it: a few bytes a time, on a way of its own.
+"""Calls that the ranks of one model are about to make. They say it before they do it: a few bytes a time, on a way of
+its own.
 
 Two ranks that meet in different collectives would hang, or read each other's bytes as something else. So every
 collective is announced by `same`, which raises on all ranks where they differ. With branches="any" a rank may want a
@@ -48,7 +49,7 @@ class Agreement:
         self.branches = branches
         self._compared: dict[str, Compared] = {}
         self._error: ZeroOffloadError | None = None
-        """What was raised in this forward or backward: what is left of it is for this rank alone."""
+        """The error of this forward or backward; the rest of that pass runs on this rank alone."""
 
     def begin(self) -> None:
         """A forward starts on all ranks; whatever went wrong before is over."""
@@ -70,7 +71,7 @@ class Agreement:
 
     @contextmanager
     def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
-        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise.
+        """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise.
 
         The first rank's error is raised where nothing went wrong. Inside there must be no communication. At the end
         `notice` is given on all ranks if it was given on one, and has what `compare` was given. Raises ConfigError on
@@ -149,8 +150,7 @@ class Agreement:
     def _mismatch(
         self, text: str, failure: Exception | None = None, notice: Notice | None = None, *, in_pass: bool = False
     ) -> Exception:
-        """The error to raise where ranks differ: one that some rank has met, that they differ in settings, or that they
-        went different ways."""
+        """The error to raise where ranks differ: an error of some rank, other settings, or other ways taken."""
         mine = (text, told(failure), {} if notice is None or failure is not None else notice.texts())
         found: list[tuple[str, Told, Texts]] = [mine] * self._num_ranks
         with self._watch.waiting(text):

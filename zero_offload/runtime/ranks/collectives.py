@@ -1,4 +1,4 @@
-"""What ranks tell each other. One rank is a group of size one: same calls, no communication.
+"""Communication between ranks. One rank is a group of size one: same calls, no communication.
 
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only gradients and flags travel.
 Parameters and gradients have an exchange each: launched here, waited for by calling what the launch returned. It has a
@@ -7,8 +7,8 @@ and each adds up its own in the order of ranks. That is half the bytes of gloo's
 everything everywhere, and the bits do not depend on a ring. On a GPU the backend's collectives run on the group's
 stream. Buffers belong to the exchange from the launch to the end of the wait.
 
-Flags and sums are blocking calls. All on the control thread, each announced to `Agreement`; beside them only
-`CommitGroup` communicates, on a process group of its own because commits have a thread of their own.
+Flags and sums are blocking calls. All are on the control thread, each announced to `Agreement`. Beside them only
+`CommitGroup` communicates. It has a process group of its own, because commits have a thread of their own.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Collectives:
         mean = config.grad_reduction == GradReduction.MEAN.value
         self._divisor = group.partition.world_size if mean else 1
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype_name)
-        """What gradients are rounded to before they cross the network."""
+        """The dtype to which gradients are rounded before they cross the network."""
         with group.watch.waiting("zo.offload, which all ranks call"):
             self.agreement = Agreement(group, Branches(config.branches))
         self._device = device

@@ -162,7 +162,7 @@ class RankGroup:
     """The ranks that hold the same shard."""
     column: int = 0
     columns: tuple[tuple[int, ...], ...] = ()
-    """Members of every column; one that holds the whole model is `members`."""
+    """Members of every column; a single column that holds the whole model is `members`."""
     row: Group = None
     """The ranks that hold the other parts of the model."""
     agreement_group: Group = None
@@ -245,10 +245,11 @@ def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:
 
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
-    # Of some ranks only the members call: those outside of the mesh know nothing of this model. torch names such a
-    # group by how many groups a rank is in, so they must be in equally many; of all ranks it counts the calls.
+    # A group of some ranks is called by its members alone: outsiders know nothing of this model. torch then names it
+    # by the number of groups that a rank is in, so the members must be in equally many. For a group of all ranks it
+    # counts the calls.
     is_part = len(members) < dist.get_world_size()
-    # torch would give it the default time-out, not the one that init_process_group was given.
+    # torch would give it the default time-out, not that of init_process_group.
     group: Group = dist.new_group(
         list(members), timeout=time_limit(), backend=backend, use_local_synchronization=is_part
     )
@@ -256,7 +257,7 @@ def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
 
 
 def mesh_problems(mesh: object, device_type: str, tensor_mesh: DeviceMesh | None = None) -> Iterator[str]:
-    """What keeps `mesh` from being used, beside the mesh of the model's DTensors."""
+    """Reasons why `mesh` cannot be used beside the mesh of the model's DTensors."""
     if mesh is None:
         if tensor_mesh is not None:
             yield (

@@ -79,7 +79,7 @@ class Channel:
         return native.word_wait(page.address(_POSTED), self._turn, _LOOK_EVERY_S)
 
     def _look_after(self, deadline: float) -> None:
-        # All of them: a late rank may itself wait for one that is gone, which may have posted before it went.
+        # All of them: a late rank may itself wait for a rank that is gone, which may have posted before.
         for page in self._others:
             is_gone = page.place.state() == "gone"
             if (is_gone or page.words[_LEFT]) and not self._has_posted(page):

@@ -50,7 +50,7 @@ class Place(NamedTuple):
         return cls(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
 
     def state(self) -> str:
-        """What the system says: "gone", "stopped", "running", or "" when it is on another machine."""
+        """The state of the process by the system: "gone", "stopped", "running", or "" when it is on another machine."""
         here = Place.here()
         if (self.host, self.namespace) != (here.host, here.namespace):
             return ""
@@ -65,16 +65,16 @@ class Place(NamedTuple):
 
 @dataclass
 class Witness:
-    """What is known of another rank."""
+    """Knowledge about another rank."""
 
     rank: int
     place: Place | None = None
     failed: str = ""
     """Its own error."""
     waits: str = ""
-    """What it has waited for in vain."""
+    """The call that it has waited for in vain."""
     ended: str = ""
-    """What it did without an error: ended its program, or closed the model."""
+    """How it left without an error: it ended its program, or closed the model."""
     state: str = ""
 
     @property
@@ -152,7 +152,7 @@ class RankWatch:
     def together(
         self, group: dist.ProcessGroup | None, members: Sequence[int], what: str, notice: Notice | None = None
     ) -> Iterator[None]:
-        """Every rank's block succeeds, or every rank raises: none is left waiting for one that gave up.
+        """Every rank's block succeeds, or every rank raises: none is left waiting for a rank that gave up.
 
         Inside there must be no communication. The first rank's error is raised where nothing went wrong. `members` are
         the ranks' names in the order of `group`, which is None where this rank is alone. At the end `notice` is given

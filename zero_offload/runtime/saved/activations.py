@@ -1,9 +1,9 @@
 """Tensors that autograd keeps between forward and backward, on the tiers that `activations=` names.
 
-Owns which tensors leave, to where, and when they come back. What is stored is memory, not tensors: a storage that
-several nodes or several views have saved goes once. The calls: `begin` with each outermost forward; `pack` by autograd
-for a tensor it saves, `unpack` when a node reads it. Backward runs against the order of packing: what was packed
-before the tensor that is wanted now is fetched ahead.
+Owns which tensors leave, to where, and when they come back. Memory is stored, not tensors: a storage that several nodes
+or several views have saved goes once. The calls: `begin` with each outermost forward; `pack` by autograd for a tensor
+it saves, `unpack` when a node reads it. Backward runs against the order of packing: what was packed before the tensor
+that is wanted now is fetched ahead.
 
 Parameters and buffers stay, and so does what is smaller than `SMALLEST_BYTES`. How many bytes a forward will save is
 not known before it runs. So fractions are met storage by storage: each goes to the tier that lags most.
@@ -106,7 +106,7 @@ class Stored:
 
 
 class _Remains(weakref.ref[Stored]):
-    """What is to be given back when a `Stored` has died; `told` gets it then.
+    """The part of a `Stored` that is given back after its death; `told` gets it then.
 
     `told` is a method of C. Python drops what a signal's handler raises in a finalizer: a Ctrl-C in C++ code that frees
     a graph would be lost in `__del__`.
@@ -137,7 +137,7 @@ class Away(NamedTuple):
 
 
 class Activations:
-    """What one model's forwards keep for their backwards."""
+    """Saved tensors of one model's forwards, stored for its backwards."""
 
     def __init__(
         self,
@@ -149,9 +149,10 @@ class Activations:
         trimmer: HeapTrimmer | None = None,
         ahead_max: int = 0,
     ) -> None:
-        """`tiers`: of those in `fractions`, the ones that are elsewhere. `buffers` stay, and so does what is not on a
-        device of `device_type`. `trimmer` where tensors are in the C library's heap, which would keep what they leave.
-        `ahead_max`: bytes that large storages may take ahead of the backward, on a device."""
+        """`tiers`: of those in `fractions`, all but the compute device's own. `buffers` stay, and so does what is not
+        on a device of `device_type`. `trimmer` where tensors are in the C library's heap, which would keep what they
+        leave. `ahead_max`: bytes that large storages may take ahead of the backward, on a device.
+        """
         self._fractions = fractions
         self._tiers = tiers
         self._counters = counters

@@ -1,9 +1,9 @@
 """Forwards that are run again in backward instead of what they saved: `zo.checkpoint`. Offloaded or not.
 
-Owns the marked modules' forwards. While one runs, each tensor that autograd saves becomes a `Slot`, an empty place;
-the first slot that a backward asks for runs the forward again, with the generators and autocast it had, and fills them
-all. Every later hook of the module runs again with it. The calls: `Recompute.enter` and `exit` around each forward;
-`Region.pack` and `unpack` by autograd; `drop_stale` when a forward may have been left without its hooks.
+Owns the marked modules' forwards. While one runs, each tensor that autograd saves becomes a `Slot`, an empty place. The
+first slot that a backward asks for runs the forward again, with its generators and autocast, and fills all slots. Every
+later hook of the module runs again with it. The calls: `Recompute.enter` and `exit` around each forward; `Region.pack`
+and `unpack` by autograd; `drop_stale` when a forward may have been left without its hooks.
 
 [Note: kept inputs]
 A forward that saves nothing is never run again, so its inputs are kept when it first saves a tensor. Floating tensors
@@ -64,7 +64,7 @@ class Slot:
 
 
 _Form = tuple[tuple[int, ...], torch.dtype, torch.device]
-"""What must be alike when a tensor is saved again."""
+"""The properties that must be alike when a tensor is saved again."""
 
 
 def _form_of(tensor: Tensor) -> _Form:
@@ -72,7 +72,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 class Autocast(NamedTuple):
-    """What torch.autocast is called with."""
+    """The arguments of torch.autocast."""
 
     device_type: str
     dtype: torch.dtype
@@ -141,7 +141,7 @@ class _KeptInput(NamedTuple):
     """One tensor among the inputs."""
 
     packed: Any
-    """What the hooks made of it, or of this rank's part."""
+    """The hooks' result for it, or for this rank's part."""
     unpack: Unpack
     check: VersionCheck
     requires_grad: bool
@@ -237,7 +237,7 @@ class Region:
 
     def _run_again(self, backward: int) -> None:
         if backward not in (-1, self._backward):
-            # What is not asked for after all must not stay until the graph goes.
+            # Refilled slots that backward does not ask for must not stay until the graph goes.
             torch.autograd.Variable._execution_engine.queue_callback(self._empty)
         self._backward, self._num_refilled, self._num_given = backward, 0, 0
         inputs = [self._restore(leaf) if isinstance(leaf, _KeptInput) else leaf for leaf in self._inputs]
@@ -348,7 +348,7 @@ def set_generators(states: Generators) -> None:
 
 
 def _name_of(module: nn.Module) -> str:
-    """What tells it from its like: the name of its first parameter, which an offloaded model knows."""
+    """The name of the module's first parameter, which tells it from its like and which an offloaded model knows."""
     for param in module.parameters():
         owner = owner_of(param)
         return "" if owner is None else f" (with the parameter {owner.places.name_of(param)})"

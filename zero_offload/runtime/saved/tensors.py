@@ -5,7 +5,7 @@ The graph knows which object is asked, not this module: a cycle would keep a dro
 The user's hooks, around the forward or inside of it, get every other tensor. At the end: which hooks are in place, and
 whether the call that entered them still runs.
 
-What is made of frozen weights that keep their dtype is made again (see derived.py).
+Tensors made of frozen weights that keep their dtype are made again (see derived.py).
 
 [Note: casts of weights]
 torch.autocast casts fp32 weights for an operation, which saves the cast. All of them would stay from forward to
@@ -77,8 +77,9 @@ class SavedTensors:
         self._cast_units: list[Unit] = []
         """Those that leave and have fp32 parameters."""
         self._writes_casts = self._writes_derived = self._checks_casts = False
-        """True if a program writes to casts; to what it has made of frozen weights; and if both are compared in this
-        forward with what would be made again."""
+        """True if a program writes to casts; to tensors that it has made of frozen weights; and if this forward
+        compares both with repeated ones.
+        """
         self.cast_bytes = 0
         """Bytes of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
         self._cast: set[int] = set()
@@ -106,8 +107,8 @@ class SavedTensors:
     def hooks(self, use: Use, reads: Use | None) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place; it may turn gradients on by itself.
 
-        `reads`: an operation is about to read a unit that is here, on a stream that may be the module's own; None
-        where there are no streams.
+        `reads`: called when an operation is about to read a unit that is here, perhaps on a stream of the module's own.
+        None where there are no streams.
         """
         hooks = saving_hooks()
         if not self._needed or (hooks is not None and (saver_of(hooks) is self or recomputed_later(hooks))):
@@ -168,7 +169,7 @@ class SavedTensors:
         return saved
 
     def _steps_of(self, tensor: Derived, reads: Use | None) -> Step | None:
-        """What makes the tensor again, of tensors that are saved themselves; None where it is kept."""
+        """The step that makes the tensor again, of tensors that are saved themselves; None where the tensor is kept."""
         if tensor.step is None or not tensor.is_known or not tensor.step.is_repeatable or self._writes_derived:
             return None
         if self.unit_of(tensor.plain) is not None:
@@ -290,7 +291,7 @@ def _as_it_is(packed: Any) -> Any:
 
 
 KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
-"""What saves a tensor where there are no hooks."""
+"""The hooks of a tensor that is saved without hooks."""
 
 
 def saving_hooks() -> SavingHooks | None:

@@ -1,13 +1,13 @@
 """Where activations go between forward and backward: pinned host memory beside a GPU, or blocks of a file.
 
 A tier owns memory or blocks of constant size. They are leased to pieces of one storage's bytes and given back with it.
-Nothing grows once a step has taken what it needs. A tier decides nothing. The calls: `put` launches the way out; of
-what it returns, `start` launches the way back as far as there is room, `finish` gives the bytes, `release` drops them.
+Nothing grows once a step has taken what it needs. A tier decides nothing. The calls: `put` launches the way out. With
+its result, `start` launches the way back as far as there is room, `finish` gives the bytes, `release` drops them.
 
 On a GPU both ways go over the copy lanes. A tensor keeps its memory on the device until its download is done. So a host
 that launches ahead of the GPU waits for downloads: else all of forward would be there at once. On the way to a file
-bytes pass through page-aligned host memory of constant size, `ACTIVATION_BLOCKS_OUT` blocks; on the way back to a GPU
-through `ACTIVATION_BLOCKS_BACK`, and more for larger tensors. A CPU computes on what they were read to (`Landing`).
+bytes pass through page-aligned host memory of constant size, `ACTIVATION_BLOCKS_OUT` blocks. On the way back to a GPU
+they take `ACTIVATION_BLOCKS_BACK`, and more for larger tensors. A CPU computes on what they were read to (`Landing`).
 """
 
 from __future__ import annotations
@@ -498,7 +498,7 @@ class Lease(NamedTuple):
 
     region: Region
     reads: list[Transfer | None]
-    """What is read to it; None while one is launched, and where an exception came between."""
+    """Reads into it; None while one is launched, and where an exception came between."""
 
 
 class _Leased(NamedTuple):

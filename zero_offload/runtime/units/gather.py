@@ -1,7 +1,7 @@
 """Units gathered from all ranks that hold a part of them: when that is needed, and that all do it together.
 
 Owns what is said to `Agreement` about parameters. A section whose whole values this rank keeps (`Replica`) needs no
-other rank; replicas are made and outdated on all ranks at once, so all find the same units in need. Which gathers are
+other rank. Replicas are made and outdated on all ranks at once, so all find the same units in need. Which gathers are
 launched before their unit is used follows from the plan and from calls, never from what happens to be complete.
 """
 

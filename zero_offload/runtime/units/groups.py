@@ -1,10 +1,10 @@
 """Values of experts in groups, for units that no forward fetches whole.
 
 Owns memory for two groups, `GroupMemory`: one is in use while the next one arrives. It is taken at the first use and
-kept, for all units in turn. `GroupReader.values` has a range of experts here when it returns. Which ranges follow each
-other is the caller's choice, the same on all ranks; where they gather, each part goes from the rank that holds it to
-all others, in the order of the elements. What reads ahead follows the caller, and from one call to the next the last
-cycle: that costs at most a read.
+kept, for all units in turn. `GroupReader.values` has a range of experts here when it returns. The caller chooses the
+order of ranges, the same on all ranks. Where they gather, each part goes from the rank that holds it to all others, in
+the order of the elements. Reads ahead follow the caller, and from one call to the next the last cycle: a mistake costs
+at most a read.
 
 Values that are here anyway are used where they are: a unit that never leaves, or one inside of `zo.gathered`.
 """
@@ -48,10 +48,10 @@ class GroupMemory:
     device: Tensor | None = None
     """(bytes,) in a device's memory, once it is used."""
     group: Group | None = None
-    """What it holds, or what is on its way."""
+    """The group that it holds, or that is on its way."""
     layout: GroupLayout | None = None
     arriving: list[tuple[GroupPart, ShardPart]] = field(default_factory=list)
-    """What comes to `landing`; of a device to be uploaded then."""
+    """Parts that come to `landing`; those of a device are uploaded then."""
     reads: list[Transfer] = field(default_factory=list)
     """On their way from a drive."""
     uploads: list[Handoff] = field(default_factory=list)
@@ -95,7 +95,7 @@ class GroupReader:
         self._last: tuple[Group, bool] | None = None
         """The group used last, and whether a backward used it."""
         self._next: dict[tuple[Group, bool], Group] = {}
-        """What was used after it in the last cycle."""
+        """By group and direction: the group used after it in the last cycle."""
 
     def _new_memory(self) -> list[GroupMemory]:
         """In the order of their last uses."""
@@ -265,7 +265,7 @@ class GroupReader:
         self._collectives.launch_spread(pieces, name)()
 
     def _whole(self, memory: GroupMemory) -> Tensor:
-        """What compute uses, (bytes,)."""
+        """The memory that compute uses, (bytes,)."""
         found = memory.landing.region.tensor(torch.uint8, self._nbytes) if self._device.is_host else memory.device
         assert found is not None
         return found
@@ -281,7 +281,7 @@ def _name_of(piece: ParamSlice) -> str:
 
 
 def _stretch(memory: Tensor | None, part: GroupPart, piece: ShardPart) -> Tensor:
-    """What a shard has of a part, (elements,), where it lands."""
+    """A shard's elements of a part, (elements,), where they land."""
     assert memory is not None
     at, itemsize = piece.place(part.section.dtype.itemsize), part.section.dtype.itemsize
     return memory[at : at + (piece.end - piece.begin) * itemsize].view(part.section.dtype)

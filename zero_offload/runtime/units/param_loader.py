@@ -30,7 +30,9 @@ class ParamLoader(Protocol):
         """Begin to fetch the values of these sections, or this rank's part of them."""
 
     def ahead(self, unit: Unit) -> AbstractContextManager[None]:
-        """What is launched inside comes after the values are in the buffers, and compute need not; `finish` follows."""
+        """A block whose launches come after the values are in the buffers, while compute does not wait; `finish`
+        follows.
+        """
 
     def finish(self, unit: Unit) -> None:
         """Make what was launched valid for compute."""
@@ -129,7 +131,9 @@ class UnitStreams:
             self._device.join([*streams.users, self._device.stream()], into=streams.home)
 
     def catch_up(self, streams: _Streams) -> None:
-        """What is launched here writes to the buffers, after all that others have done with their memory."""
+        """Order the launches that follow, which write to the buffers, after all that others have done with their
+        memory.
+        """
         self._device.join([streams.home, *streams.users])
 
 
@@ -140,7 +144,7 @@ class _Landing:
     region: Region | None
     streams: _Streams
     reads: list[tuple[torch.Tensor, int, list[Transfer]]] = field(default_factory=list)
-    """What to fill on the device, from which byte of the region, once these reads are done."""
+    """Tensors to fill on the device, from which byte of the region, once these reads are done."""
     uploads: list[Handoff] = field(default_factory=list)
 
     def arrived(self) -> bool:
@@ -209,7 +213,7 @@ class DeviceParamLoader:
         return sum(target.nbytes for target, source in ends if source is None)
 
     def _ends(self, section: Section) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is to be filled on the device, and from where in memory; None where it rests on disk."""
+        """The tensor to fill on the device, and its source in memory; None where the values rest on disk."""
         replica = section.shard.fresh_replica
         if replica is not None:
             return section.flat, replica.memory

@@ -179,7 +179,7 @@ class Unit:
         return is_complete
 
     def detach(self) -> None:
-        """Take the pages of all buffers away. What a Ctrl-C breaks off is done again before the next `attach`."""
+        """Take the pages of all buffers away. A call that a Ctrl-C breaks off is made again before `attach`."""
         for section in self.sections:
             if section.buffer is not None and section.buffer.attached:
                 section.buffer.detach()
@@ -236,7 +236,7 @@ class Unit:
     def changed(self, holds_value: Callable[[Section], bool] = lambda section: False) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost.
 
-        What counts is the value. A new version says that a write is possible; without fingerprints of this use
+        A change of the value counts. A new version says that a write is possible; without fingerprints of this use
         `holds_value` says whether a buffer still holds what rests elsewhere.
         """
         doubtful = []

@@ -1,8 +1,8 @@
 """The portable file engine: `preadv` and `pwritev` from Python's threads through aiofiles, on the caller's memory.
 
-Needs no native library; moves whole blocks, one after the other per thread, straight between file and memory (what
-returns bytes objects is sixty times slower). Owns an event loop on a thread of its own, a queue of blocks per drive,
-and the results until they are waited for. Never opens or closes a file.
+Needs no native library. Whole blocks move straight between file and memory, one after the other per thread. Calls that
+return bytes objects are sixty times slower. Owns an event loop on a thread of its own, a queue of blocks per drive, and
+the results until they are waited for. Never opens or closes a file.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Opens it to read only and locks nothing: any number of runs share it. Knows offs
 blocks of it.
 
 [Note: what is known of a base]
-These files have no checksums. The first read of a block makes its CRC-32C. Every later read is
-verified against it, also in a run that goes on from a generation, which keeps the checksums. Before a generation is
-resumed, or a copy of the folder takes the place of the first one, files must be alike: name, size, header (so the
-names, dtypes, shapes and places of all tensors) and the bytes of two blocks. Two fine-tunes of one model differ in the
-latter. A file that differs elsewhere is found by the first read of a block that differs, if it was ever read before.
-The time of a file's last change is recorded and not compared: a copy or a `touch` changes it, and no byte.
+These files have no checksums. The first read of a block makes its CRC-32C. Every later read is verified against it,
+also in a run that goes on from a generation, which keeps the checksums. Files must be alike before a generation is
+resumed, or a copy of the folder takes the place of the first one. Compared are name, size, header (so the
+names, dtypes, shapes and places of all tensors) and the bytes of two blocks. Two fine-tunes of one model differ in
+these blocks. A file that differs elsewhere is found by the first read of a block that differs, if it was ever read
+before. The time of a file's last change is recorded and not compared: a copy or a `touch` changes it, and no byte.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zero_offload.storage.files.directory import DataFile
 from zero_offload.storage.files.system import REAL, naming_errors
 
 BLOCK_BYTES = MIB
-"""What has a checksum, counted from the start of a file. Never to be changed: generations keep checksums."""
+"""The unit of checksums, counted from the start of a file. Never to be changed: generations keep checksums."""
 LENGTH_NBYTES = 8
 """A safetensors file begins with the length of its header."""
 HEADER_NBYTES_MAX = 100_000_000
-"""What the format allows."""
+"""The limit of the format."""
 _NBYTES_MAX = 1 << 44
 """Of a file that a record may name: its checksums take memory."""
 
 NEW_PLACE = 'call zo.load_pretrained(model, "its new place/") after zo.offload'
-"""What to type where a base has moved."""
+"""The remedy to type where a base has moved."""
 
 
 class BaseFile:
@@ -146,7 +146,7 @@ class BaseFile:
             )
 
     def what_changed(self) -> str:
-        """What has become of the file of this name; empty where it is the one that is open."""
+        """A clause about the file that has this name now; empty where it is still the open file."""
         try:
             info = os.stat(self.path)
         except OSError as error:
@@ -173,11 +173,11 @@ class BaseFile:
         for each in self._opened:
             each.close()
 
-    # What is recorded
+    # Records
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a generation says of it, the same on all ranks."""
+        """The file's record in a generation, the same on all ranks."""
         samples = {str(block): int(self.crcs[block]) for block in self.samples if self.known[block]}
         return {
             "path": str(self.path),
@@ -300,7 +300,7 @@ def changed_error(file: BaseFile, what: str) -> IntegrityError:
 
 
 def missing_text(files: Sequence[BaseFile]) -> str:
-    """What to say of files that are to be read and are not there."""
+    """The error text for files that are to be read and are not there."""
     first = files[0]
     more = f" and {len(files) - 1} more files" if files[1:] else ""
     return (

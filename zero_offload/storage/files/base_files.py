@@ -5,7 +5,7 @@ generation has recorded), `launch_read` and `Transfer.wait`, `move`, `close`.
 
 [Note: reading a base]
 Values begin at any byte of a file, and O_DIRECT moves whole sectors. So blocks of `BLOCK_BYTES`, counted from the start
-of the file, go to a bounce region, and from there what is wanted goes to its place. A region of `NUM_GROUPS` groups of
+of the file, go to a bounce region. From there the wanted bytes go to their place. A region of `NUM_GROUPS` groups of
 blocks serves all reads, in turns: the drive fills some, while the thread empties another.
 """
 
@@ -163,7 +163,7 @@ class _Read:
 
 
 def _cuts(spans: Sequence[BaseSpan], stretch: Stretch) -> Iterator[_Cut]:
-    """What files have of a stretch; the rest of its memory is zeroed."""
+    """The parts of a stretch that files have; the rest of its memory is zeroed."""
     begin, end, address = stretch
     at = begin
     for span in spans:
@@ -210,7 +210,7 @@ class BaseFiles:
         self._engine: FileEngine | None = None
         self._region: Region | None = None
         self._named: dict[int, DataFile] = {}
-        """What the engine knows, by descriptor."""
+        """Files that the engine knows, by descriptor."""
         self._thread: threading.Thread | None = None
         self._changed = Monitor()
         self._waiting: dict[Urgency, deque[_Read]] = {each: deque() for each in sorted(Urgency, reverse=True)}
@@ -230,8 +230,8 @@ class BaseFiles:
     def restore(
         self, records: Sequence[Mapping[str, Any]], hashes: Iterable[Sequence[Mapping[str, str]]]
     ) -> list[BaseFile]:
-        """Files that a generation names, in its order, with the checksums that each rank has kept. One that cannot be
-        opened, or is another, has its `problem`.
+        """Files that a generation names, in its order, with the checksums that each rank has kept. A file that cannot
+        be opened, or is another, has its `problem`.
 
         Raises ValueError and its like for what is not such a record, IntegrityError for records that contradict each
         other.
@@ -333,7 +333,7 @@ class BaseFiles:
         return os.getpid() == self._owner_pid and self._thread is not None and self._thread.is_alive()
 
     def closed_error(self) -> StorageError:
-        """What to raise where they do not."""
+        """The error for reads after the files are closed, or in a forked process."""
         if os.getpid() != self._owner_pid:
             return StorageError(f"process {os.getpid()} is a fork of {self._owner_pid}, which reads the base")
         return StorageError("the files of the base are closed; nothing can be read after zo.close(model)")

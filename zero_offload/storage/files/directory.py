@@ -140,7 +140,7 @@ class RunDirectory:
         self.user = ""
         """The process of the run that is at work here, if this was opened to be read beside it."""
         self.holder = system.read_whole(lock_fd) if lock_fd >= 0 else b""
-        """What the run that holds the lock has written into it; no two runs write the same."""
+        """The text that the holder of the lock has written into it; no two runs write the same."""
         self.stays_locked = False
         """A drive may still write what was given up: no other run comes here before this process has ended."""
         in_child(self._close_descriptors)  # not unlocking: a forked worker that outlives a killed run holds no lock
@@ -164,7 +164,7 @@ class RunDirectory:
 
     @classmethod
     def read(cls, path: str | Path) -> RunDirectory:
-        """As `look`, and no run may begin here meanwhile. Beside one that is at work there is no lock: see `user`.
+        """As `look`, and no run may begin here meanwhile. Beside a run that is at work there is no lock: see `user`.
 
         Raises LockError where that is a model of this process.
         """
@@ -267,7 +267,7 @@ class RunDirectory:
     def remove(self, names: Iterable[str]) -> int:
         """Delete the named files and return the bytes freed; missing ones are skipped.
 
-        All names are checked first: one that is a link, a directory or not ours, and nothing is deleted.
+        All names are checked first. Where a name is a link, a directory or not ours, nothing is deleted.
         """
         found = self.check_removable(names)
         for name in found:
@@ -276,7 +276,7 @@ class RunDirectory:
         return sum(info.st_blocks * 512 for info in found.values())
 
     def check_removable(self, names: Iterable[str]) -> dict[str, os.stat_result]:
-        """Files of these names that are there. Raises StorageError for a link, a directory or one that is not ours."""
+        """Files of these names that are there. Raises StorageError for a link, a directory, or a file of others."""
         found = {}
         for name in names:
             path = self.path_of(name)
@@ -362,7 +362,7 @@ class RunDirectory:
 
 
 def what_became_of(opened: os.stat_result, system: FileSystem, name: str | Path, dir_fd: int | None = None) -> str:
-    """What has become of the name of something that is open; empty while it leads there."""
+    """The fate of an open file's name: "deleted", "replaced", or "" while it leads there."""
     try:
         named = system.lstat(name, dir_fd)
     except (FileNotFoundError, NotADirectoryError):

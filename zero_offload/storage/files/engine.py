@@ -1,4 +1,4 @@
-"""What a file engine promises: blocks of files to and from memory, launched now and waited for later.
+"""The contract of file engines: blocks of files to and from memory, launched now and waited for later.
 
 Owns the words (`BLOCK_DTYPE`, `Ticket`, `Urgency`, `EngineSettings`, `FileEngine`), when an engine counts as stalled,
 and the errors of transfers: file, offset, block, reason, remedy. It moves no byte itself. A block table is both the map
@@ -40,7 +40,7 @@ BLOCK_DTYPE = np.dtype(
 STALL_LIMIT_S = 120.0
 """A wait ends when the engine has moved nothing for so long."""
 _STALL_SLICE_S_MAX = 1.0
-"""What the time between two looks counts for at most."""
+"""Seconds that the time between two looks counts for at most."""
 _COMMIT_STAYS = "The last commit is intact"
 
 
@@ -63,7 +63,7 @@ class EngineSettings:
 
 
 class Urgency(IntEnum):
-    """Urgent transfers start before all normal ones that have not started; those take turns by kind."""
+    """Urgent transfers start before all waiting normal transfers, which take turns by kind."""
 
     NORMAL = 0
     URGENT = 1
@@ -219,7 +219,7 @@ class FileEngine(ABC):
 
 
 def table_error(blocks: BlockTable) -> ConfigError:
-    """What to raise unless an engine can read this table in place."""
+    """The error for a table that no engine can read in place."""
     return ConfigError(
         f"a block table is a contiguous array of BLOCK_DTYPE rows, not {blocks.dtype} of shape "
         f"{blocks.shape} with strides {blocks.strides}"

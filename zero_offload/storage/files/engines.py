@@ -1,8 +1,8 @@
 """Which file engine moves the blocks of a run, and how fast directories are with it.
 
 Owns each kind's settings, and a probe: a file without a name, written and read a few times. Never touches a file of a
-run. The calls: `pick` and `open_engine`; `shares` for a run that is striped; `measure` for callers that print or keep
-rates; `lost_beside` for what transfers cost a CPU that computes.
+run. The calls: `pick` and `open_engine`; `shares` for a run that is striped. `measure` gives rates to callers that
+print or keep them. `lost_beside` tells the cost of transfers for a CPU that computes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def io_uring_problem() -> str | None:
 
 
 class Pattern(Enum):
-    """What is measured."""
+    """The kind of transfers that a probe measures."""
 
     WRITE = "write"
     READ = "read"
@@ -207,7 +207,7 @@ def _lost_once(trial: _Trial, work: Callable[[], object]) -> float:
             beside_s = seconds_of(work)
         finally:
             ends.set()
-        # What is moved after the work has ended takes nothing from it.
+        # Bytes that move after the work has ended take nothing from it.
         began = time.perf_counter()
         moving.result()
         rest_s = time.perf_counter() - began

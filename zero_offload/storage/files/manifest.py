@@ -59,7 +59,7 @@ def write_manifest(directory: RunDirectory, name: str, payload: Mapping[str, Any
 
 
 def read_manifest(directory: RunDirectory, name: str, expected_digest: str | None = None) -> dict[str, Any] | None:
-    """The payload of manifest `name`, verified; None when there is no such file."""
+    """The payload of manifest `name`, verified; None where the file is missing."""
     path = directory.path_of(name)
     if name not in directory.names():
         return None

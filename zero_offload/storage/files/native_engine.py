@@ -131,7 +131,9 @@ class NativeEngine(FileEngine):
         self._lasting.clear()
 
     def _give_up(self, handle: int) -> None:
-        """What is under way may end at any time, or never: tables and threads stay as long as the process."""
+        """Leave the engine to itself: its transfers may end at any time, or never. So its tables and threads stay as
+        long as the process.
+        """
         self.is_stuck = True
         if self not in STUCK:
             STUCK.append(self)
@@ -139,7 +141,7 @@ class NativeEngine(FileEngine):
         native.io_give_up(handle)
 
     def _let_go(self) -> None:
-        """In a child: one that outlives its parent must not keep the parent's files and rings alive."""
+        """In a forked child: it may outlive its parent, and must not keep the parent's files and rings alive."""
         self.handle = 0
         if self._free.alive or self.is_stuck:
             native.io_abandon(self._inherited)
@@ -154,7 +156,7 @@ class NativeEngine(FileEngine):
 
 
 def moved_bytes(handle: int) -> int:
-    """What it has moved since it was opened."""
+    """Bytes moved since the engine was opened."""
     stats = native.io_stats(handle)
     return int(stats.bytes_read + stats.bytes_written)
 

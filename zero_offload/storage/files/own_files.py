@@ -1,10 +1,10 @@
 """Which files of a folder are ours, where others put theirs too: a list in the folder, by which alone they are deleted.
 
-Owns that list and every deletion of what is no run directory: weights, tokens, models, checkpoints of trainers. A file
-goes if the list names it and it is a regular file; a directory goes if it is empty then. What is not listed stays, and
-the caller says so. A folder that was copied or renamed is its owner's: the list names its folder. No link is followed.
+Owns that list, and every deletion outside of run directories: weights, tokens, models, checkpoints of trainers. A file
+goes if the list names it and it is a regular file; a directory goes if it is empty then. Unlisted files stay, and the
+caller says so. A folder that was copied or renamed is its owner's: the list names its folder. No link is followed.
 
-The calls: `write_list` when a folder is whole (`add_to_list` where files come one by one, before they are made); then
+The calls: `write_list` when a folder is whole, or `add_to_list` before each file where files come one by one. Then
 `listed`, and `delete`; `move_aside` where a name is taken.
 """
 

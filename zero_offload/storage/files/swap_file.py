@@ -4,8 +4,8 @@ from them.
 Owns the files and the map of extents; never knows what the bytes mean. The file engine reads an extent's table. A write
 stores a block's checksum in it, a read is verified against it, and a manifest is a copy of it. Blocks are dealt to the
 directories by their weights, so several drives work at once and end at the same time. The calls: `allocate` every
-extent, `create` (or `open_existing`), `launch_read` / `launch_write` and `Transfer.wait`, `sync`, `close`; to go on
-from a manifest, `restore_copies` of all that it names before anything else is allocated.
+extent, `create` (or `open_existing`), `launch_read` / `launch_write` and `Transfer.wait`, `sync`, `close`. To go on
+from a manifest, `restore_copies` of all that it names comes before any other extent.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ExtentMap:
     def restore_copies(
         self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any
     ) -> tuple[Extent, ...]:
-        """What `allocate` has made, of which a manifest records number `index`; the others are blank.
+        """The copies that `allocate` has made. A manifest records copy number `index`; the others are blank.
 
         Raises IntegrityError when the record does not fit.
         """
@@ -148,7 +148,7 @@ class ExtentMap:
 
 
 def extent_record(extent: Extent) -> dict[str, Any]:
-    """What a manifest keeps of an extent: where each block is and its checksum; or that it was never written."""
+    """The record of an extent in a manifest: where each block is and its checksum, or that it was never written."""
     columns = {"offset": extent.blocks["offset"], "crc": extent.blocks["crc"], "directory": extent.directories}
     record = {key: values.tolist() for key, values in columns.items()}
     return record if extent.written.any() else {**record, "blank": True}
@@ -328,7 +328,7 @@ class SwapFile:
     def restore_copies(
         self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any
     ) -> tuple[Extent, ...]:
-        """What `allocate_copies` has made, of which a manifest records number `index`; the others are blank.
+        """The copies that `allocate_copies` has made. A manifest records copy number `index`; the others are blank.
 
         Raises IntegrityError when the record does not fit.
         """
@@ -437,7 +437,7 @@ class SwapFile:
             file.sync()
 
     def close(self) -> None:
-        """Close the files; the engine first. One that is stuck keeps them open, and their directories locked."""
+        """Close the files; the engine first. A stuck engine keeps them open, and their directories locked."""
         # It refers to the model, which holds this file and its last transfers: a cycle would outlive the model.
         self._on_error = ignore
         if self._engine.is_stuck:

@@ -1,8 +1,8 @@
 """The system calls that directories and manifests are made of, in one place. Tests can put a disk under them that
 loses, tears and refuses at will.
 
-Owns nothing but the list. A call is the one of `os` or `fcntl` of the same name and raises what that raises, OSError;
-those of another name say what they do. Data blocks do not pass here: they are a `FileEngine`'s.
+Owns nothing but the list. A call has the name of its function in `os` or `fcntl`, and raises the same OSError. Calls of
+another name say what they do. Data blocks do not pass here: they are a `FileEngine`'s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEDIES = {
     errno.EBADF: "The file was closed while it was in use",
     errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
 }
-"""What to do about an errno of the file system."""
+"""Remedies, by errno of the file system."""
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 """How safetensors and tokenizers say it."""
@@ -107,7 +107,7 @@ class FileSystem:
         fcntl.flock(fd, operation)
 
     def get_flags(self, fd: int) -> int:
-        """What the file was opened with."""
+        """The flags that the file was opened with."""
         return fcntl.fcntl(fd, fcntl.F_GETFL)
 
     def set_flags(self, fd: int, flags: int) -> None:
@@ -173,7 +173,7 @@ def read_file(path: Path) -> bytes:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file for this user alone, whole or not at all. Raises StorageError where the name is not that of a file.
 
-    Other errors are OSErrors. What a crash has left of an earlier attempt is replaced.
+    Other errors are OSErrors. Remains of an earlier attempt, which a crash has left, are replaced.
     """
     dir_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -195,7 +195,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 _OTHER_KINDS = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""What opening a link, a socket or a directory answers."""
+"""Errors from opening a link, a socket or a directory."""
 
 
 def refuse_other_kinds(path: Path, dir_fd: int | None = None) -> None:

@@ -1,10 +1,10 @@
 """All host memory this package takes, counted: permanent regions, and frames that move between buffers.
 
-Owns every page, and alone calls mremap, mprotect and madvise. Two ways to get memory:
-`Arena.allocate` gives a permanent `Region` (a shard that rests in CPU memory, gradients, staging);
-`Arena.lease_frames` gives 2 MiB frames that `MovableBuffer.attach` puts under a reserved address range and
-`detach` takes back, so that any unit can use any free frame: no fragmentation, no copy, no growth.
-A region is returned to the system when the last tensor that views it dies.
+Owns every page, and alone calls mremap, mprotect and madvise. Two ways to get memory: `Arena.allocate` gives a
+permanent `Region` (a shard that rests in CPU memory, gradients, staging). `Arena.lease_frames` gives 2 MiB frames.
+`MovableBuffer.attach` puts them under a reserved address range and `detach` takes them back. So any unit can use any
+free frame: no fragmentation, no copy, no growth. A region is returned to the system when the last tensor that views it
+dies.
 
 Both first compare with what is left (`Arena.look`): where memory is short, the kernel kills a process without a word.
 
@@ -68,7 +68,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 LOOK_BYTES = 16 * MIB
 """So much may be taken between two looks at what is left. A look takes some 0.5 ms, filling so much with zeros 4."""
 SPARE_BYTES = 256 * MIB
-"""What is beyond the plan leaves so much to the program and the system."""
+"""Memory beyond the plan leaves this much to the program and the system."""
 
 TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
@@ -109,7 +109,7 @@ def allocate_movable(count: int) -> int:
 
 
 def taken_bytes(nbytes: int) -> int:
-    """What a range that `allocate` gives takes of the host's memory."""
+    """Bytes of the host's memory that a range from `allocate` takes."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -332,7 +332,7 @@ def _region(address: int, nbytes: int) -> Region:
 
 
 class Need(NamedTuple):
-    """What memory is for, as an error tells it that has none."""
+    """The use of memory, as the error of a failed allocation names it."""
 
     what: str = "a buffer"
     advice: str = (
@@ -465,7 +465,7 @@ class Arena:
             return
         try:
             left = least_free()
-        except OSError:  # as many files are open as may be: this is no time to stop for that
+        except OSError:  # as many files are open as may be, and the check can wait
             return
         self._unlooked_bytes = promised = 0
         spare = 0 if need.is_planned else SPARE_BYTES
@@ -625,10 +625,10 @@ class MovableBuffer:
         return True
 
     def detach(self) -> None:
-        """Take the pages back. What they hold is worth nothing, so after a Ctrl-C it may be done twice."""
+        """Take the pages back. Their bytes are worth nothing, so after a Ctrl-C it may be done twice."""
         assert self._lease.frames is not None
         if self._is_moving:
-            # What moves to a frame's address brings its protection along.
+            # A page that moves to a frame's address brings its protection along.
             protect(self.region.address, self.region.nbytes, _PROT_READ_WRITE)
         self._is_moving = True
         _move_all(self._places, self._lease.frames, undone=CapacityError)

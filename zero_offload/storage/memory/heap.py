@@ -2,7 +2,7 @@
 
 glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size. Where
 units leave memory, `HeapTrimmer` returns them (`begin` with each backward, `freed` with what it is through with).
-Larger blocks are mapped anew each time, unless a hole takes them: where all is in memory, `HeapHole` keeps one (`begin`
+Larger blocks are mapped anew each time, unless a hole takes them. Where all is in memory, `HeapHole` keeps one (`begin`
 with each step; it goes with the object).
 """
 
@@ -25,7 +25,7 @@ ACTIVATION_TRIM_BYTES = 64 * MIB
 ROOM_MIN_BYTES = 64 * MIB
 """Less than that of new pages in a step is not worth a hole: some 10 ms."""
 BLOCK_BYTES = 16 * MIB
-"""What a hole is made of."""
+"""The size of the blocks of a hole."""
 _HEADER_BYTES = 16
 """Bytes of glibc's header before each block."""
 _STRAY_BLOCKS_MAX = 64

@@ -47,7 +47,7 @@ class FrameBudget:
         self._frame_limit = frame_limit
         self._frame_limit_max = frame_limit_max
         self.least = frame_limit if least is None else least
-        """What uses need at once; less would only have them evict each other."""
+        """The least that uses need at once; with less they would evict each other."""
         self.taken = 0
 
     @property

@@ -1,8 +1,8 @@
 """Host memory that bytes pass through, between the tensors of a model and where they rest.
 
-`Staging` owns slabs, parts of which are leased. The calls: `lease`, after `fits` where the caller can rather wait for
-leases of its own; `give_back` when the bytes have passed, with the copies that may still read the part; `free_oldest`
-where memory is short.
+`Staging` owns slabs, parts of which are leased. The calls: `lease`, after `fits` where the caller can wait for leases
+of its own. `give_back` when the bytes have passed, with the copies that may still read the part. `free_oldest` where
+memory is short.
 
 [Note: memory that is no staging]
 A part is leased, filled, emptied and given back. Memory with another life stays with its owner. A CPU computes on

@@ -34,11 +34,11 @@ AttachBuffer = Callable[[MovableBuffer], None]
 class DriveRoom:
     """Which sections whose gradients rest on a drive have pages, and which give theirs back first.
 
-    Backward fills the pages of a section while those of the unit before are written; sections that wait for their last
+    Backward fills the pages of a section while those of the unit before are written. Sections that wait for their last
     gradients (some never come) rest on their drive until those arrive. The calls: `open` before a gradient is put in
-    its place, `launch_writes` when the section is complete or `drop`, `detach_pages` when the pages are wanted
-    elsewhere. What happens depends on the order of the calls alone, never on what is complete, so that it is the same
-    on all ranks.
+    its place. `launch_writes` when the section is complete, or `drop`. `detach_pages` when the pages are wanted
+    elsewhere. The outcome depends on the order of the calls alone, never on what is complete, so that it is the same on
+    all ranks.
     """
 
     def __init__(self, counters: Counters, downloads: GradDownloads | None) -> None:

@@ -1,15 +1,16 @@
 """Gradients on their way from a GPU to the host, beside backward. They go straight to where they rest, or into pinned
 staging where the host has something to do with them.
 
-The calls: `make_room` before gradients are gathered, then `place` or `stage`; `advance` at each sign of
-backward; `land` where a section is wanted; `drain` where all are; or `drop`. A gradient that is never whole on the GPU
-takes staging at once (`open`), and leaves in parts (`send`). It is `stage_slices`' then, comes back whole (`bring`), or
-is read from there (`read_here`).
+The calls: `make_room` before gradients are gathered, then `place` or `stage`. `advance` at each sign of backward;
+`land` where a section is wanted; `drain` where all are; or `drop`. A gradient that is never whole on the GPU takes
+staging at once (`open`), and leaves in parts (`send`). It is `stage_slices`' then, comes back whole (`bring`), or is
+read from there (`read_here`).
 
-What is being read on the GPU is kept here, as much at a time as most sections have (`plan.memory.leaving_bytes`).
-Compute waits until the oldest has left before it gathers the next. Its memory goes back in the order of compute. So the
-host waits for nothing, however far it is ahead, and gradients never fill the GPU. Staging is as large as the plan
-counts it (`plan.memory.grad_staging_bytes`), and larger when a larger section comes; the host waits where it is full.
+Memory that a lane still reads on the GPU is kept here, as much at a time as most sections have
+(`plan.memory.leaving_bytes`). Compute waits until the oldest has left before it gathers the next. Its memory goes back
+in the order of compute. So the host waits for nothing, however far it is ahead, and gradients never fill the GPU.
+Staging is as large as the plan counts it (`plan.memory.grad_staging_bytes`), and larger when a larger section comes;
+the host waits where it is full.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _STAGING = Need("gradients on their way from the device")
 
 
 class _Leaving(NamedTuple):
-    """What a lane reads."""
+    """Memory of the GPU that a lane reads."""
 
     flat: torch.Tensor
     home: Any
@@ -192,8 +193,7 @@ class GradDownloads:
             self._finish()
 
     def drop(self) -> None:
-        """What is under way is not wanted, sums too; when this returns nothing is, and memory that copies use may
-        go."""
+        """Drop all gradients and sums under way. On return memory that copies use may go."""
         while self._staged:
             self._end(self._staged.popleft(), land=False)
         while self._open:

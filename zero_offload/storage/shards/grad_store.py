@@ -1,13 +1,13 @@
 """Where one section's gradients rest on this rank between backward and update, and what is known of them.
 
 A `GradStore` is chosen for each section when the model is offloaded: `HostGrads` (here) in host memory, `DriveGrads` on
-a drive, `DeviceGrads` in a GPU's memory; with overlap="backward" the first two have a part of the ring (`ring_grads`).
+a drive, `DeviceGrads` in a GPU's memory. With overlap="backward" the first two have a part of the ring (`ring_grads`).
 A store owns values, their sums of squares, and the factors by which the update multiplies them. Values are in the
-compute dtype until the first addition of a second micro-batch, and in fp32 from then on, in later steps too: this
-switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`),
-`add_shard` for several that lie in one tensor, or `add_part` for a part of those; `add_slices` for those in staging;
-`flush` when the section is complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`.
-Between them `view` gives gradients where they rest, to be read or changed, and `flush` again ends that.
+compute dtype until the first addition of a second micro-batch. From then on they are in fp32, in later steps too: this
+switch is exact. The calls: `add` for each gradient that backward has made in host memory (not in `DeviceGrads`).
+`add_shard` takes several that lie in one tensor, `add_part` a part of those, `add_slices` those in staging. `flush`
+when the section is complete. Then `lend` to an update, which takes `chunks` and calls `release`; or `drop`. Between
+them `view` gives gradients where they rest, to be read or changed, and `flush` again ends that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Wait = Callable[[], object]
 
 @dataclass
 class GradMemory:
-    """What the gradient stores of one model share."""
+    """Parts that the gradient stores of one model share."""
 
     store: ShardStore
     device: Device
@@ -184,8 +184,7 @@ class GradStore:
         self._let_go()
 
     def _let_go(self) -> None:
-        # `held` and `_lent` are set before: memory goes whichever thread comes last, the one that drops gradients, or
-        # the one that releases them.
+        # `held` and `_lent` are set before: memory goes with the last thread, which may drop gradients or release them.
         if not self.held and not self._lent:
             self._adopted.clear()
 
@@ -198,7 +197,7 @@ class GradStore:
 
     @property
     def device_bytes(self) -> int:
-        """What they take of the compute device's own memory."""
+        """Bytes of the compute device's own memory that they take."""
         return 0
 
     def view(self, index: int, *, multiplied: bool = False) -> torch.Tensor:
@@ -353,7 +352,7 @@ class HostGrads(GradStore):
         return self._new_array(self.dtype)
 
     def _new_array(self, dtype: torch.dtype) -> torch.Tensor:
-        """An array of zeros, in place of the one that is there."""
+        """A new array of zeros, which takes the place of the array that is there."""
         replaced_bytes = 0 if self._array is None else self._array.nbytes
         return self._store.arena.array(dtype, self.layout.shard_numel, self._need(dtype), replaced_bytes=replaced_bytes)
 
@@ -410,7 +409,7 @@ class HostGrads(GradStore):
         return array
 
     def _await_arrival(self) -> None:
-        """What a device sends is there."""
+        """Wait until the gradients that a device sends are here."""
         if self._arriving is not None:
             self._arriving.take_on_host()
             self._arriving = None

@@ -1,7 +1,7 @@
 """Gradients where the update runs inside of backward: in memory of a few units' size, which they pass through.
 
 `GradRing` is that memory, and knows whose update still reads its part. `RingGrads` and `RingDriveGrads` are the stores
-of sections that lease parts of it; gradients that no update of their backward takes move to where `HostGrads` and
+of sections that lease parts of it. Gradients that no update of their backward takes move to where `HostGrads` and
 `DriveGrads` have them.
 """
 
@@ -29,8 +29,8 @@ LAUNCHED_MAX = GRAD_RING_UNITS - 3
 class GradRing:
     """A pool that the shards of a model lease parts of. Control thread only.
 
-    The calls: `open` when a backward begins that updates; `lease` for a shard's first gradient, which waits for the
-    oldest update while there is no room; `passing` when an update has taken a unit's shards; `collect` gives back what
+    The calls: `open` when an updating backward begins. `lease` for a shard's first gradient waits for the oldest update
+    while the ring is full. `passing` when an update has taken a unit's shards. `collect` gives back the parts that
     updates have used; `close` when backward ends.
     """
 

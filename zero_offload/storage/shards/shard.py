@@ -3,18 +3,18 @@
 [Note: components of a shard]
 A trainable shard is whole in its optimizer components; they alone make a generation.
 
-    value       (shard_numel,) compute dtype: what forward uses. With bf16 compute it is the upper half of the
-                fp32 master; with fp32 compute it is the master; with fp16 compute it is a rounded copy of it.
+    value       (shard_numel,) compute dtype: forward uses it. With bf16 compute it is the upper half of the fp32
+                master. With fp32 compute it is the master. With fp16 compute it is a rounded copy of the master.
     residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit. Beside compact states it
                 is int8, and the master has 24 bits.
     master      (shard_numel,) fp32, fp16 compute only: an exponent of 5 bits leaves nothing to complete.
-    exp_avg, ...   (shard_numel,) fp32: what the optimizers of its parameters keep, by torch's names. There are none
-                before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
+    exp_avg, ...   (shard_numel,) fp32: states of the optimizers of its parameters, by torch's names. They exist from
+                the first optimizer on (`ShardStore.add_states`); with several optimizers, all of theirs.
                 They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
 
 A frozen shard has a value and nothing else. If files of a base model hold all of it, byte for byte, they are its
-`base`: it is read from there, has no slot, and generations name the files. A write to it ends that. `memory` holds the
-components that rest on the device or CPU tier, in host memory. A shard that is `on_device` has all of them in the
+`base`. Then it is read from there, has no slot, and generations name the files, until a write ends that. `memory` has
+the components that rest on the device or CPU tier, in host memory. A shard that is `on_device` has all of them in the
 device's memory, the value too, whatever the params tier. `slots` are the extents on disk. A shard that can change and
 takes part in generations has two, so that the committed one is never overwritten. A value on NVMe whose other
 components rest in memory is a cache: it is written after every update and belongs to no generation.
@@ -53,7 +53,7 @@ class Component(StrEnum):
 
 
 ADAM_STATES = (Component.EXP_AVG, Component.EXP_AVG_SQ)
-"""What plans count before there is an optimizer."""
+"""The states that plans count before there is an optimizer."""
 
 
 def master_components(layout: SectionLayout) -> tuple[Component, ...]:
@@ -67,7 +67,7 @@ def planned_components(layout: SectionLayout) -> tuple[Component, ...]:
 
 
 def unplanned_bytes(layout: SectionLayout, keeps: Sequence[Component], more: Iterable[Component]) -> int:
-    """What `more` states take of a whole shard that keeps these, beyond those that plans count."""
+    """Bytes that `more` states take of a whole shard that has `keeps`, beyond the states that plans count."""
     planned = [each for each in planned_components(layout) if is_state(each)]
     counted = max(shard_bytes(layout, planned), shard_bytes(layout, keeps))
     return max(shard_bytes(layout, dict.fromkeys([*keeps, *more])) - counted, 0)
@@ -78,7 +78,7 @@ _MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {
     torch.bfloat16: (Component.RESIDUAL,),
     torch.float16: (Component.MASTER,),
 }
-"""What the master takes beside the value, by compute dtype."""
+"""Components of the master beside the value, by compute dtype."""
 _MASTER_COMPONENTS = frozenset({Component.VALUE, Component.RESIDUAL, Component.MASTER})
 
 
@@ -269,7 +269,7 @@ class Shard:
     on_device: bool = False
     """See `plan.buffers.is_on_device`."""
     states: tuple[Component, ...] = ()
-    """What optimizers keep, in the order of `Component`."""
+    """The states that optimizers keep, in the order of `Component`."""
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)
     slots: tuple[dict[Component, Extent], ...] = ()
     base: InBase | None = None
@@ -302,7 +302,7 @@ class Shard:
 
     @property
     def memory_tier(self) -> Tier:
-        """What its bytes in memory count as."""
+        """The tier that its bytes in memory count as."""
         return Tier.DEVICE if self.on_device else Tier.CPU
 
     def keeps(self, states: Iterable[str]) -> bool:

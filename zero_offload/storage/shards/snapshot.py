@@ -1,12 +1,12 @@
 """The states of one step on their way into a generation, while the next step runs.
 
 Owns what an update must wait for. These are chunks in memory that a commit has not written yet, and slots that are not
-free before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is
-written from there, without a copy, a few chunks at a time. The order is that in which the next update comes to it. An
-update that comes to a chunk which is not launched launches it, and waits for that one alone. What rests in a device's
-memory is copied to host memory first, which is all that the next update waits for. The calls: `take` when an update is
-complete, on its thread; `write` and, when the generation is named, `end` on the commit's thread; meanwhile `ask` before
-a chunk in memory changes, and `wait_for_slots` before a slot is written, on the next update's thread.
+free before it is complete. Knows no manifest. States on disk are in their slot already. States in memory are written
+from there, without a copy, a few chunks at a time. The order is that in which the next update comes to them. An update
+that comes to a chunk which is not launched launches it, and waits for that one alone. States in a device's memory are
+copied to host memory first, and the next update waits for that copy alone. The calls: `take` when an update is
+complete, on its thread. `write`, and `end` when the generation is named, on the commit's thread. Meanwhile the next
+update's thread calls `ask` before a chunk in memory changes, and `wait_for_slots` before a slot is written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ChunkCopy:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one generation is made of."""
+    """The states that one generation is made of."""
 
     slots: tuple[int, ...]
     """For each shard, the slot that has the states when `write` is over."""
@@ -81,7 +81,7 @@ class DeviceStaging:
         self._newest: Event | None = None if device.is_host else device.mark()
 
     def updated(self) -> None:
-        """What changes states is launched on this thread's stream; it comes after what changed them before."""
+        """A change of states is launched on this thread's stream; it comes after the changes before."""
         if self._newest is not None:
             self._newest.let_wait(self._device.stream())
         self._newest = self._device.mark()

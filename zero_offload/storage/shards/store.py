@@ -179,7 +179,7 @@ class ShardStore:
         del self.shards[num_shards:]
         self._size_staging()
 
-    # What a shard has, and where: memory and extents, taken when there is something to put there
+    # Components of shards, and where they are: memory and extents, taken when there is something to put there
 
     def lay_out(self, shards: Iterable[Shard], later: Container[int] = ()) -> None:
         """Plan the extents of shards, anew; of the sections `later`, which are frozen, when they are written.
@@ -189,7 +189,7 @@ class ShardStore:
         self._lay_out([(shard, shard.components) for shard in shards if shard.layout.index not in later])
 
     def bytes_of_slots(self, shards: Iterable[Shard]) -> int:
-        """What `lay_out` takes for these shards."""
+        """Bytes that `lay_out` takes for these shards."""
         return sum(shard_bytes(shard.layout, shard.components) * self._slots_on_disk(shard) for shard in shards)
 
     def _lay_out(self, wanted: Iterable[tuple[Shard, Sequence[Component]]]) -> None:
@@ -213,7 +213,7 @@ class ShardStore:
     def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
         """Take what a generation's manifest records, in its slot; the other slot lies beside it.
 
-        `records` are those of extents, by component; `spare` is that of the other slot of a frozen shard, which was
+        `records` are those of extents, by component. `spare` is the record of a frozen shard's other slot, which was
         made later and somewhere else, or None. Raises IntegrityError for a slot that cannot be.
         """
         layout = shard.layout
@@ -354,7 +354,8 @@ class ShardStore:
 
     def rest_in_base(self, shard: Shard, spans: Sequence[BaseSpan], shard_index: int) -> None:
         """From now on a frozen shard's values are those of files, which have all of its section; after a commit under
-        way. What rests in memory is read, unless a file is gone: `read_base` follows then."""
+        way. Values in memory are replaced by the files', unless a file is gone: `read_base` follows then.
+        """
         self.read_lazy()
         self.snapshots.wait_for_slots()
         base = InBase(shard.layout, tuple(sorted(spans, key=lambda span: span.begin)), shard_index, self.base)
@@ -467,8 +468,9 @@ class ShardStore:
         return found
 
     def may_open_all(self, shard: Shard) -> bool:
-        """True if all chunks of a shard in host memory may be opened together: there is nothing to read, to write, or
-        to wait for; until the next commit begins."""
+        """True if all chunks of a shard in host memory may be opened together. Then there is nothing to read, to write,
+        or to wait for, until the next commit begins.
+        """
         return not (shard.on_disk or shard.cache is not None or shard.on_device or self.snapshots.needs(shard))
 
     def open_chunks(self, shard: Shard, rows: range, staging: int) -> OpenChunks:
@@ -518,8 +520,9 @@ class ShardStore:
     # Whole shards
 
     def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
-        """The array of one chunk, on the host: a copy of a device's memory, or a view of host memory where it rests.
-        What rests on disk is a view of staging, valid until the next read."""
+        """The array of one chunk, on the host: a copy of a device's memory, or a view of host memory where it rests. A
+        chunk on disk becomes a view of staging, valid until the next read.
+        """
         if component in shard.memory:
             return _on_host(shard, shard.array(component, row))
         if shard.base is not None or not shard.slots:
@@ -549,7 +552,7 @@ class ShardStore:
         return lazy
 
     def read_lazy(self) -> None:
-        """What was to be read lazily: values are about to change, or to be out of reach."""
+        """Read all lazy values now: they are about to change, or to be out of reach."""
         for lazy in list(self._lazy):
             lazy.read()
         self._lazy.clear()
