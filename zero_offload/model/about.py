@@ -88,7 +88,7 @@ def adapter_values(config: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it. What JSON lacks is text; sets are lists in order."""
+    """As JSON has it. Values that JSON lacks become text; sets become lists in order."""
     if isinstance(value, Mapping):
         return {str(getattr(key, "value", key)): plain(each) for key, each in value.items()}
     if isinstance(value, set | frozenset):

@@ -31,7 +31,7 @@ from zero_offload.storage.shards.registry import by_owner, check_adopted, owner_
 CLIP_EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 _AFTER_CLOSE = ("zo.stats", "zo.close")
-"""What a closed model still answers."""
+"""Calls that a closed model still answers."""
 
 
 def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> ModelRuntime | None:
@@ -59,17 +59,17 @@ def accumulate(
     """Forward and backward of several micro-batches, each unit for all of them before the next one; their losses.
 
     The gradients are, bit for bit, those of `for batch in micro_batches: loss_fn(model, batch).backward()`. But a unit
-    that rests elsewhere comes to the device only twice, however many micro-batches there are. What forwards keep for
-    backward is kept for all of them at once. For blocks marked by `zo.checkpoint` that is their inputs alone, which
+    that rests elsewhere comes to the device only twice, however many micro-batches there are. Tensors saved for
+    backward are kept for all of them at once. For blocks marked by `zo.checkpoint` that is their inputs alone, which
     rest where `activations=` says. Several ranks each add up their gradients and reduce once, as in that loop with all
     but the last micro-batch in `zo.no_sync`. `loss_fn` is any code that ends in one scalar loss, divided or scaled as
-    in the loop; it runs on a thread per micro-batch, one at a time, and runs no backward itself. Where no parameter
+    in the loop. It runs on a thread per micro-batch, one at a time, and runs no backward itself. Where no parameter
     leaves the device, micro-batches run one after the other, with the same bits.
 
     Where nothing draws random numbers, losses and gradients equal that loop's. Where dropout or other code draws them,
     losses and gradients are the same on every placement for one seed, but not the loop's. The first micro-batch goes on
-    with the generators. Each other one has its own, seeded by a number drawn from them at the start. So it is for
-    torch's default generators, Python's `random` and `numpy.random`; afterwards they stand where the first micro-batch
+    with the generators. Each other one has its own, seeded by a number drawn from them at the start. This holds for
+    torch's default generators, Python's `random` and `numpy.random`. Afterwards they stand where the first micro-batch
     has left them, and after an error as before the call. Not covered are generator objects that the program holds:
     micro-batches share those, in an order that depends on the placement. Raises ConfigError with overlap="backward".
     """
@@ -139,8 +139,8 @@ def clip_grad_norm_(
     Ordinary gradients count once if they are the same on every rank. Offloaded gradients are not touched: the next
     `step` multiplies them by the clip factor in its one pass. With them `norm_type` is 2, and `foreach` changes
     nothing. Ordinary parameters alone go to torch's function. With several ranks every rank calls. Raises ConfigError
-    for another norm, for a parameter that an offloaded model has got since zo.offload, and for ordinary gradients that
-    differ between ranks; NonFiniteError if asked to.
+    for another norm, and for a parameter that an offloaded model has got since zo.offload. Raises ConfigError too for
+    ordinary gradients that differ between ranks; NonFiniteError if asked to.
     """
     call = "zo.clip_grad_norm_"
     params = params_of(call, model)
@@ -206,9 +206,9 @@ def _by_owner(
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float, foreach: bool | None = None) -> None:
     """Clip each element of the gradients of `model`, a part of it, or parameters to [-clip_value, clip_value].
 
-    As torch.nn.utils.clip_grad_value_: of the gradient that the step would use, reduced over ranks and added up over
-    backwards; one pass over the gradients where they rest. Before or after `clip_grad_norm_`, as in torch. What is not
-    offloaded goes to torch's function. With several ranks every rank must call.
+    As torch.nn.utils.clip_grad_value_, on the gradient that the step would use, reduced over ranks and added up over
+    backwards. It is one pass over the gradients where they rest. Before or after `clip_grad_norm_`, as in torch.
+    Ordinary parameters go to torch's function. With several ranks every rank must call.
     """
     call = "zo.clip_grad_value_"
     params = params_of(call, model)
@@ -239,7 +239,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     As DistributedDataParallel.no_sync, for gradient accumulation on several ranks; every rank must enter it alike. It
     saves the reductions of stages 0, 2 and 3 and costs whole gradients on the tier of the gradients. On one rank, and
-    with stage 1, which always does this, it changes nothing; but with overlap="backward" every backward outside of it
+    with stage 1, which always does this, it changes nothing. But with overlap="backward" every backward outside of it
     is a step's last one.
     """
     with need_runtime(model, "zo.no_sync").grads.deferring():
@@ -291,7 +291,6 @@ def close(model: nn.Module) -> None:
     """Finish updates, make the last step a generation, and release files and locks.
 
     The model is then of no use: `zo.stats` and a further `zo.close` work, all other calls raise. On one rank an exit of
-    the interpreter does the same; with several it may be one rank's failure, so there only what is under way is
-    finished.
+    the interpreter does the same. With several it may be one rank's failure, so there only work under way is finished.
     """
     need_runtime(model, "zo.close").close()

@@ -22,7 +22,7 @@ from zero_offload.storage.memory.heap import HeapHole
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Assembly:
-    """What `ModelRuntime` is given: a foundation, and the parts of a step on it."""
+    """The value that `ModelRuntime` is made of: a foundation, and the parts of a step on it."""
 
     base: Foundation
     places: ParamPlaces

@@ -6,17 +6,17 @@ it peaks at 1.19 instead of 1.71 GB. Steps are as long as with overlap="forward"
 drive, and made the first of these steps 20% longer.
 
 Owns which units a backward is done with, and the hyperparameters that it began with. Launches through `Updates`; moves
-no bytes. The calls: `add_trainer` for each optimizer; in backward `arriving` before each gradient is taken,
-`before_use` and `advance` at each sign of where backward is, and `end`; then `close` by each optimizer's step.
-`cancel` after a backward that broke off; `reset` when all states have been replaced.
+no bytes. The calls: `add_trainer` for each optimizer. In backward `arriving` before each gradient is taken,
+`before_use` and `advance` at each sign of where backward is, and `end`. Then `close` by each optimizer's step. `cancel`
+after a backward that broke off; `reset` when all states have been replaced.
 
 [Note: when a backward is done with a unit]
 Three things are true. All its gradients are there and reduced. Nothing uses it (`Unit.in_use`): its part of backward
 has begun and ended. No node that has still to run has saved a view of it. Autograd makes a parameter's gradient once,
 after all nodes that add to it. Only reentrant checkpoints make it in pieces, one per region. There a unit that forwards
 have used more than once waits for the end of backward. So does any other unit that is not known to be done. A hook of
-the user's on a gradient sees old values: a unit is updated when backward is elsewhere. What reads a unit all the same,
-after its update, raises.
+the user's on a gradient sees old values: a unit is updated when backward is elsewhere. A node that reads a unit all the
+same, after its update, raises.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class BackwardUpdates:
         return [grads.params[index] for index in sorted(grads.holding) if grads.params[index] in self._hypers]
 
     def _launch(self, units: Sequence[int], *, in_backward: bool) -> None:
-        """Update units with all gradients that they hold; those with one that is not finite stay as they are."""
+        """Update units with all gradients that they hold. A unit with a gradient that is not finite stays as it is."""
         if not units:
             return
         self._updates.states.readers.before_step()

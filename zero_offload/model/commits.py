@@ -2,8 +2,8 @@
 
 Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
 thread when the update is complete, which fixes what the generation is made of. It goes on on a thread of its own. Moves
-no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change, `add` per step,
-`complete` where the program has more to say, `launch_due`; `set_aside` when the program has written states itself;
+no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change. `add` per step,
+`complete` where the program has more to say, `launch_due`. `set_aside` when the program has written states itself.
 `drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
 
 [Note: how ranks commit the same steps]
@@ -120,7 +120,7 @@ class Commits:
         return self._clock is not None and self._num_launched <= self._snapshots.num_ended and self._clock.is_due()
 
     def note_due(self, is_due: bool) -> None:
-        """What rank 0's `is_due_by_clock` has said."""
+        """Take over the answer of rank 0's `is_due_by_clock`."""
         self._is_due_by_time = is_due
 
     def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
@@ -132,7 +132,7 @@ class Commits:
             ended, before = self._snapshots.num_ended, self._num_ended
             self._num_ended, is_over = ended, ended >= self._num_launched
             self._clock.add(step_s, wait_s, is_beside=ended > before or not is_over, is_over=is_over)
-        # Whatever number of steps one backward has: the last one may not be the one that is due.
+        # Whatever number of steps one backward has: the due step may not be the last one.
         self._is_due = self._is_due or (
             record.step % self._every == 0 if isinstance(self._every, int) else self._is_due_by_time
         )
@@ -197,7 +197,7 @@ class Commits:
             self.drop()
 
     def _missing_in(self, record: StepRecord | None) -> str:
-        """What a resume will not find, of states that the program has replaced."""
+        """A clause about states that the program has replaced, which a resume will not find."""
         if self._keeper is None:
             return ""
         if record is not None:

@@ -35,12 +35,12 @@ Values = dict[str, torch.Tensor]
 def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kind: str = "params") -> Iterator[Values]:
     """Inside, full values of the parameters of `module` are readable; yields them by name, host or device.
 
-    `kind="params"`: the parameters themselves (compute dtype) are read like any tensor, and the dict holds them; what
-    would change one, or a view of one, raises before anything is changed. `kind="master"`: the dict holds fp32 masters
-    (frozen: values), copies. `kind="grads"`: the dict holds copies of gradients that no step has consumed, fp32.
-    `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back. They may be changed in
-    place, by `param.data = values`, or replaced in the dict. Moments stay. After an exception "params" are written back
-    too, as in plain torch; "master" is not. Several ranks: `kind="params"` with `mode="read"` only, and every rank
+    `kind="params"`: the parameters themselves (compute dtype) are read like any tensor, and the dict holds them. A
+    write to one of them, or to a view of one, raises before anything changes. `kind="master"`: the dict holds fp32
+    masters (frozen: values), copies. `kind="grads"`: the dict holds copies of gradients that no step has consumed,
+    fp32. `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back. They may be changed
+    in place, by `param.data = values`, or replaced in the dict. Moments stay. After an exception "params" are written
+    back too, as in plain torch; "master" is not. Several ranks: `kind="params"` with `mode="read"` only, and every rank
     enters. Writes to an address (`data_ptr()`, DLPack) are not seen.
 
     Raises ConfigError for an unknown kind or mode, and when no parameter is offloaded.

@@ -83,8 +83,9 @@ _DIGITS = 8
 def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, values: bool) -> None:
     """Raise ConfigError on every rank if two that hold the same part of the model have built it differently.
 
-    Its parameters, in order: names, shapes, which are trained, and, with `values`, what they hold; of deferred ones
-    what was drawn for them, and nothing where values are still to be loaded. Collective.
+    Compared are its parameters, in order: names, shapes, which are trained, and, with `values`, their values. Of
+    deferred parameters these are their random draws; values that are still to be loaded are left out. Collective.
+    Collective.
     """
     if ranks.world_size == 1:
         return
@@ -109,7 +110,7 @@ def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, 
 
 
 def _built_of(params: Iterable[torch.Tensor]) -> Compared:
-    """What would make all values differ."""
+    """Properties whose difference makes all values differ."""
     kinds = {(str(param.dtype), recipe_of(param) is not None) for param in params}
     return Compared.of(
         {
@@ -152,8 +153,9 @@ def lacks_values(params: Iterable[torch.Tensor]) -> bool:
 
 
 def sections_without_values(layout: ShardLayout, params: Mapping[str, torch.Tensor]) -> set[int]:
-    """Frozen sections of which no value is there yet, or that files have as they are: they take room on a drive when
-    they are written."""
+    """Frozen sections without values yet, or whose values files have as they are. They take room on a drive when they
+    are written.
+    """
 
     def waits(section: SectionLayout) -> bool:
         found = {piece: params[piece.spec.name] for piece in section.params if piece.spec.name in params}
@@ -339,7 +341,7 @@ def _write_values(section: Section, store: ShardStore, shard_index: int, moved: 
 
 
 class _Values:
-    """Elements of parameters, in any order, best one parameter after the other: one that was made is kept."""
+    """Elements of parameters, in any order, best one parameter after the other: a parameter that was made is kept."""
 
     def __init__(self) -> None:
         self._param: torch.Tensor | None = None

@@ -236,8 +236,10 @@ class Builder:
         self.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes()) if updates_in_backward else None
 
     def make_movers(self) -> None:
-        """Make what moves bytes, start the workers, and move the model in. Parameters come last: frozen ones that a
-        smaller dtype rounds cannot be given back."""
+        """Make what moves bytes, start the workers, and move the model in. Make what moves bytes, start the workers,
+        and move the model in. Parameters come last: a smaller dtype rounds frozen parameters, which cannot be given
+        back then.
+        """
         config, device, store, collectives, files = self.config, self.device, self.store, self.collectives, self.files
         device.record_to(self.counters.spans)
         loader: ParamLoader = HostParamLoader(store, collectives.shard_index)
@@ -479,7 +481,9 @@ class Growth:
             store.staging.drop()
 
     def join_generations(self) -> None:
-        """Later generations have the new units; one that is resumed may have waited for them. Collective."""
+        """Later generations have the new units; a resumed generation may have waited for them. Collective.
+        Collective.
+        """
         owner = self.owner
         if owner.keeper is not None:
             self.undo.callback(owner.keeper.shrink, owner.layout)
@@ -631,7 +635,7 @@ def _saying_how_to_read(
 
 
 def _hardware(config: OffloadConfig, device: Device, num_here: int) -> HardwareProfile:
-    """What one of `num_here` ranks on this machine has: a share of the host's memory."""
+    """The machine as each of its `num_here` ranks has it: with a share of the host's memory."""
     free_bytes = device.free_bytes()
     for directory in config.nvme_dirs:
         with naming_errors("reach", directory):
@@ -750,7 +754,7 @@ def _outlook(
     partition: Partition,
     hardware: HardwareProfile,
 ) -> Outlook:
-    """What "auto" judges by: inputs on which all ranks agree, and nothing measured."""
+    """The grounds on which "auto" judges: inputs on which all ranks agree, and no measurement."""
     return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
 
 
@@ -780,9 +784,9 @@ def plan(
     """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
     fit; meta models too. Not collective: budgets are those of this rank.
 
-    `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not.
-    `.predicted_step_s` and `.bottleneck` are predicted, for a step of `tokens` on each rank: of a machine as it is
-    known by the name of its GPU, not measured; `zero-offload plan` measures.
+    `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not. `.predicted_step_s` and
+    `.bottleneck` are predicted, for a step of `tokens` on each rank. They hold for a machine as the name of its GPU
+    tells, not measured; `zero-offload plan` measures.
 
     With `micro_batches` above 1 a step adds up the gradients of so many backwards, in fp32: 4 bytes per parameter where
     they rest. The tokens of a step are divided among them. Placements are those of `offload`, which does not know how

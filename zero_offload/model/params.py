@@ -72,7 +72,7 @@ class Place:
         return self.section.layout.num_shards > 1 or bool(self.piece.spec.division)
 
     def span(self, shard_index: int) -> tuple[int, int]:
-        """What a shard has of the parameter: elements of the shard, maybe none."""
+        """A shard's elements of the parameter, as a range within the shard; maybe none."""
         return self.section.layout.in_shard(self.piece, shard_index)
 
 
@@ -112,7 +112,9 @@ class ParamPlaces:
         return f"{place.name}, offloaded to {(Tier.DEVICE if shard.on_device else shard.placement.params).value}"
 
     def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
-        """What was trained at `zo.offload` may be frozen and thawed; what was frozen then stays so."""
+        """A parameter that was trained at `zo.offload` may be frozen and thawed; a parameter that was frozen then stays
+        so.
+        """
         place = self[param]
         if value and not place.section.layout.trainable:
             raise ConfigError(
@@ -135,7 +137,7 @@ _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "n
 
 
 class OptimizerStates:
-    """What optimizers keep of offloaded parameters, as they see it, and the writes of masters and states.
+    """Optimizers' states of offloaded parameters, as the optimizers see them, and the writes of masters and states.
 
     Implements `shards.registry.OptimizerStates`. Owns how many updates each parameter has had, and what budgets leave
     for states that plans do not count. The states themselves are the shards': there are none before an optimizer is
@@ -180,7 +182,7 @@ class OptimizerStates:
         params = list(params)
         places = [self._places[param] for param in params]
         self.ensure((place.section.shard, names) for place in places)
-        # What was loaded is for the optimizer built next; what an earlier one has made of it is not.
+        # Loaded states are for the optimizer built next; states that an earlier optimizer has changed are not.
         self._start_anew(
             param
             for param, place in zip(params, places, strict=True)
@@ -387,7 +389,7 @@ class OptimizerStates:
             )
 
     def masters_completed(self, names: Iterable[str]) -> None:
-        """What completes these parameters' values to their masters was loaded, without the values."""
+        """The parts that complete these parameters' values to their masters were loaded, without the values."""
         self._completed |= {name: self.param_steps[name] for name in names}
 
 
@@ -406,7 +408,8 @@ def _words_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:
 
 
 class ParamAccess:
-    """What a parameter answers: its data and its gradient. Implements `shards.registry.ParamAccess`.
+    """The data and the gradient of a parameter. Implements `shards.registry.ParamAccess`. Implements
+    `shards.registry.ParamAccess`.
 
     Reads and writes of single parameters go section by section through the store.
     """
@@ -433,7 +436,7 @@ class ParamAccess:
         self._walks_over: nn.Module | None = None
         self._copies: dict[int, StateCopy] = {}
         self._writes: dict[int, list[tuple[Place, torch.Tensor]]] = {}
-        """What was copied in, by section."""
+        """Values that were copied in, by section."""
 
     # Data
 
@@ -468,7 +471,7 @@ class ParamAccess:
         if self.walking:
             return
         self._life.check_usable()
-        # What a backward that broke off has left in use would be read and written as a plain parameter.
+        # A unit that a broken backward has left in use would be read and written as plain parameters.
         self._tracker.recover()
         self._walk, self._walks_over = call, module
         self._writes.clear()
@@ -517,8 +520,9 @@ class ParamAccess:
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between.
-        Where ranks divide the parameter, a tensor that knows where the values are. One that consists of others has a
-        copy that consists of theirs."""
+        Where ranks divide the parameter, a tensor that knows where the values are. A parameter that consists of other
+        tensors has a copy that consists of theirs.
+        """
         if is_wrapper(param):
             return wrapper_copy(param, self.copy_out)
         if self._places[param].is_divided:

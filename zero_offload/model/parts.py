@@ -1,4 +1,4 @@
-"""What this rank has of one parameter, element by element: its values, and what optimizers keep of it.
+"""This rank's part of one parameter, element by element: its values, and its optimizer states.
 
 torch.distributed.checkpoint reads and writes it piece by piece (`storage/shards/checkpointed.py`). Nothing moves
 between ranks. `Parts` knows the load that runs now, since two things depend on what else it brings:
@@ -49,7 +49,7 @@ from zero_offload.storage.shards.store import ShardStore
 Key = tuple[str, str]
 """A parameter's name, and that of a value or state of it."""
 _HALF = "a checkpoint by torch.distributed.checkpoint.load"
-"""What `ModelLife.half_loaded` says."""
+"""The text of `ModelLife.half_loaded`."""
 
 
 class Parts:
@@ -192,7 +192,7 @@ class Parts:
 
 @dataclass
 class _Change:
-    """What is written to elements of a shard."""
+    """A write to elements of a shard."""
 
     store: ShardStore
     shard: Shard
@@ -254,7 +254,7 @@ def _boxes(place: Place, begin: int, end: int) -> list[Box]:
 
 @dataclass
 class ShardPart:
-    """What this rank's shard has of a parameter. Implements `checkpointed.Part`."""
+    """The part of a parameter in this rank's shard. Implements `checkpointed.Part`."""
 
     parts: Parts
     param: nn.Parameter

@@ -42,7 +42,7 @@ class PreparedMark:
         if problems := self._problems(accelerator):
             raise ConfigError("accelerate cannot prepare an offloaded model: " + "; ".join(problems))
         after: Any = self
-        setattr(model, _NAME, False)  # the call below goes on where the one that asks returns
+        setattr(model, _NAME, False)  # the call below goes on where the caller returns
         try:
             prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
             if prepared is not model:

@@ -78,7 +78,7 @@ def step_times(spans: Iterable[Span]) -> list[StepTime]:
 
 
 def _counted(running: Counter[Lane], waits: Sequence[Span]) -> list[str]:
-    """What a moment counts as, in which so many spans of each lane are under way."""
+    """The names under which a moment counts, with so many spans of each lane under way."""
     computes = [lane.value for lane in (Lane.FORWARD, Lane.BACKWARD) if running[lane] and not waits]
     names = ["step", *computes]
     if waits:
@@ -110,7 +110,7 @@ def _step_time(step: int, sums: Counter[str]) -> StepTime:
 
 
 class Profile:
-    """What was recorded on this rank; complete when the `with` is over."""
+    """The record of this rank; complete when the `with` is over."""
 
     def __init__(self, spans: Spans, rank: int, world_size: int) -> None:
         self._spans = spans
@@ -120,15 +120,15 @@ class Profile:
         self._origin_ns = now() // _ORIGINS_NS * _ORIGINS_NS
 
     def keep(self) -> None:
-        """What has been recorded until now is all."""
-        # What is under way is still to end, and the next recording drops this one's.
+        """Keep the record as it is now."""
+        # Spans under way are still to end, and the next recording drops this one's.
         self._kept = self._recorded()
 
     def _recorded(self) -> tuple[list[Span], list[Sample], bool]:
         return self._kept or (self._spans.taken(), self._spans.samples(), self._spans.is_full)
 
     def spans(self) -> list[Span]:
-        """What took how long, in the order in which it ended; what was under way at either end is left out."""
+        """All spans, in the order in which they ended; those under way at either end are left out."""
         return self._recorded()[0]
 
     def steps(self) -> list[StepTime]:

@@ -53,7 +53,7 @@ class RunLog:
 
     `zero-offload report runs/mine` draws it, while it grows too. Make it after `zo.offload` and `zo.resume`, and call
     `step` before `zo.commit`. On a resume, rows of steps after the model's are dropped, a line that a crash has torn
-    included; if the model is at step 0, those of an earlier run are moved to `metrics.earlier`. Rows survive a killed
+    included. If the model is at step 0, rows of an earlier run are moved to `metrics.earlier`. Rows survive a killed
     process. Every rank makes one, and the first one's writes.
 
     `settings`: what is shown of the run; values that are not JSON's are shown as text. `tokens_per_step`: of all ranks,
@@ -144,8 +144,8 @@ class RunLog:
 
         `loss`, `val_loss`, `lr` and `grad_norm` are drawn, and None is left out. `tokens`: those of all ranks since the
         last row, in place of `tokens_per_step`. A list of text, such as what the model writes, is kept. A row may stand
-        for several steps. Raises ConfigError where `step` is not above the last row's or a figure is not a number,
-        StorageError when the row cannot be written, and LockError when another run could come in.
+        for several steps. Raises ConfigError where `step` is not above the last row's or a figure is not a number.
+        Raises StorageError when the row cannot be written, and LockError when another run could come in.
         """
         last, measured = self._last_step, self._figures or self._measured()
         if self._is_closed:
@@ -269,7 +269,7 @@ def _figure(name: str, value: Any) -> float | int | list[str]:
 
 
 _NUMBERS = ("loss", "val_loss", "lr", "grad_norm", "tokens")
-"""Of which a list of text is no figure."""
+"""Names of numbers: a list of text is refused for them."""
 
 
 def _check_arguments(
@@ -290,7 +290,7 @@ def _check_arguments(
 def _describe(
     owner: ModelRuntime, model: nn.Module, path: Path, settings: Mapping[str, Any], micro_batches: int
 ) -> dict[str, Any]:
-    """What `run.json` says: plain values."""
+    """The content of `run.json`: plain values."""
     counts = {True: 0, False: 0}
     for param in model.parameters():
         counts[param.requires_grad] += param.numel()

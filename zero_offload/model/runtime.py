@@ -1,10 +1,10 @@
 """`ModelRuntime`: what parameters, optimizers and the public functions talk to once a model is offloaded.
 
-Owns the step: which gradients an update takes, and what is recorded of it. Moves no bytes: it
-asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
-Order of a step: backward fills `grads`, which clips them; `unscale`; `update` captures everything by value
-and launches; `commit` begins when it is complete and runs beside what follows (`commits.py`). Where the update runs
-inside of backward (`backward_updates.py`), `update` closes the step.
+Owns the step: which gradients an update takes, and what is recorded of it. Moves no bytes: it asks the runtime, the
+update pipeline and the keeper of generations, which know nothing of each other. Backward fills `grads`, which clips
+them; `unscale`; `update` captures everything by value and launches. `commit` begins when it is complete and runs beside
+the next step (`commits.py`). Where the update runs inside of backward (`backward_updates.py`), `update` closes the
+step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WARN_S = 10.0
 """How long a rank waits silently in a call that it may have made alone."""
 
 Capture = Callable[[], dict[str, Any]]
-"""What a generation has of the program: `StepRecord.rng` and `.buffers`."""
+"""The program's part of a generation: `StepRecord.rng` and `.buffers`."""
 
 
 class ModelRuntime:
@@ -261,7 +261,7 @@ class ModelRuntime:
 
     @contextmanager
     def together(self, call: str, instead: str = "") -> Iterator[None]:
-        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise.
+        """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise.
 
         Some calls are easily made on one rank alone. For them `instead` says what to do instead: in every error, and in
         a warning while this rank waits for the others.
@@ -397,8 +397,9 @@ class ModelRuntime:
         self._commits.start(loaded=loaded)
 
     def note_lost_base(self, others: Mapping[str, Path] | None = None) -> None:
-        """Let the model not be used while files that it rests in are gone, and are not among `others`, by name,
-        either; or are there with other bytes."""
+        """Let the model not be used while files that it rests in are gone, or have other bytes. First look for them
+        among `others`, by name.
+        """
         store, self.life.lost_base = self.store, ""
         if others and not all(file.is_open for file in store.base_files):
             with suppress(ZeroOffloadError):
@@ -443,7 +444,7 @@ class ModelRuntime:
 
         With `masters_only` parameters get the checkpoint's values, and optimizers' states and counts stay. `check` may
         raise before anything is replaced. A failure after that leaves a mix, which is neither used nor committed: the
-        model has to be loaded again. What is under way is over.
+        model has to be loaded again. Updates and commits under way are over.
         """
         generation, rng = SavedGeneration.read_for(
             path, self.layout, self.ranks, lambda saved: self._load(saved, path, check, masters_only=masters_only)

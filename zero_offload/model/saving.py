@@ -41,7 +41,7 @@ class Resumed:
     step: int
     """Optimizer steps that are in the states."""
     extra: Any
-    """What `commit` was given; None when the step was committed without it."""
+    """The argument of `commit`; None when the step was committed without it."""
     committed_at: str
     number: int = 0
     """The generation's number, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
@@ -130,11 +130,11 @@ def load_checkpoint(
     """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
 
     `path` may also be the NVMe directory of a run: its newest generation is read, and nothing there is written. Beside
-    a run that is alive a warning says so. `scaler` gets the state of the one that the run had. Generators are restored
-    when the number of ranks is the same. To evaluate, pass None for `optimizer`: parameters and buffers are replaced,
-    and everything else stays. Raises CheckpointError, naming the first difference, when it is another model's. Raises
-    IntegrityError when a byte is not what was written, and LockError when a model of this process has `path`, or when
-    a run writes over its generations faster than they are read.
+    a run that is alive a warning says so. `scaler` gets the state of the run's scaler. Generators are restored when the
+    number of ranks is the same. To evaluate, pass None for `optimizer`: parameters and buffers are replaced, and
+    everything else stays. Raises CheckpointError, naming the first difference, when it is another model's. Raises
+    IntegrityError when a byte is not as it was written. Raises LockError when a model of this process has `path`, or
+    when a run writes over its generations faster than they are read.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     with owner.together("zo.load_checkpoint"):
@@ -192,8 +192,8 @@ def _buffers(generation: Generation) -> Saved:
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
-    Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
-    number generators, persistent buffers and the state of `scaler`, and returns the step and `extra`. Raises
+    Tensors are the generation's since `zo.offload`. This call restores the optimizer's hyperparameters and the random
+    number generators, persistent buffers and the state of `scaler`. It returns the step and `extra`. Raises
     CheckpointError when the optimizer differs or a buffer has another shape, ConfigError when steps were taken since.
     """
     owner = need_runtime(model, "zo.resume")

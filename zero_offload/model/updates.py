@@ -1,4 +1,4 @@
-"""What an update takes, and how it is launched: on the update's thread, on the spot, or on the device.
+"""The elements that an update takes, and its launch: on the update's thread, on the spot, or on the device.
 
 Owns the passes over states and the number of their threads. Does not decide when. The calls: `sections_of`, pure
 bookkeeping; `prepare`, which waits for whatever must be over; `launch`, inside of `failing`: from there on the step
@@ -174,8 +174,9 @@ class Updates:
 
 
 def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
-    """Threads of an update: on a CPU compute has the same cores meanwhile, and one core nearly saturates the update;
-    beside a GPU the thread that drives it needs a core."""
+    """Threads of an update. On a CPU compute has the same cores meanwhile, and one core nearly saturates the update.
+    Beside a GPU the thread that drives it needs a core.
+    """
     if not overlaps:
         return available
     return max(1, available // 2 if is_host else available - 1)
@@ -192,7 +193,7 @@ def check_holds_grads(config: OffloadConfig, call: str) -> None:
 
 @contextmanager
 def failing(errors: FirstError) -> Iterator[None]:
-    """What ends this early is met by all that comes later."""
+    """Keep the exception of a block that ends early, so that all later calls meet it."""
     try:
         yield
     except BaseException as error:

@@ -37,10 +37,10 @@ class _Progress:
 class GradScaler:
     """Multiplies losses by a scale that is halved after an overflow and doubled after `growth_interval` steps without.
 
-    Arguments, calls and `state_dict` are torch.amp.GradScaler's; the scale is a number of the host, so `device` changes
-    nothing and may be left out: a number that comes first is `init_scale`. With offloaded parameters
-    `zo.commit` and `zo.save_checkpoint` save the state too; pass `scaler=` to `zo.resume` and `zo.load_checkpoint`.
-    Raises ConfigError for arguments out of range, and NonFiniteError when no scale is left that does not overflow.
+    Arguments, calls and `state_dict` are torch.amp.GradScaler's. The scale is a number of the host, so `device` changes
+    nothing and may be left out: a number that comes first is `init_scale`. With offloaded parameters `zo.commit` and
+    `zo.save_checkpoint` save the state too; pass `scaler=` to `zo.resume` and `zo.load_checkpoint`. Raises ConfigError
+    for arguments out of range, and NonFiniteError when no scale is left that does not overflow.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class GradScaler:
             param.grad = grad
         return overflowed
 
-    # What it holds
+    # The scale
 
     def get_scale(self) -> float:
         """The scale; 1 when disabled."""

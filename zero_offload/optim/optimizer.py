@@ -1,4 +1,4 @@
-"""What all optimizers share: for offloaded parameters a launch, for ordinary ones one fused pass on the spot.
+"""The common part of all optimizers: for offloaded parameters a launch, for ordinary ones one fused pass on the spot.
 
 Owns hyperparameters (param groups) and the states of ordinary parameters; the states of offloaded ones are
 their runtime's. `step` captures hyperparameters by value, so that a scheduler may change them while the update
@@ -62,8 +62,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check(defaults)
         self._versions: dict[nn.Parameter, int] = {}
-        """Versions of ordinary bf16 parameters after their last update: another version means that the program has
-        changed the value, and the residual no longer completes it."""
+        """Versions of ordinary bf16 parameters after their last update. Another version means that the program has
+        changed the value, and the residual no longer completes it.
+        """
         self._is_built = False
         self._names = Names()
         self._states = States(self)
@@ -71,11 +72,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._is_built = True
         _register(self, self.param_groups)
 
-    # What a subclass says
+    # Methods of a subclass
 
     @abstractmethod
     def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
-        """What is wrong with a group's hyperparameters, and what to use instead."""
+        """Problems of a group's hyperparameters, each with a remedy."""
 
     @abstractmethod
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
@@ -83,7 +84,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
-        """The update in torch's own way, for layouts and dtypes without a kernel. What `state` lacked is zero."""
+        """The update in torch's own way, for layouts and dtypes without a kernel. The update in torch's own way, for
+        layouts and dtypes without a kernel. Entries that `state` lacked are zero.
+        """
 
     def _count_step(self, state: State, is_new: bool) -> int:
         """Number, from 1 on, of the step that an ordinary parameter takes now; kept in `state` as torch does."""
@@ -93,11 +96,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     counts_steps = True
     """True if torch's optimizer of this name keeps `step`."""
 
-    # What users call
+    # Calls of users
 
     @property
     def state(self) -> States:
-        """What is kept of each parameter. The entry of an offloaded one shows what rests on its tier. Reading takes the
+        """The states of each parameter. The entry of an offloaded one shows what rests on its tier. Reading takes the
         memory of one parameter. A change, a replacement or a deletion takes place on the tier.
 
         Raises ConfigError, and changes nothing, for entries that the optimizer could not go on with. Values of
@@ -241,8 +244,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has consumed.
 
-        Without `set_to_none` those of ordinary parameters become zeros; those of offloaded ones go all the same, so
-        that one which gets none afterwards is left out of the next step.
+        Without `set_to_none` those of ordinary parameters become zeros. Those of offloaded parameters go all the same,
+        so a parameter that gets none afterwards is left out of the next step.
         """
         owners, ordinary = self._by_owner()
         for owner, params in owners.items():
@@ -453,8 +456,9 @@ def fill_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def entries_of(params: Iterable[nn.Parameter], given: Mapping[str, Any]) -> dict[nn.Parameter, State]:
-    """What a state dict says of each parameter, by its place in the groups. What has made no step yet may be
-    anything; torch's Adagrad keeps its initial sum."""
+    """The entries of a state dict for each parameter, by its place in the groups. Entries without a step yet are left
+    out; torch's Adagrad keeps its initial sum there.
+    """
     found = {param: given["state"].get(key, {}) for param, key in zip(params, _keys(given), strict=True)}
     return {param: entry for param, entry in found.items() if entry.get(STEP, 1) != 0}
 
@@ -511,7 +515,7 @@ def numbers(group: Mapping[str, Any], *names: str) -> list[float]:
 
 
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
-    """What is wrong with hyperparameters that are 0 or more."""
+    """Problems of hyperparameters that must be 0 or more."""
     for name in names:
         try:
             value = number(group, name)
@@ -525,7 +529,7 @@ def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
 
 
 def not_decays(group: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with `betas`."""
+    """Problems of `betas`."""
     for i, beta in enumerate(group["betas"]):
         if not 0 <= beta < 1:
             yield f"betas[{i}]={beta} is outside [0, 1)"

@@ -3,8 +3,8 @@
 [Note: how the thread ends]
 It ends when its `Worker` is shut down or dropped, and after the main thread, once the queue is empty. So what was
 submitted is complete before the process is gone. It watches the main thread by itself. A Ctrl-C can strike while a
-thread is being started: a thread that waited to be told would then keep the process for ever. What is submitted after
-its end (by the other worker, which may have had more to do) runs on the thread that submits.
+thread is being started: a thread that waited to be told would then keep the process for ever. A job that is submitted
+after its end (by the other worker, which may have had more to do) runs on the thread that submits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Job:
 
 
 class _Jobs:
-    """What submitter and thread share.
+    """The queue that submitter and thread share.
 
     It is not a `SimpleQueue`, whose `get` can wait without end in Python 3.11. That happens when a signal comes to the
     waiting thread, and another thread has the interpreter until the time is over. The time left is negative then.
@@ -139,7 +139,7 @@ class Worker:
     def shutdown(self) -> None:
         """Let the thread finish what was submitted, and end; a Ctrl-C meanwhile is raised when it has."""
         self._jobs.put(None)
-        # Not by `join` alone: a Ctrl-C in it makes Python 3.11 take a thread that runs for one that has ended.
+        # Not by `join` alone: after a Ctrl-C in it Python 3.11 takes a running thread for an ended one.
         through_interrupts(self._end.wait)
         self._thread.join()
 

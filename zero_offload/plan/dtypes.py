@@ -32,7 +32,7 @@ _PARAM_DTYPES = frozenset(getattr(torch, name) for name in TORCH_NAMES.values())
 
 @dataclass(frozen=True)
 class Cast:
-    """What happens to floating tensors at a module's forward; None leaves them as they are."""
+    """Dtypes to which a module's forward casts floating tensors; None leaves them as they are."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None

@@ -1,4 +1,4 @@
-"""What a predicted step means: the bottleneck, the break-even, and what one more of something would buy.
+"""The meaning of a predicted step: its bottleneck, its break-even, and the gain of one more of something.
 
 Owns the questions; each is answered by predicting again with one thing changed. Pure. The calls: `Plan.of` for what
 `zo.plan` returns; `forecast` for what `zero-offload plan` prints, `next_memory` for what more of it would buy.
@@ -31,7 +31,7 @@ class Bottleneck:
     lane: Lane
     title: str
     saved_s: float
-    """What the step gains if the lane is `SPEED_UP` times as fast."""
+    """Seconds that the step gains if the lane is `SPEED_UP` times as fast."""
 
 
 def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:

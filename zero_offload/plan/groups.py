@@ -18,7 +18,7 @@ GROUPS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What one shard has of a part: elements [begin, end) of it, inside of whole chunks [first, last)."""
+    """The part of one shard: elements [begin, end) of it, inside of whole chunks [first, last)."""
 
     shard: int
     begin: int
@@ -35,7 +35,7 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class GroupPart:
-    """What a range of experts has of one parameter."""
+    """One parameter's elements of a range of experts."""
 
     section: SectionLayout
     piece: ParamSlice

@@ -1,4 +1,4 @@
-"""What a placement costs: bytes per tier and kind of state, buffers in flight, and SSD wear per step.
+"""The cost of a placement: bytes per tier and kind of state, buffers in flight, and SSD wear per step.
 
 Pure arithmetic: it never measures a machine and never chooses a tier (`placement` does). The calls: `UnitNumel.of` and
 `measure_units` for what one rank holds of each unit; `estimate_memory` adds that up for a `Placement`, and says whether
@@ -17,10 +17,10 @@ With `Precision(states="bf16")` exp_avg and exp_avg_sq are 2 each; with "compact
 
 Parameters that `Precision.modules` keeps in another dtype count by that one's row.
 
-Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
-Where params and optimizer both rest in the same memory, that value is the parameter itself, or a part of it. What a GPU
-updates in its own memory has its value there too, whatever the params tier; with one shard forward uses it in place.
-Parameters on a GPU that it does not update are copies of values in the host's memory.
+Optimizer extents are self-contained, value included, so that a generation never needs the params tier. Where params and
+optimizer both rest in the same memory, that value is the parameter itself, or a part of it. A unit that a GPU updates
+in its own memory has its value there too, whatever the params tier. With one shard forward uses it in place. Parameters
+on a GPU that it does not update are copies of values in the host's memory.
 """
 
 from __future__ import annotations
@@ -70,27 +70,32 @@ GRADS_IN_FLIGHT = 2
 STAGED_SECTIONS = 3
 """How many of the largest sections staging memory holds at once, while the host adds or converts their gradients."""
 REDUCED_PIECE_BYTES = 64 << 20
-"""What a GPU has at once of the sum over ranks of experts' gradients, fp32. A collective is not faster with more."""
+"""Bytes that a GPU has at once of the sum over ranks of experts' gradients, fp32. A collective is not faster with more.
+A collective is not faster with more.
+"""
 GRAD_RING_UNITS = 5
-"""Units whose gradients are in memory at once where the update runs inside of backward. They are: the one that backward
-fills, a leftover that it completes at its end, one whose sums a GPU still makes, one whose update waits, and one that
-is updated."""
+"""Units whose gradients are in memory at once where the update runs inside of backward. One is filled by backward, and
+one is a leftover that backward completes at its end. One is still summed by a GPU, one waits for its update, and one is
+updated.
+"""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4
 """Gradients that a device's update has uploaded and not consumed, in chunks."""
 SNAPSHOT_CHUNKS_IN_FLIGHT = 2
-"""Chunks of states in memory that a commit writes at once: no buffers for those on the host, but a queue that others
-stand in; one buffer each for those in a device's memory."""
+"""Chunks of states in memory that a commit writes at once. Those on the host need no buffers, but a queue that others
+stand in. Those in a device's memory need a buffer each.
+"""
 BASE_BUFFER_BYTES = 32 << 20
-"""What values that rest in files of a base pass through, on the host."""
+"""Host memory that values pass through which rest in files of a base."""
 ACTIVATION_BLOCK_BYTES = 1 << 20
-"""What activations on disk are cut into."""
+"""The size of the blocks of activations on disk."""
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
 """Blocks in memory on their way to the disk, and from it."""
 ACTIVATIONS_AHEAD_BYTES, ACTIVATIONS_AHEAD_SHARE = 512 << 20, 16
-"""What backward may fetch ahead to a device: so much, and one part in so many of its budget. Two tensors hide each
-other's way: 32 MiB each for 4,096 tokens of width 4,096 in bf16, 256 MiB each for 32,768."""
+"""The most that backward fetches ahead to a device: these bytes, and one part in so many of its budget. Two tensors
+hide each other's way: 32 MiB each for 4,096 tokens of width 4,096 in bf16, 256 MiB each for 32,768.
+"""
 MARGIN_SHARE = 16
 """One part in so many of a device's memory stays free for fragmentation: blocks in the allocator's cache that fit no
 request. A choice; vLLM leaves 1/10 by default (`gpu_memory_utilization`), which has to cover peaks as well."""
@@ -163,7 +168,7 @@ class UnitNumel:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What one rank holds of a unit."""
+    """Bytes of a unit on one rank."""
 
     name: str
     params_bytes: int
@@ -242,8 +247,8 @@ def rest_bytes(
     if kind is StateKind.GRADS:
         return unit.grads_bytes
     if kind is StateKind.PARAMS:
-        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one; as
-        # does one that a device updates.
+        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is whole. So does a
+        # value that a device updates.
         on_device = optimizer_tier is Tier.DEVICE is not params_tier and not shared_memory
         inside = (params_tier is optimizer_tier is Tier.NVME or on_device) and not partition.replicates_params
         return unit.frozen_bytes if inside else unit.params_bytes
@@ -296,8 +301,9 @@ class Budget:
     cpu_bytes: int
     nvme_bytes: int
     shared_memory: bool
-    """True if the compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`. What
-    `device_bytes` limits there is memory for units that are fetched."""
+    """True if the compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`. There
+    `device_bytes` limits the memory for fetched units.
+    """
 
     def of(self, tier: Tier) -> int:
         limits = {Tier.DEVICE: self.device_bytes, Tier.CPU: self.cpu_bytes, Tier.NVME: self.nvme_bytes}
@@ -328,12 +334,12 @@ class MemoryPlan:
     budget: Budget
     least_bytes: int
     """Bytes of `device_memory` for the units in use at once, where the CPU computes. With less a step runs only where
-    it uses units in parts; what else `staging_bytes` has of units is for those fetched ahead, and shrinks to the
-    budget.
+    it uses units in parts. The rest of `staging_bytes` for units is for those fetched ahead, and shrinks to the budget.
     """
     kept_params_bytes: int
-    """Bytes of parameters that come to a device and may stay there, those in flight included; without a `device_memory`
-    from the second step on, and less what activations take. 0 where the CPU computes."""
+    """Bytes of parameters that come to a device and may stay there, those in flight included. Without a `device_memory`
+    they may from the second step on, less the bytes of activations. 0 where the CPU computes.
+    """
 
     @property
     def nvme_written_bytes_per_step(self) -> int:
@@ -344,7 +350,7 @@ class MemoryPlan:
         return at_rest + self.staging_bytes[tier]
 
     def left_bytes(self, tier: Tier) -> int:
-        """What the budget has beside that; where the compute device is the CPU, of the memory that both tiers fill."""
+        """Bytes of the budget beside that; where the compute device is the CPU, of the memory that both tiers fill."""
         if self.budget.shared_memory and tier is not Tier.NVME:
             return self.budget.cpu_bytes - self.used_bytes(Tier.DEVICE) - self.used_bytes(Tier.CPU)
         return self.budget.of(tier) - self.used_bytes(tier)
@@ -375,8 +381,8 @@ class MemoryPlan:
     def as_table(self, beside: Mapping[str, Row] | None = None, available: Row | None = None) -> PlanTable:
         """By what it is and by place; see [Note: one memory on a CPU] in table.py.
 
-        `beside`: rows of what is no state, such as activations. Budgets are for states: what stands beside them is
-        available too, unless `available` says it all.
+        `beside`: rows of other things than states, such as activations. Budgets are for states: what stands beside them
+        is available too, unless `available` says it all.
         """
         shared, beside = self.budget.shared_memory, beside or {}
         rows: dict[str, Row] = {}
@@ -421,14 +427,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What units take, where they were placed by that, and what it adds up to."""
+    """The bytes of units, their placement by these bytes, and the sums."""
 
     hardware: HardwareProfile
     """As ranks agreed on it at the first `zo.offload`."""
     unit_bytes: Sequence[UnitBytes]
     placement: Placement
     plan: MemoryPlan
-    """What budgets were compared with."""
+    """The plan that budgets were compared with."""
 
 
 def estimate_memory(
@@ -475,7 +481,7 @@ def estimate_memory(
 def _kept_params_bytes(
     plan: MemoryPlan, units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
 ) -> int:
-    """What is left of a device beside all else that is there, and no more than all parameters that come and go."""
+    """Bytes of a device that all else there leaves, and no more than all parameters that come and go."""
     arriving = _arriving(units, placement, partition)
     in_flight = in_flight_sum(arriving, units)
     whole = plan.budget.device_bytes
@@ -497,7 +503,7 @@ def _groups_bytes(units: Sequence[UnitBytes], placement: Placement, partition: P
 
 
 def _arriving(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> list[int]:
-    """Bytes of each unit on the compute device, whole, for its uses; 0 of one that is always there."""
+    """Bytes of each unit on the compute device, whole, for its uses; 0 for a unit that is always there."""
     shared, found = placement.budget.shared_memory, list[int]()
     for unit, tiers in zip(units, placement.tiers, strict=True):
         stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
@@ -594,14 +600,18 @@ def _staging_bytes(
 
 
 def grad_staging_bytes(whole: Iterable[int], sliced: Iterable[int]) -> int:
-    """Host memory that gradients pass through on their way from a device: of sections or units that leave `whole`, each
-    of so many bytes, and of experts. When the last slice of those is made, most of them have left."""
+    """Host memory that gradients pass through on their way from a device. It has the `STAGED_SECTIONS` largest of the
+    sections or units that leave `whole`, and the largest of those that leave in slices. When the last slice of those is
+    made, most of them have left.
+    """
     return sum_of_largest(whole, STAGED_SECTIONS) + max(sliced, default=0)
 
 
 def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
-    """What the gradients of so many elements take of host memory on their way from a device: `nbytes` as backward makes
-    them; over ranks this one's part of their sum, fp32, and where that is deferred the former or the latter."""
+    """Host memory that the gradients of so many elements take on their way from a device. Over ranks it is this rank's
+    part of their sum, fp32. On one rank, and where the sum is deferred, it is at least `nbytes`, as backward makes
+    them.
+    """
     reduced = reduced_grad_bytes(numel, partition)
     return max(nbytes, reduced) if partition.world_size == 1 or partition.defers_reduction else reduced
 
@@ -612,14 +622,17 @@ def reduced_grad_bytes(numel: int, partition: Partition) -> int:
 
 
 def sliced_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
-    """What the gradients of one layer's experts take of host memory, where they leave a device slice by slice: `nbytes`
-    as backward makes them; fp32 where several backwards add up before ranks do."""
+    """Host memory that the gradients of one layer's experts take, where they leave a device slice by slice. It is
+    `nbytes`, as backward makes them, or fp32 where several backwards add up before ranks do. `nbytes` as backward makes
+    them; fp32 where several backwards add up before ranks do.
+    """
     return max(nbytes, numel * 4) if partition.defers_reduction else nbytes
 
 
 def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
-    """What a unit's gradients take of a device's memory while they are sent to the host's: as backward makes them; in
-    fp32 as a sum, of micro-batches that take turns or of ranks. Experts' leave one by one; a group's may be under way.
+    """Bytes of a device's memory that a unit's gradients take while they are sent to the host's. They are as backward
+    makes them, or fp32 for a sum of micro-batches that take turns or of ranks. Experts' leave one by one; a group's may
+    be under way.
     """
     nbytes = unit.trained_bytes * partition.param_shards
     if unit.group_bytes:
@@ -637,8 +650,9 @@ def leaving_bytes(sent: Iterable[int]) -> int:
 
 
 def beside_made_bytes(made: Sequence[int], sent: Sequence[int]) -> int:
-    """What gradients on their way take beside the largest that backward makes. Units are in the order of the model:
-    each unit's gradients leave while a neighbour's are made."""
+    """Bytes that gradients on their way take beside the largest that backward makes. Units are in the order of the
+    model: each unit's gradients leave while a neighbour's are made.
+    """
     usual = leaving_bytes(sent)
     beside = [
         max([usual, *sent[max(index - 1, 0) : index], *sent[index + 1 : index + 2]]) for index in range(len(sent))
@@ -653,7 +667,7 @@ def activations_ahead_bytes(config: OffloadConfig, budget: Budget) -> int:
 
 
 def margin_bytes(total_bytes: int, num_ranks: int, *, is_measured: bool) -> int:
-    """What parameters leave free of a device's memory beside the peak of all else: for what comes later, or unevenly.
+    """Bytes of a device's memory that parameters leave free beside the peak of all else, for later or uneven needs.
 
     `is_measured`: after a step, whose communicators have their memory already. One more may connect.
     """

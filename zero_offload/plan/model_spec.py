@@ -7,9 +7,9 @@ or a leftover such as the embedding. Calls, in order: `find_units` picks the mod
 
 [Note: trained parts]
 Adapters are a small share of a block, and all that a step changes. In one unit with the frozen weights they would rest
-on the same tier. So where a unit has frozen and trained parameters, and at most one element in `TRAINED_PART` is
-trained, the trained ones are a unit of their own. The same modules use both. It follows or precedes the frozen part as
-its first parameter does. So sections keep the order that they have in one unit, if all frozen ones are of one dtype.
+on the same tier. Some units have frozen and trained parameters, and at most one element in `TRAINED_PART` is trained.
+Then the trained ones are a unit of their own. The same modules use both. It follows or precedes the frozen part as its
+first parameter does. So sections keep the order that they have in one unit, if all frozen ones are of one dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each ZeRO stage divides over the ranks: the only place that knows the stages apart.
+"""The parts of a model's state that each ZeRO stage divides over the ranks: the only place that knows the stages apart.
 
     stage   optimizer   gradients   parameters   elements sent and received by a rank per parameter and step
       0     whole       whole       whole        2 n    all-reduce of the gradients of each of n backwards

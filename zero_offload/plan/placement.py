@@ -47,7 +47,7 @@ from zero_offload.plan.shapes import UnitWork, plain_block
 from zero_offload.plan.step_time import Job, Numbers, Totals, of_unit, predict, step_times
 
 AUTO_FRACTION = 0.5
-"""What "auto" fills of memory that has no budget: activations and the program need room too."""
+"""The share that "auto" fills of memory that has no budget: activations and the program need room too."""
 SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
 """Into how many parts the bytes of a kind are cut; most bytes are the optimizer's."""
 ALONE_STEPS = 64
@@ -66,7 +66,7 @@ _CHOICES = tuple(itertools.product(_TIERS, repeat=len(PLACED_KINDS)))
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a placement is judged by."""
+    """The grounds on which a placement is judged."""
 
     job: Job
     machine: Machine
@@ -243,7 +243,7 @@ class _Search:
         more = [tiers for tier, tiers in whole.items() if tier in self._memory and self._is_within(tiers)]
         if choices := [*([] if found is None else [found]), *more]:
             return min(choices, key=self._step_s)
-        # What one tier holds with nothing left for activations is better than what none does.
+        # A placement on one tier with no room left for activations is better than none.
         return next(filter(self._fits, whole.values()), whole[self._last])
 
     def _step_s(self, tiers: list[UnitTiers]) -> float:
@@ -267,11 +267,11 @@ class _Search:
     def _candidates(self) -> Iterator[list[UnitTiers]]:
         """Those that fit into memory without their buffers, each once, the fastest first.
 
-        Of equal steps the one that moves least comes first, then the one on faster tiers.
+        Of equal steps the candidate that moves least comes first, then the candidate on faster tiers.
         """
         free = dict(self._free)
         if self._last in free:
-            # What has no room goes to the last tier, up to all of it where not everything fits there.
+            # States without room go to the last tier, up to all of it where not everything fits there.
             beyond = self._budget.of(self._last) - self._limits[self._last]
             free[self._last] = np.inf if self._fits(_all_on(self._last, self._given)) else free[self._last] + beyond
         axes = [self._shares(kind) for kind in PLACED_KINDS]
@@ -360,7 +360,7 @@ class _Search:
 
 
 def _all_on(tier: Tier, given: Sequence[UnitTiers]) -> list[UnitTiers]:
-    """What is not given is on this tier."""
+    """All kinds on this tier, except the given ones."""
     return [{kind: at.get(kind, tier) for kind in PLACED_KINDS} for at in given]
 
 
@@ -386,13 +386,13 @@ _CHANGES: tuple[Mapping[str, str | None], ...] = (
     {"params": "cpu", "optimizer": "cpu"},
     {"params": "cpu", "grads": "cpu", "optimizer": "cpu", "durability": "scratch"},
 )
-"""What to try when a plan does not fit, least costly for step time and safety first. None lifts a budget."""
+"""Changes to try when a plan does not fit, least costly for step time and safety first. None lifts a budget."""
 _VARIANT_CHANGES: tuple[Mapping[str, str | None], ...] = (
     {},
     {"optimizer": "nvme"},
     {"optimizer": "nvme", "params": "nvme"},
 )
-"""What a variant of the model may need beside itself; the first under which it fits is named."""
+"""Changes that a variant of the model may need beside itself; the first under which it fits is named."""
 _RANK_FACTORS = (2, 4, 8, 16)
 _WAYS_MAX = 2
 _UNKNOWN_BYTES = 1 << 62

@@ -1,7 +1,7 @@
 """Which tensors a model offloads: its parameters, and what quantized weights consist of.
 
-A quantized weight is one parameter of the model and several tensors. Libraries keep the further ones beside it: scales
-and code tables in an object of the library, in attributes of a tensor subclass, or in buffers of the layer. `slots`
+A quantized weight is one parameter of the model and several tensors. Libraries keep the further ones beside it. Scales
+and code tables are in an object of the library, in attributes of a tensor subclass, or in buffers of the layer. `slots`
 finds all of them, and where each stands, so that a parameter can take its place there. Every tensor that is frozen and
 quantized keeps its dtype. No library is imported: a model that uses one has imported it.
 
@@ -90,7 +90,7 @@ def slots(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[Slot]:
 
 
 def offloaded_tensors(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """What `named_parameters` gives, and with it the further tensors of quantized weights."""
+    """The tensors of `named_parameters`, and the further tensors of quantized weights."""
     return ((slot.name, slot.tensor) for slot in slots(root, remove_duplicate=remove_duplicate))
 
 
@@ -100,7 +100,7 @@ def wrappers(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def tensors_of(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """What these parameters of an offloaded model consist of: most of themselves."""
+    """The tensors that these parameters of an offloaded model consist of: most consist of themselves."""
     found: list[Any] = []
     for param in params:
         if is_wrapper_class(type(param)) and is_wrapper(param):
@@ -195,7 +195,7 @@ _OFFSET = "nested_offset"
 
 
 def _words(record: Tensor) -> dict[str, Any]:
-    """What a record says."""
+    """The content of a record."""
     memory = bytes(record.reshape(-1).tolist())
     if len(memory) == 1:
         return {"format": memory[0]}
@@ -217,7 +217,7 @@ def take_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Let the tensors of the module's own quantized weights have what a state dict has of them beside the parameter's
     values, and take it out. Their libraries' layers cannot load it into what is quantized already.
 
-    Raises ConfigError where the state dict has a weight without it, or one that is quantized in another way.
+    Raises ConfigError where the state dict lacks them for a weight, or has a weight quantized in another way.
     """
     for weight in _weights_of(module, prefix):
         if weight.name not in state:
@@ -335,7 +335,7 @@ class _Kind:
         raise NotImplementedError
 
     def record(self, prefix: str, name: str, param: Any) -> Record | None:
-        """What a state dict has of it beside its tensors."""
+        """The record of it in a state dict, beside its tensors."""
         return None
 
     def problem(self, param: Any) -> str | None:

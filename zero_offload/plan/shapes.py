@@ -7,11 +7,11 @@ Face, for gpt3-175b Brown et al. (2020), table 2.1, for mt-nlg-530b Smith et al.
 Left out of counts: position tables of rotary models (none are trained) and the extra layer that DeepSeek-V3 predicts a
 second token with. Activations are what a block keeps for backward with attention that keeps no scores.
 
-`work_of` finds the same of a module from its parameters' shapes, without running it. Every parameter of two
-dimensions or more multiplies each token once, except tables of embeddings: a token reads one row. A table that another
-module multiplies with (a tied head) counts in its own unit. A quantized weight counts as what is made of it for a use.
-Widths of attention, and how many experts a token meets, are those of the nearest config in the words of Hugging Face
-(`plan/hints.py`); else they are guessed.
+`work_of` finds the same of a module from its parameters' shapes, without running it. Every parameter of two dimensions
+or more multiplies each token once, except tables of embeddings: a token reads one row. A table that another module
+multiplies with (a tied head) counts in its own unit. A quantized weight counts as what is made of it for a use. Widths
+of attention, and how many experts a token meets, are those of the nearest config, by the names of Hugging Face
+(`plan/hints.py`). Without a config they are guessed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class UnitWork:
     share_met: float = 1.0
     """Of such experts, the share that a token is multiplied with."""
     keeps_output: bool = False
-    """True of such experts if recompute of the block goes on behind them, as to shared experts: what they gave is kept,
-    and no expert is read again for it."""
+    """True of such experts if recompute of the block goes on behind them, as to shared experts. Then their output is
+    kept, and no expert is read again for it.
+    """
 
     def share_touched(self, tokens: int) -> float:
         """The share of experts that some of so many tokens meet, if each token chooses any with equal chances."""
@@ -176,8 +177,9 @@ class Shape:
             return whole, whole
         if index < experts.dense_layers:
             return attention, attention
-        # peft takes the names of such layers for those of experts, whose gate and first product are one tensor: it has
-        # adapters of twice the rank, and the router one. Dense layers and shared experts of the same names have none.
+        # peft takes the names of such layers for those of experts, whose gate and first product are one tensor. So such
+        # a tensor has adapters of twice the rank, and the router has one. Dense layers and shared experts of the same
+        # names have none. Dense layers and shared experts of the same names have none.
         one = 2 * (width + 2 * experts.intermediate) + (experts.intermediate + width)
         rest = attention + width + experts.count
         return rest + one * experts.count, rest + one * experts.active
@@ -457,7 +459,7 @@ def _unquantized(unit: UnitSpec, model: nn.Module) -> UnitSpec:
 
 
 def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[str]) -> UnitWork:
-    """`shared` has the names of modules whose experts are followed by one that sees every token."""
+    """`shared` has the names of modules with a shared expert behind their experts, which sees every token."""
     trained = sum(param.numel for param in unit.params if param.trainable)
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
     products = [param for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]

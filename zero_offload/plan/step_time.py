@@ -1,12 +1,12 @@
 """How long a step takes and what compute waits for: from bytes, arithmetic and a machine's rates.
 
-First the seconds that each lane spends on each unit (`Job.of`, `unit_seconds`). What moves when follows the runtime,
+First the seconds that each lane spends on each unit (`Job.of`, `unit_seconds`). The order of moves follows the runtime,
 case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, `runtime/grads` for gradients,
 `optim/pipeline.py` for states.
 
-A step is a few phases, one after the other: the first forward, with the update beside it; each later forward; each
-backward; what comes between the last backward and the next forward. Lanes work side by side in a phase. It lasts as
-long as its busiest lane, plus what one unit takes on the other lanes before that lane begins and after it ends.
+A step is a few phases, one after the other. The first forward has the update beside it. Then come each later forward,
+each backward, and the time between the last backward and the next forward. Lanes work side by side in a phase. It lasts
+as long as its busiest lane, plus what one unit takes on the other lanes before that lane begins and after it ends.
 Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a lane's total.
 
 [Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer took
@@ -54,7 +54,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Work(IntEnum):
-    """What a step does for a unit."""
+    """The kinds of work that a step does for a unit."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -85,7 +85,7 @@ Amount = tuple[Work, Lane, float]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes in a step."""
+    """The tokens that one rank computes in a step."""
 
     tokens: int = TOKENS_UNKNOWN
     """Tokens of a micro-batch."""
@@ -214,7 +214,7 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
     floor_s = touched * whole / machine.device_bytes if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
     passes = work.backward_share(batch.sequence) + work.rerun_share(batch.sequence, batch.recompute)
-    # What is made of a quantized weight is written to the device's memory and read again, for each use.
+    # The plain weight that is made of a quantized one is written to the device's memory and read again, for each use.
     made_s = 2 * touched * work.quantized_numel * value_bytes(job.config) / machine.device_bytes
     return forward_s + made_s, passes * forward_s + work.backward_uses(batch.recompute) * made_s
 
@@ -386,7 +386,7 @@ class Prediction:
     busy: Mapping[Lane, float]
     """Share of the step; a drive that takes turns has both its reads and writes under `READ`."""
     exposed_s: Mapping[Cause, float]
-    """What compute waited for."""
+    """Seconds that compute waited for each cause."""
 
 
 def predict(job: Job, placement: Placement, machine: Machine) -> Prediction:
@@ -526,8 +526,10 @@ def _as_run(job: Job, totals: Totals, machine: Machine, budget: Budget, is_besid
 
 
 def _room_bytes(job: Job, sizes: Numbers, machine: Machine, budget: Budget) -> Numbers:
-    """For units on their way through: for the largest in flight, or what a budget leaves beside all that rests there;
-    where a device's memory has none, what activations and a margin leave, as from the second step on."""
+    """Room for units on their way through. It is the room of the largest in flight, or the room that a budget leaves
+    beside all that rests there. Without a budget for a device it is what activations and a margin leave, as from the
+    second step on.
+    """
     least = in_flight_sum([unit.params_bytes * job.partition.param_shards for unit in job.units], job.units)
     limit = job.config.budget_bytes(Tier.DEVICE)
     if limit is not None:

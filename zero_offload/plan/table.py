@@ -1,5 +1,4 @@
-"""The bytes of one rank as a table, by what they are and by place: the one form in which a plan is printed, stored and
-compared.
+"""The bytes of one rank as a table, by kind and by place: the one form in which a plan is printed, stored and compared.
 
 Frozen values; never plans. `MemoryPlan.as_table` makes one. `plan`, `finetune --dry-run`, `train`, `zo.plan` and a
 report print its `lines`; `run.json` and every `--json` have it as `planned`.

@@ -24,13 +24,13 @@ def _placement_types() -> Any:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """True if the tensor is this rank's view of one that several ranks hold."""
+    """True if the tensor is this rank's view of a tensor that several ranks hold."""
     module = None if type(tensor) in PLAIN else _placement_types()
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it: the tensor itself, or a DTensor's plain part, in the same memory."""
+    """This rank's part of it: the tensor itself, or a DTensor's plain part, in the same memory."""
     if type(tensor) in PLAIN or not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor
@@ -57,7 +57,7 @@ def num_copies(tensor: Any, mesh: DeviceMesh | None) -> int:
 
 
 def dtensor_problems(name: str, param: Any, mesh: DeviceMesh) -> Iterator[str]:
-    """What keeps a DTensor parameter from being offloaded in a model over `mesh`."""
+    """Reasons why a DTensor parameter cannot be offloaded in a model over `mesh`."""
     own, placements = param.device_mesh, param.placements
     if own != mesh:
         yield f"{name} is divided over {own}, other parameters over {mesh}; use one mesh for all of them"

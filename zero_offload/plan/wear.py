@@ -1,8 +1,9 @@
-"""What training writes to a drive, and how long one lasts: drives are sold for a number of bytes written (TBW).
+"""Bytes that training writes to a drive, and how long a drive lasts: drives are sold for a number of bytes written
+(TBW).
 
-Pure arithmetic on what `memory` counts: states that rest on NVMe are written in every step, and a commit writes no more
-of them; those that rest in memory are written for every generation. Activations count where the batch is known. Left
-out are manifests (kilobytes) and what is written once: the states at the start, frozen parameters.
+Pure arithmetic on the bytes of `memory`. States that rest on NVMe are written in every step, and a commit writes no
+more of them. States that rest in memory are written for every generation. Activations count where the batch is known.
+Left out are manifests (kilobytes) and what is written once: the states at the start, frozen parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ TBW_USUAL = 600.0
 LIFE_DAYS = 365.0
 """How long a drive that trains day and night should last."""
 COMMIT_SHARE = 0.1
-"""What generations may add, as a share of what states on a drive write, where those alone wear it out sooner."""
+"""The most that generations may add, as a share of the writes of states on a drive, where those alone wear it out
+sooner.
+"""
 _DAY_S = 86400
 
 

@@ -1,5 +1,6 @@
-"""Parameters on meta whose values are read from files: `FileRecipe`, what else such a module has got since, and what
-makes a tensor one that is deferred."""
+"""Parameters on meta whose values are read from files: `FileRecipe`, parameters that such a module has got since, and
+`deferred`, which makes a deferred tensor.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def make_what_came_later(root: nn.Module) -> None:
 
 
 def digest(source: FileTensor) -> bytes:
-    """What tells tensors of files apart: names of the files, places in them, shapes, dtypes, and the first values."""
+    """A digest that tells tensors of files apart. It covers names of the files, places in them, shapes, dtypes, and the
+    first values.
+    """
     words = [(part.path.name, part.offset, part.shape, part.dtype_name) for part in source.parts]
     values = source.read(0, min(source.numel, _DIGEST_NUMEL))
     return hashlib.sha256(repr(words).encode() + values.view(torch.uint8).numpy().tobytes()).digest()

@@ -2,8 +2,8 @@
 
 Owns the graph of operations behind a storage. A `Value` is what a storage holds after a write. Its `Node` is the
 operation that wrote it, with what that read. Never runs beside a recording: `Tracer` builds the graph, `replay` walks
-it. A replay runs what the value depends on and nothing else, in the order of the program, with the random generators as
-they were; each storage is dropped after its last use.
+it. A replay runs the operations that the value depends on, and no others. They run in the order of the program, with
+the random generators as they were. Each storage is dropped after its last use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EMPTY = frozenset(getattr(torch.ops.aten, name) for name in ("empty", "empty_li
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What the storage `key` holds after a write."""
+    """The content of the storage `key` after a write."""
 
     key: int
     node: Node | None = None
@@ -96,7 +96,7 @@ class Node:
     """The state of the generator it draws from, before it did."""
     default_dtype: torch.dtype
     reads: tuple[Value, ...]
-    """What its storages held before; not those that it fills without reading."""
+    """The content of its storages before; not of those that it fills without reading."""
     makes: list[tuple[int, int]]
     """Storages that it returns: (place among the results, key)."""
 
@@ -170,7 +170,7 @@ def _needed(value: Value) -> tuple[list[Node], dict[int, torch.UntypedStorage]]:
 
 @contextlib.contextmanager
 def _kept_state() -> Iterator[None]:
-    """What a replay sets is put back; what operations depend on beside it is as under a recording."""
+    """Give operations the surroundings of a recording, and put back the state that a replay sets."""
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -196,7 +196,7 @@ class Recipe:
         """They are in no file."""
 
     def drawn(self) -> bytes:
-        """What the values depend on beside the program: of generators that they are drawn from, digests."""
+        """Digests of the generators that the values are drawn from: with the program they determine the values."""
         nodes = [] if self.value is None else _needed(self.value)[0]
         states = [node.generator_state for node in nodes if node.generator_state is not None]
         return b"".join(hashlib.sha256(state.numpy().tobytes()).digest() for state in states)

@@ -55,8 +55,8 @@ VALUES = ("init", "skip")
 def deferred_init(values: str = "init") -> Iterator[None]:
     """Modules built inside have their parameters on meta; `zo.offload` makes the values, unit by unit.
 
-    They are those of a plain build with the same seed, bit for bit. What is done to parameters inside is noted, and
-    done again where they rest. The random number generators end up as after a plain build. Buffers and all other
+    They are those of a plain build with the same seed, bit for bit. Operations on parameters inside are noted, and done
+    again where the parameters rest. The random number generators end up as after a plain build. Buffers and all other
     tensors are real. Inside, parameters may be read and written; after it, only `zo.offload` and `zo.plan` take them.
     In a recording nested in another the outer one rules.
 
@@ -95,7 +95,7 @@ def current_recorder() -> Recorder | None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """What is built inside, though inside of a recording, is as it is without one."""
+    """Inside of a recording, build modules as without one."""
     recorder = current_recorder()
     with recorder.paused() if recorder is not None else contextlib.nullcontext(), _disable_current_modes():
         yield
@@ -168,7 +168,7 @@ class DeferredTensor(Tensor):
 
 
 def class_of(tensor: Tensor) -> type:
-    """The class of a tensor, of a deferred one that of what it stands for."""
+    """The class of a tensor. For a deferred tensor, the class of the tensor that it stands for."""
     return next(kind for kind in type(tensor).__mro__ if not issubclass(kind, DeferredTensor))
 
 
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What modules register inside is not seen."""
+        """Registrations of modules inside are not seen."""
         thread, self._thread = self._thread, -1
         try:
             yield
@@ -308,7 +308,7 @@ class Recorder(TorchDispatchMode):
                 recipe = self.tracer.recipe(param)
             keep_recipe(param, recipe)
 
-    # What modules register
+    # Registrations of modules
 
     def on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None or threading.get_ident() != self._thread:
@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):
         return self._in_place_of(param)
 
     def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """What has come into a module without being registered (torch.nn.utils.skip_init) is deferred now."""
+        """Defer parameters that have come into a module without being registered (torch.nn.utils.skip_init)."""
         if child is None or threading.get_ident() != self._thread:
             return
         for part in child.modules():
@@ -368,7 +368,7 @@ class Recorder(TorchDispatchMode):
 _ESCAPES = frozenset(
     ("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_", "apply_", "map_")
 )
-"""What hands out memory that can be written where no operation is seen."""
+"""Functions that hand out memory, which can then be written while no operation is seen."""
 
 
 def _as_face(where: Any) -> Any:
@@ -722,7 +722,7 @@ class Call:
 
     @property
     def targets(self) -> Any:
-        """What an operation returns that returns what it has changed."""
+        """The result of an operation that returns the tensors it has changed."""
         num_results = len(self.func._schema.returns)
         return (None, *self.written[:1])[num_results] if num_results < 2 else tuple(self.written)
 
