@@ -23,7 +23,7 @@ from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.reference import Recipe, Trajectory, param_groups, read_masters, train_offloaded, train_plain
 from zero_offload.base.types import MIB, Tier
 from zero_offload.model.api import need_runtime
-from zero_offload.runtime.grads.sliced import GradSlices
+from zero_offload.standins.sliced_grad import GradSlices
 from zero_offload.storage.memory import staging
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import SpanPool

@@ -29,7 +29,7 @@ from zero_offload.base.types import Tier
 from zero_offload.model.api import need_runtime
 from zero_offload.runtime.grads.section import DevicePartial, StagedPartial
 from zero_offload.runtime.grads.sections import GradSections
-from zero_offload.runtime.grads.sliced import GradSlices, SlicedGrad
+from zero_offload.standins.sliced_grad import GradSlices, SlicedGrad
 from zero_offload.storage.shards.grad_store import HostGrads
 
 MATRIX: dict[str, Any] = {

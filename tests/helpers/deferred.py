@@ -13,7 +13,7 @@ from torch.nn import init
 from torch.nn.utils import parametrizations
 
 import zero_offload as zo
-from zero_offload.storage.shards.registry import recipe_of
+from zero_offload.standins.owners import recipe_of
 
 SEED = 3
 

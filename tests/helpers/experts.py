@@ -18,7 +18,7 @@ from tests.helpers.reference import Trajectory, param_groups
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.model_spec import Experts
 from zero_offload.runtime.hooks import mark_experts
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 NUM_EXPERTS, TOP_K = 6, 2
 

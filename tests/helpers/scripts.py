@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.helpers.models import build
 from tests.helpers.ranks import read_params, rows_of
 from tests.helpers.reference import clip_factor, global_norm
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 Average = Callable[[nn.Module], None]
 Script = Callable[[nn.Module, Callable[[int], Tensor], Average], Iterator[float]]

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset  # noqa: E402
 
 import zero_offload as zo  # noqa: E402
 from tests.helpers.ranks import RankPools  # noqa: E402
-from zero_offload.storage.shards.registry import owner_of  # noqa: E402
+from zero_offload.standins.owners import owner_of  # noqa: E402
 
 T = TypeVar("T")
 VOCAB = 128

@@ -26,7 +26,7 @@ OWNERS: dict[str, frozenset[str]] = {
             "hardware/kernels/triton_update.py",
         }
     ),
-    "torch.distributed.checkpoint": frozenset({"storage/shards/checkpointed.py"}),
+    "torch.distributed.checkpoint": frozenset({"standins/checkpointed.py"}),
     "aiofiles": frozenset({"storage/files/aiofiles_engine.py"}),
 }
 

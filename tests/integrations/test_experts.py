@@ -21,7 +21,7 @@ from zero_offload.base.types import MIB
 from zero_offload.integrations import experts as integration
 from zero_offload.model import offload
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 import peft  # isort: skip  # after what keeps it off the network
 import torchao.quantization as torchao_float8  # isort: skip

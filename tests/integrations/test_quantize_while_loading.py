@@ -26,7 +26,7 @@ from tests.helpers.tools import WHERE, Tokens, on_ranks
 from zero_offload.integrations import quantize as quantize_module
 from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe
 from zero_offload.plan.quantized import offloaded_tensors
-from zero_offload.storage.shards.registry import recipe_of
+from zero_offload.standins.owners import recipe_of
 
 pytestmark = pytest.mark.tools
 

@@ -15,7 +15,7 @@ from tests.helpers.quantized_models import BITSANDBYTES, KINDS, adapted_model, b
 from tests.helpers.ranks import RankPools
 from tests.helpers.tools import Tokens, on_ranks, transformers
 from zero_offload.plan.quantized import is_wrapper
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 import peft  # isort: skip
 

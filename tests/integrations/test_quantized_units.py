@@ -15,8 +15,8 @@ from tests.helpers.pairwise import in_turn
 from tests.helpers.quantized_models import BITSANDBYTES, quantize_by_torchao
 from tests.models.test_quantized_views import HIDDEN, Model, offloaded, saved_of, train
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.units.derived import Step
 from zero_offload.runtime.units.unit import UnitState
+from zero_offload.standins.derived import Step
 
 KINDS = ("nf4", "nf4 nested", "int8", "torchao int8", "torchao fp8")
 

@@ -36,10 +36,10 @@ from zero_offload.cli.main import main
 from zero_offload.hardware.abi import Fault
 from zero_offload.integrations.file_names import FileNames, Joined
 from zero_offload.integrations.pretrained import load_weights, replace_weights
+from zero_offload.standins.owners import keep_recipe
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
-from zero_offload.storage.shards.registry import keep_recipe
 from zero_offload.storage.shards.shard import Component
 
 TIERS: dict[str, dict[str, Any]] = {

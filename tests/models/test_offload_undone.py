@@ -19,7 +19,7 @@ from zero_offload.model import assembly, move_in
 from zero_offload.optim import worker
 from zero_offload.runtime import hooks
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 OFFLOAD = importlib.import_module("zero_offload.model.offload")  # the package's attribute is the function
 BEFORE_VALUES_MOVE = [

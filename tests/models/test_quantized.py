@@ -20,7 +20,7 @@ from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.quantized import offloaded_tensors
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme"}
 

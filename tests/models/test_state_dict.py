@@ -23,7 +23,7 @@ import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same, train
-from zero_offload.runtime.units.state_copy import StateCopy
+from zero_offload.standins.state_copy import StateCopy
 from zero_offload.storage.shards.store import ShardStore
 
 WEIGHT = "blocks.1.up.weight"

@@ -21,7 +21,7 @@ from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Result, run_both, run_offloaded, run_plain
 from zero_offload.base.errors import CapacityError
 from zero_offload.cli.main import main
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 from zero_offload.storage.shards.store import ShardStore
 
 OFFLOAD = importlib.import_module("zero_offload.model.offload")  # the package's attribute is the function

@@ -18,7 +18,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_optimizer
 from zero_offload.model.api import no_sync
 from zero_offload.model.saving import load_checkpoint, save_checkpoint
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 _FOLDER = "offloaded_{}"
 """A checkpoint of one offloaded model and its optimizer, in the folder of `save_state`."""

@@ -38,7 +38,7 @@ from zero_offload.plan.model_spec import Experts
 from zero_offload.plan.quantized import is_wrapper
 from zero_offload.runtime.hooks import experts_of, mark_experts
 from zero_offload.runtime.saved.tensors import untraced
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 GROUP_BYTES = 256 * MIB
 """A group takes so much at most, if nothing else is said, and one expert at least."""

@@ -27,8 +27,8 @@ from zero_offload.model.api import no_sync, runtime_of
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload
 from zero_offload.model.saving import load_checkpoint, save_checkpoint
+from zero_offload.standins.owners import owner_of
 from zero_offload.storage.files.own_files import STATES_NAME, delete, move_aside, of_kinds
-from zero_offload.storage.shards.registry import owner_of
 
 # One package under two names, whose classes differ: the Trainer takes those of its own.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:

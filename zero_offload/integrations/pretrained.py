@@ -85,10 +85,10 @@ from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, records, slots
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.standins.owners import Recipe, keep_recipe, recipe_of
 from zero_offload.storage.files.base_file import BaseFile, fingerprint_of
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.heap import trim_heap
-from zero_offload.storage.shards.registry import Recipe, keep_recipe, recipe_of
 from zero_offload.storage.shards.shard import Component
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -30,7 +30,7 @@ from zero_offload.model.deferred.from_files import deferred, digest
 from zero_offload.model.deferred.recipe import Recipe, Ref
 from zero_offload.model.deferred.recorder import unrecorded
 from zero_offload.plan.quantized import Slot, is_wrapper, slots
-from zero_offload.storage.shards.registry import keep_recipe
+from zero_offload.standins.owners import keep_recipe
 
 NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
 """4 bit (NormalFloat), the same with scales that are quantized too, 8 bit integers, 8 bit floats."""

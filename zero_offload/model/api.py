@@ -26,7 +26,7 @@ from zero_offload.runtime.accumulate.micro_batches import MicroBatches
 from zero_offload.runtime.accumulate.relay import Forks, takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.pass_tracker import in_backward
-from zero_offload.storage.shards.registry import by_owner, check_adopted, owner_of
+from zero_offload.standins.owners import by_owner, check_adopted, owner_of
 
 CLIP_EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds it to the norm."""

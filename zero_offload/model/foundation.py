@@ -21,8 +21,8 @@ from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.groups import GroupReader
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.standins.owners import Recipe
 from zero_offload.storage.memory.resizable import FrameBudget
-from zero_offload.storage.shards.registry import Recipe
 from zero_offload.storage.shards.ring_grads import GradRing
 from zero_offload.storage.shards.store import ShardStore
 

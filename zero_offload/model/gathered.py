@@ -21,9 +21,9 @@ from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.quantized import offloaded_tensors, tensors_of
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.prefetcher import replaced
-from zero_offload.runtime.units.guard import unguard
+from zero_offload.standins.guard import unguard
+from zero_offload.standins.owners import owner_of
 from zero_offload.storage.memory.arena import Need
-from zero_offload.storage.shards.registry import owner_of
 
 KINDS = ("params", "master", "grads")
 MODES = ("read", "write")

@@ -37,11 +37,11 @@ from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import CALL
 from zero_offload.runtime.ranks.watch import Notice
-from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.standins.guard import wrapper_of
+from zero_offload.standins.owners import Recipe, keep_recipe, recipe_of, unregister
 from zero_offload.storage.files.base_file import fingerprint_of
 from zero_offload.storage.memory.heap import HeapTrimmer, trim_heap
-from zero_offload.storage.shards.registry import Recipe, keep_recipe, recipe_of, unregister
 from zero_offload.storage.shards.store import ShardStore
 
 

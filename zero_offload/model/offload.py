@@ -80,9 +80,10 @@ from zero_offload.runtime.ranks.group import CALL, Callers, RankGroup, join_rank
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.groups import GroupReader
-from zero_offload.runtime.units.guard import class_at_rest, compile_around, unguard
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit, stays_guarded
+from zero_offload.standins.guard import class_at_rest, compile_around, unguard
+from zero_offload.standins.owners import Owner, owner_of, register, unregister
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
@@ -90,7 +91,6 @@ from zero_offload.storage.memory.resizable import Budget, FrameBudget, Resizable
 from zero_offload.storage.memory.staging import Staging
 from zero_offload.storage.shards.drive_grads import DriveRoom
 from zero_offload.storage.shards.grad_downloads import GradDownloads
-from zero_offload.storage.shards.registry import Owner, owner_of, register, unregister
 from zero_offload.storage.shards.ring_grads import GradRing
 from zero_offload.storage.shards.shard import Component, planned_bytes
 from zero_offload.storage.shards.store import ShardStore

@@ -36,20 +36,21 @@ from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.commits import Commits
 from zero_offload.model.foundation import Foundation
-from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
+from zero_offload.optim.state import BESIDE, Entry, Readers, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.quantized import is_wrapper, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import check_not_updated
-from zero_offload.runtime.grads.handle import GradHandle
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.saved.tensors import runs
-from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.storage.shards.registry import Touched, owner_of
+from zero_offload.standins.grad_handle import GradHandle
+from zero_offload.standins.owners import Touched, owner_of
+from zero_offload.standins.state_copy import StateCopy, again, state_copy, wrapper_copy
+from zero_offload.standins.state_tensor import STEP, StateTensor
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 
 
@@ -77,7 +78,7 @@ class Place:
 
 
 class ParamPlaces:
-    """Implements `shards.registry.ParamPlaces`."""
+    """Implements `standins.owners.ParamPlaces`."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._places: dict[int, Place] = {}
@@ -139,7 +140,7 @@ _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "n
 class OptimizerStates:
     """Optimizers' states of offloaded parameters, as the optimizers see them, and the writes of masters and states.
 
-    Implements `shards.registry.OptimizerStates`. Owns how many updates each parameter has had, and what budgets leave
+    Implements `standins.owners.OptimizerStates`. Owns how many updates each parameter has had, and what budgets leave
     for states that plans do not count. The states themselves are the shards': there are none before an optimizer is
     built, and of each section all that its parameters' optimizers keep.
     """
@@ -408,8 +409,7 @@ def _words_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:
 
 
 class ParamAccess:
-    """The data and the gradient of a parameter. Implements `shards.registry.ParamAccess`. Implements
-    `shards.registry.ParamAccess`.
+    """The data and the gradient of a parameter. Implements `standins.owners.ParamAccess`.
 
     Reads and writes of single parameters go section by section through the store.
     """

@@ -1,6 +1,6 @@
 """This rank's part of one parameter, element by element: its values, and its optimizer states.
 
-torch.distributed.checkpoint reads and writes it piece by piece (`storage/shards/checkpointed.py`). Nothing moves
+torch.distributed.checkpoint reads and writes it piece by piece (`standins/checkpointed.py`). Nothing moves
 between ranks. `Parts` knows the load that runs now, since two things depend on what else it brings:
 
 * A bf16 value and the residual that completes it arrive in any order. So each is written by itself where the load
@@ -37,12 +37,13 @@ from zero_offload.checkpoint.values import (
 )
 from zero_offload.model.foundation import Foundation
 from zero_offload.model.params import OptimizerStates, ParamPlaces, Place
-from zero_offload.optim.state import BESIDE, STEP
+from zero_offload.optim.state import BESIDE
 from zero_offload.plan.boxes import Box, boxes_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.saved.tensors import runs
-from zero_offload.storage.shards.checkpointed import Holder, Part, Put
+from zero_offload.standins.checkpointed import Holder, Part, Put
+from zero_offload.standins.state_tensor import STEP
 from zero_offload.storage.shards.shard import Component, Shard
 from zero_offload.storage.shards.store import ShardStore
 
@@ -53,7 +54,7 @@ _HALF = "a checkpoint by torch.distributed.checkpoint.load"
 
 
 class Parts:
-    """Implements `shards.registry.Parts`."""
+    """Implements `standins.owners.Parts`."""
 
     def __init__(self, base: Foundation, places: ParamPlaces, states: OptimizerStates) -> None:
         self._places = places

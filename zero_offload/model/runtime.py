@@ -39,6 +39,8 @@ from zero_offload.model.assembly import Assembly
 from zero_offload.model.params import OptimizerStates
 from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.groups import Names
+from zero_offload.optim.optimizer import FusedOptimizer
+from zero_offload.optim.optimizers import ours_for
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors
@@ -46,8 +48,8 @@ from zero_offload.runtime.grads.gradients import check_closed
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.standins.owners import LossScaler, Trainer, not_adopted, owner_of
 from zero_offload.storage.files.base_file import BaseSpan, missing_text
-from zero_offload.storage.shards.registry import LossScaler, Trainer, not_adopted, owner_of
 from zero_offload.storage.shards.shard import Shard
 from zero_offload.storage.shards.store import ShardStore
 
@@ -64,7 +66,7 @@ Capture = Callable[[], dict[str, Any]]
 
 
 class ModelRuntime:
-    """One offloaded model, built by `offload()`; implements `shards.registry.Owner`."""
+    """One offloaded model, built by `offload()`; implements `standins.owners.Owner`."""
 
     def __init__(self, made: Assembly) -> None:
         base = self.base = made.base
@@ -136,6 +138,9 @@ class ModelRuntime:
             self.tracker.recover()
         self.grads.reduce_waiting()
         return self.grad_access.unscale(scaler.get_scale(), overflowed)
+
+    def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
+        return None if isinstance(optimizer, FusedOptimizer) else ours_for(optimizer)
 
     # Parameters beside the offloaded ones
 

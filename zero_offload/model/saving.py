@@ -31,7 +31,7 @@ from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.groups import check_groups, group_records, restore_groups
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.runtime.grads.gradients import check_closed
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 
 @dataclass(frozen=True)

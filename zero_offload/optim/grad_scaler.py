@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.groups import group_records
-from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted
+from zero_offload.standins.owners import Owner, by_owner, check_adopted
 
 INIT_SCALE = 2.0**16
 

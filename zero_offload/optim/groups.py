@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero_offload.base.alike import word_of
 from zero_offload.base.errors import CheckpointError, ConfigError
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 _NOT_HYPER = ("params", "optimizer")
 

@@ -29,7 +29,6 @@ from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.groups import Names, group_records, plain
 from zero_offload.optim.state import (
     BESIDE,
-    STEP,
     Entry,
     State,
     States,
@@ -42,8 +41,9 @@ from zero_offload.optim.state import (
     write_offloaded,
 )
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.storage.shards.checkpointed import INSTEAD, refuse_full
-from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.standins.checkpointed import INSTEAD, refuse_full
+from zero_offload.standins.owners import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.standins.state_tensor import STEP
 
 
 class FusedOptimizer(torch.optim.Optimizer):

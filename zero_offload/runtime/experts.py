@@ -30,13 +30,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.grads.sliced import GradSlices, WholeGrad
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.recompute import Autocast, keep_result, kept_result
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS
 from zero_offload.runtime.units.groups import Group, GroupReader, is_here
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 
 OneExpert = Callable[[Mapping[str, Tensor], Sequence[Tensor], Tensor, Tensor], Tensor]
 """one(values, more, hidden, weights) -> (n, width): an expert's part of the output for rows (n, width), each times its

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.saved.tensors import Saved
-from zero_offload.runtime.units.guard import ReadOnly
 from zero_offload.runtime.units.unit import Unit, UnitState
+from zero_offload.standins.guard import ReadOnly
 
 TRANSPORT_S = 5.0
 """Seconds that the thread of a process group may take to drop its tensors on a busy machine."""

@@ -25,10 +25,10 @@ from zero_offload.plan.quantized import take_state
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.recompute import Group, Recompute
 from zero_offload.runtime.saved.tensors import untraced
-from zero_offload.runtime.units.guard import LastHook, ProgramHook, refuse_copy
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.checkpointed import INSTEAD, refuse_full, refuse_savers
-from zero_offload.storage.shards.registry import Owner, owner_of
+from zero_offload.standins.checkpointed import INSTEAD, refuse_full, refuse_savers
+from zero_offload.standins.guard import LastHook, ProgramHook, refuse_copy
+from zero_offload.standins.owners import Owner, owner_of
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
 

@@ -17,8 +17,8 @@ from tests.helpers.reference import placed
 from zero_offload.model.api import runtime_of
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.runtime.pass_tracker import InputsWatch
-from zero_offload.runtime.units.guard import GuardedParameter
 from zero_offload.runtime.units.unit import UnitState
+from zero_offload.standins.guard import GuardedParameter
 
 
 def offloaded(nvme: Path, make: object = partial(TinyLM, WIDE)) -> tuple[nn.Module, ModelRuntime]:

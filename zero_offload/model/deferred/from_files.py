@@ -17,7 +17,7 @@ from zero_offload.checkpoint.hf_files import FileTensor
 from zero_offload.model.deferred.recipe import Recipe
 from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.quantized import offloaded_tensors
-from zero_offload.storage.shards.registry import keep_recipe, recipe_of
+from zero_offload.standins.owners import keep_recipe, recipe_of
 
 _DIGEST_NUMEL = 2048
 """Values that tell tensors apart: fine-tunes of one model differ in these of some parameter."""

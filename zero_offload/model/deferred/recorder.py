@@ -44,9 +44,9 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.types import MIB
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
-from zero_offload.runtime.units.guard import converts_module, name_of
+from zero_offload.standins.guard import converts_module, name_of
+from zero_offload.standins.owners import keep_recipe, recipe_of
 from zero_offload.storage.memory.heap import HeapTrimmer
-from zero_offload.storage.shards.registry import keep_recipe, recipe_of
 
 VALUES = ("init", "skip")
 

@@ -30,7 +30,7 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.registry import Owner, owner_of
+from zero_offload.standins.owners import Owner, owner_of
 
 
 class MicroBatches:

@@ -20,7 +20,7 @@ from zero_offload.runtime.ranks.collectives import Collectives
 
 
 class GradAccess:
-    """The gradients of one model, as its program sees them."""
+    """The gradients of one model, as its program sees them. Implements `standins.owners.GradSource`."""
 
     def __init__(self, grads: Gradients, collectives: Collectives) -> None:
         self.arriving, self.ledger, self.norms = grads, grads.ledger, grads.norms
@@ -40,6 +40,21 @@ class GradAccess:
         self._collectives.agreement.same("a look at .grad, which reduces gradients: all ranks look, or none")
         self.arriving.reduce_waiting()
         self.norms.know()
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return self.ledger.name_of(param)
+
+    def norm(self, param: nn.Parameter, order: float) -> torch.Tensor:
+        return self.norms.norm(param, order)
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        return self.norms.is_finite(param)
+
+    def is_zeroed(self, param: nn.Parameter) -> bool:
+        return param in self.ledger.zeroed
+
+    def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        self.ledger.scale(param, factor, divides=divides)
 
     def life_of(self, param: nn.Parameter) -> object:
         """An object that stays the same until the gradient held of `param` ends."""

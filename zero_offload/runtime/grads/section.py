@@ -24,8 +24,8 @@ from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SHARD_NUMEL, SectionLayout
-from zero_offload.runtime.grads.sliced import SlicedGrad
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.standins.sliced_grad import SlicedGrad
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.shards.drive_grads import AttachBuffer
 from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, StagedGrad, neighbours

@@ -40,7 +40,7 @@ from zero_offload.hardware.device import device_rng_states, set_device_rng_state
 from zero_offload.runtime.ranks.group import all_gather
 from zero_offload.runtime.saved.activations import VersionCheck
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, Unpack, runs, runs_again, saver_of, saving_hooks
-from zero_offload.storage.shards.registry import owner_of
+from zero_offload.standins.owners import owner_of
 
 Group = dist.ProcessGroup
 

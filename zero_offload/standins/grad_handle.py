@@ -1,4 +1,4 @@
-"""`.grad` of a parameter whose gradient rests elsewhere: a tensor without memory that `GradAccess` answers for.
+"""`.grad` of a parameter whose gradient rests elsewhere: a tensor without memory that `GradSource` answers for.
 
 It stands for the gradient that the next step uses: reduced, unscaled, fp32. Norms come from the sums that are known;
 scaling is a factor that the step multiplies by. So torch's clipping, a loss scaler and loggers of norms work, and no
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.runtime.grads.access import GradAccess
-from zero_offload.runtime.units.guard import ADDRESSES, name_of, named, no_step_of_others
-from zero_offload.storage.shards.registry import dropped_error
+from zero_offload.standins.guard import ADDRESSES, name_of, named, no_step_of_others
+from zero_offload.standins.owners import GradSource, dropped_error, owner_of
 
 
 class GradHandle(Tensor):
@@ -30,10 +29,10 @@ class GradHandle(Tensor):
 
     param: nn.Parameter
     life: object
-    _access: weakref.ref[GradAccess]
+    _access: weakref.ref[GradSource]
 
     @staticmethod
-    def of(param: nn.Parameter, access: GradAccess, life: object) -> GradHandle:
+    def of(param: nn.Parameter, access: GradSource, life: object) -> GradHandle:
         make: Any = Tensor._make_wrapper_subclass
         with torch._C.DisableTorchFunctionSubclass():
             # On meta for C++, which then finds no address that it might read; asked for its device it is the
@@ -45,7 +44,7 @@ class GradHandle(Tensor):
         return handle
 
     @property
-    def access(self) -> GradAccess:
+    def access(self) -> GradSource:
         """Those that hold the gradient. Raises ZeroOffloadError where it is over, or not complete."""
         access = self._access()
         if access is None:
@@ -58,7 +57,7 @@ class GradHandle(Tensor):
         access = self._access()
         if access is None:
             return dropped_error(self.param)
-        return no_step_of_others(access.ledger.name_of(self.param)) or access.refuse(self.param, what)
+        return no_step_of_others(access.name_of(self.param), owner_of(self.param)) or access.refuse(self.param, what)
 
     @classmethod
     def __torch_function__(
@@ -129,19 +128,19 @@ def _norm(
     whole = dim is None or len(dim) in (0, handle.dim())
     if not whole or keepdim or not ord >= 0:
         raise handle.refuse(f"a norm of order {ord} over dimensions {dim}")
-    norm = handle.access.norms.norm(handle.param, float(ord))
+    norm = handle.access.norm(handle.param, float(ord))
     return norm if dtype is None else norm.to(dtype)
 
 
 def _mul_(handle: GradHandle, factor: Any) -> GradHandle:
-    handle.access.ledger.scale(handle.param, _factor(handle, factor, "mul_"))
+    handle.access.scale(handle.param, _factor(handle, factor, "mul_"))
     return handle
 
 
 def _div_(handle: GradHandle, divisor: Any, *, rounding_mode: str | None = None) -> GradHandle:
     if rounding_mode is not None:
         raise handle.refuse(f"div_(rounding_mode={rounding_mode!r})")
-    handle.access.ledger.scale(handle.param, _factor(handle, divisor, "div_"), divides=True)
+    handle.access.scale(handle.param, _factor(handle, divisor, "div_"), divides=True)
     return handle
 
 
@@ -157,7 +156,7 @@ def _factor(handle: GradHandle, factor: Any, what: str) -> float | Tensor:
 def _clamp_(handle: GradHandle, min: Any = None, max: Any = None) -> GradHandle:
     low, high = (None if bound is None else _bound(handle, bound) for bound in (min, max))
     access = handle.access
-    if handle.param in access.ledger.zeroed and ((low or 0) > 0 or (high or 0) < 0):
+    if access.is_zeroed(handle.param) and ((low or 0) > 0 or (high or 0) < 0):
         raise handle.refuse(f"clamping zeros to [{low}, {high}]")
     access.clamp([handle.param], low, high)
     return handle
@@ -207,7 +206,7 @@ def _check_and_unscale_(func: Any, grads: list[Tensor], found_inf: Tensor, inv_s
     if plain := [grad for grad in grads if not isinstance(grad, GradHandle)]:
         func(plain, found_inf, inv_scale)
     for handle in _handles(grads):
-        if not handle.access.norms.is_finite(handle.param):
+        if not handle.access.is_finite(handle.param):
             found_inf.fill_(1.0)
             break
     for handle in _handles(grads):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from zero_offload.base.alike import Compared
     from zero_offload.hardware.kernels.arguments import Hyper
-    from zero_offload.storage.shards.checkpointed import Holder, Part
+    from zero_offload.standins.checkpointed import Holder, Part
 
 
 class Touched(Enum):
@@ -114,6 +114,37 @@ class StateReaders(Protocol):
     def before_loading(self, states: Iterable[Any]) -> None: ...
 
     def before_replacing(self, params: Iterable[nn.Parameter], names: Collection[str] | None = None) -> None: ...
+
+
+class GradSource(Protocol):
+    """What a `GradHandle` may be asked of a gradient that is held."""
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in its model."""
+
+    def refuse(self, param: nn.Parameter, what: str) -> ZeroOffloadError:
+        """The error for `what`, which needs the elements of a gradient."""
+
+    def check_held(self, param: nn.Parameter, life: object) -> None:
+        """Raise where this gradient is over, or is not complete."""
+
+    def norm(self, param: nn.Parameter, order: float) -> torch.Tensor:
+        """A scalar, fp32."""
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """True if each element is a finite number."""
+
+    def is_zeroed(self, param: nn.Parameter) -> bool:
+        """True if the program has set it to zeros, and no backward has added to it since."""
+
+    def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        """Multiply it by `factor`, or divide it."""
+
+    def clamp(self, params: Collection[nn.Parameter], low: float | None, high: float | None) -> None:
+        """Clip its elements to [low, high]; None is no bound."""
+
+    def zero(self, param: nn.Parameter) -> None:
+        """Let it be zeros, to which the next backward adds."""
 
 
 class OptimizerStates(Protocol):
@@ -243,6 +274,9 @@ class Owner(Protocol):
         """Raise where gradients that are used beside this model's differ over ranks; `squares` adds up theirs.
         Collective."""
 
+    def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """The call that makes an optimizer of this kind for offloaded parameters; None for one that is ours."""
+
     def added_since(self) -> dict[nn.Parameter, str]:
         """Trained parameters that its modules have got since `zo.offload`, with their names."""
 
@@ -300,6 +334,12 @@ def owner_of(param: torch.Tensor) -> Owner | None:
         return None
     found: Owner | None = entry[1]() if isinstance(entry[1], weakref.ref) else None
     return found
+
+
+def describe(param: nn.Parameter) -> str:
+    """Where a parameter rests, for messages."""
+    owner = owner_of(param)
+    return "a parameter" if owner is None else owner.places.describe(param)
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.host import host_reserved
 from zero_offload.plan.boxes import Box
+from zero_offload.standins.checkpointed import METADATA, Checkpointed, Part, wrapper
 from zero_offload.storage.files.system import naming_errors
-from zero_offload.storage.shards.checkpointed import METADATA, Checkpointed, Part, wrapper
 
 _COPY_NUMEL = 1 << 20
 """Elements that are copied at once."""

@@ -37,12 +37,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
-from zero_offload.optim.optimizer import FusedOptimizer
-from zero_offload.optim.optimizers import ours_for
 from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.runtime.units.derived import Derived
-from zero_offload.storage.shards.registry import Owner, Touched, dropped_error, owner_of
+from zero_offload.standins.derived import Derived
+from zero_offload.standins.owners import Owner, Touched, dropped_error, owner_of
 
 _HARMLESS_PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
@@ -727,7 +725,7 @@ def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
         return _no_conversion(param)
     if owner_of(param) is None:
         return dropped_error(param)
-    if (error := no_step_of_others(_describe(param))) is not None:
+    if (error := no_step_of_others(_describe(param), _owner(param))) is not None:
         return error
     return ZeroOffloadError(
         f"{name_of(func)} needs the data of parameter {_describe(param)}, outside of the model's forward. Use 'with "
@@ -740,7 +738,7 @@ def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
 def _changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
     if converts_module() or func is Tensor.share_memory_:
         return _no_conversion(param)
-    if (error := no_step_of_others(_describe(param))) is not None:
+    if (error := no_step_of_others(_describe(param), _owner(param))) is not None:
         return error
     return ZeroOffloadError(
         f"{name_of(func)} changes parameter {_describe(param)}, outside of the model's forward: the change would be "
@@ -774,17 +772,17 @@ def converts_module() -> bool:
     return frame is not None
 
 
-def no_step_of_others(param: str) -> ZeroOffloadError | None:
-    """The error for an optimizer that is not ours, if the step of one asks."""
+def no_step_of_others(param: str, owner: Owner | None) -> ZeroOffloadError | None:
+    """The error for an optimizer that is not ours, if the step of one asks; `param` is a text, `owner` its own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         optimizer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(optimizer, FusedOptimizer):
-            return None
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if owner is not None and isinstance(optimizer, torch.optim.Optimizer):
+            if (ours := owner.instead_of(optimizer)) is None:
+                return None
             return ZeroOffloadError(
                 f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__} cannot step parameter "
-                f"{param}: values, gradients and states rest elsewhere. Step with {ours_for(optimizer)}"
+                f"{param}: values, gradients and states rest elsewhere. Step with {ours}"
             )
         frame = frame.f_back
     return None
