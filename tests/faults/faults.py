@@ -262,8 +262,8 @@ FAULTS = [
     fault(
         "a second micro-batch replaces the gradient of the first",
         "runtime/grads/gradients.py",
-        "section.entry.add(index, grad, adds=index in section.holding)",
-        "section.entry.add(index, grad, adds=False)",
+        "section.unreduced.add(index, grad, adds=index in section.holding)",
+        "section.unreduced.add(index, grad, adds=False)",
         PLACEMENTS,
     ),
     fault(

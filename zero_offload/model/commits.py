@@ -2,9 +2,9 @@
 
 Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
 thread when the update is complete, which fixes what the generation is made of. It goes on on a thread of its own. Moves
-no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change. `add` per step,
-`complete` where the program has more to say, `launch_due`. `set_aside` when the program has written states itself.
-`drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
+no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `forget_record` before states change. `add` per step,
+`complete_record` where the program has more to say, `launch_due`. `set_aside` when the program has written states
+itself. `drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
 
 [Note: how ranks commit the same steps]
 A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone
@@ -64,7 +64,7 @@ class Commits:
         `every`: as in `OffloadConfig.commit_every`; `is_first_rank`: this rank's clock counts."""
         self._keeper = keeper
         self._snapshots = snapshots
-        self._updates, self._commits = workers
+        self._update_worker, self._commit_worker = workers
         self._unit_order = unit_order
         self._every = every
         self._holds = Holds.GENERATION
@@ -73,7 +73,7 @@ class Commits:
         self._is_due = False
         """True if a step is to become a generation: the last one or, where its states were replaced, the next."""
         self.completes = False
-        """True if this run calls `complete`: then a record without its part belongs to a step that broke off."""
+        """True if this run calls `complete_record`: then a record without its part belongs to a step that broke off."""
         self._clock: CommitClock | None = None
         if isinstance(every, str) and is_first_rank and keeper is not None:
             self._clock = CommitClock(every)
@@ -90,7 +90,7 @@ class Commits:
         if self._clock is not None:
             self._clock.restart()
 
-    def drop(self) -> None:
+    def forget_record(self) -> None:
         """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
         self._advance(Holds.GENERATION)
 
@@ -100,7 +100,7 @@ class Commits:
         self._holds, self._latest = to, record
 
     def set_aside(self) -> None:
-        """The program has written states of its own: the last step is committed only if it says so by `complete`."""
+        """The program has written states of its own: the last step is committed only if `complete_record` follows."""
         if self._holds in REPLACED:
             self._advance(REPLACED[self._holds], self._latest)
 
@@ -137,7 +137,7 @@ class Commits:
             record.step % self._every == 0 if isinstance(self._every, int) else self._is_due_by_time
         )
 
-    def complete(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
+    def complete_record(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
 
         A generation may have that step already. It is written again if states were replaced since, or the program says
@@ -156,7 +156,7 @@ class Commits:
 
     @property
     def _is_replaced(self) -> bool:
-        """True if the program has replaced states, which are no step's until it says so by `complete`."""
+        """True if the program has replaced states, which are no step's until it says so by `complete_record`."""
         return self._holds not in (Holds.GENERATION, Holds.STEP)
 
     def launch_due(self) -> None:
@@ -166,18 +166,18 @@ class Commits:
 
     def launch_latest(self) -> None:
         """Make the last step a generation, unless it is one."""
-        record, keeper, commits = self._latest, self._keeper, self._commits
-        self.drop()
+        record, keeper, worker = self._latest, self._keeper, self._commit_worker
+        self.forget_record()
         self._is_due = False
-        if record is None or keeper is None or commits is None:
+        if record is None or keeper is None or worker is None:
             return
         snapshots, order = self._snapshots, self._unit_order()
 
         def take() -> None:
             snapshot = snapshots.take(order)
-            commits.submit(lambda: keeper.commit(record, snapshot))
+            worker.submit(lambda: keeper.commit(record, snapshot))
 
-        self._updates.submit(take)
+        self._update_worker.submit(take)
         # Not before: what was never submitted is never over.
         self._num_launched += 1
         if self._clock is not None:
@@ -194,7 +194,7 @@ class Commits:
             )
         # The script may also have ended between `step` and `commit`.
         if self._is_replaced or (self.completes and record is not None and record.rng is None):
-            self.drop()
+            self.forget_record()
 
     def _missing_in(self, record: StepRecord | None) -> str:
         """A clause about states that the program has replaced, which a resume will not find."""
@@ -209,15 +209,15 @@ class Commits:
     def drain(self) -> None:
         """Wait for updates, and for commits. Raises the first error."""
         try:
-            self._updates.drain()
+            self._update_worker.drain()
         finally:
-            if self._commits is not None:
-                self._commits.drain()
+            if self._commit_worker is not None:
+                self._commit_worker.drain()
 
     def shutdown(self) -> None:
         """Both threads end with what was submitted."""
         try:
-            self._updates.shutdown()
+            self._update_worker.shutdown()
         finally:
-            if self._commits is not None:
-                self._commits.shutdown()
+            if self._commit_worker is not None:
+                self._commit_worker.shutdown()

@@ -53,7 +53,7 @@ class ModelEnd:
                 pass  # the program has had its KeyboardInterrupt
             finally:
                 if not whole:
-                    commits.drop()
+                    commits.forget_record()
                 # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
                 together = ranks.all_come("zo.close, which all ranks call", surely=whole and not is_raised)
                 # It may also have struck ranks at different steps.
@@ -106,7 +106,7 @@ class ModelEnd:
         told, step = self.errors.is_raised, self.commits.pending_step
         try:
             self.store.read_lazy()
-            self.commits.drop()
+            self.commits.forget_record()
             with suppress(UpdateInterrupted):
                 self.commits.drain()
             if step and self.files.keeper is not None:

@@ -430,7 +430,7 @@ class ModelRuntime:
                 'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
             )
-        self._commits.complete(lambda: self._record(capture, extra), in_step=self._has_new_grads)
+        self._commits.complete_record(lambda: self._record(capture, extra), in_step=self._has_new_grads)
 
     def drain(self) -> None:
         """Wait for updates and commits that are under way. Raises the first error."""
@@ -483,7 +483,7 @@ class ModelRuntime:
             rng = saved.rng_of(self.ranks.rank) if same_ranks else None
         self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
         self.grads.reset()
-        self._commits.drop()
+        self._commits.forget_record()
         self.life.half_loaded = str(path)
         if not masters_only:
             saved.tell_conversion(self.layout)

@@ -148,7 +148,7 @@ class Updates:
         torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
         self._grads.clear(params)
         # Between here and the next record nothing says which step the states are of.
-        self.commits.drop()
+        self.commits.forget_record()
         self._run(sections, updates)
         if not in_backward:
             self._prefetcher.refresh_kept()

@@ -49,7 +49,7 @@ def _run(runtime: Runtime, commits: Commits, num_steps: int, begin: int = 0) -> 
     for runtime.step in range(begin + 1, begin + num_steps + 1):
         commits.note_due(commits.is_due_by_clock())
         commits.add(_record(runtime.step), 1.0, 0.0)
-        commits.complete(lambda: _record(runtime.step, f"after {runtime.step}"))
+        commits.complete_record(lambda: _record(runtime.step, f"after {runtime.step}"))
 
 
 @pytest.fixture(name="runtime")
@@ -91,7 +91,7 @@ def test_other_ranks_do_as_the_first_one_says(runtime: Runtime) -> None:
         assert not commits.is_due_by_clock()
         commits.note_due(runtime.step in (2, 7))
         commits.add(_record(runtime.step), 1.0, 0.0)
-        commits.complete(lambda: _record(runtime.step, f"after {runtime.step}"))
+        commits.complete_record(lambda: _record(runtime.step, f"after {runtime.step}"))
     assert [step for step, _ in runtime.committed] == [2, 7]
 
 
@@ -130,7 +130,7 @@ def _step(commits: Commits, runtime: Runtime) -> None:
     """As the model's runtime does it, by a program that never completes its steps."""
     runtime.step += 1
     commits.launch_due()
-    commits.drop()
+    commits.forget_record()
     commits.add(_record(runtime.step), 1.0, 0.0)
 
 
@@ -150,7 +150,7 @@ def test_a_due_step_waits_where_only_replaced_states_are_there(runtime: Runtime)
     commits = runtime.commits(2)
     for _ in range(2):
         _step(commits, runtime)
-    commits.drop()  # step 3 began, and broke off
+    commits.forget_record()  # step 3 began, and broke off
     commits.set_aside()
     commits.launch_due()
     _step(commits, runtime)
@@ -163,5 +163,5 @@ def test_a_program_says_that_replaced_states_are_the_steps(runtime: Runtime) -> 
     for _ in range(2):
         _step(commits, runtime)
     commits.set_aside()
-    commits.complete(lambda: _record(2, "replaced"))
+    commits.complete_record(lambda: _record(2, "replaced"))
     assert runtime.committed == [(2, "replaced")]

@@ -1,4 +1,4 @@
-"""What a plan of a model by its name or size is for: units, machine, batch; and the placement that follows from them.
+"""A `Request` for a plan, of a folder or of a model by its name or size: units, machine, batch; and its placement.
 
 Never prints. The calls: a `Request`, `with_budgets` for a machine that is given whole; `plan_request` plans it;
 `offers` plans again with more of something, `ways_of` has what would fit.

@@ -106,7 +106,10 @@ class GradAccess:
                 )
                 found[section.params[index]] = copy.view(section.layout.params[index].spec.shape)
             if indices:
-                section.store.flush(() if brought else None)
+                if brought:
+                    section.store.end_view()
+                else:
+                    section.store.complete()
         return found
 
     def squares(self, params: Collection[nn.Parameter]) -> float:

@@ -141,9 +141,9 @@ class Gradients:
         opened = self._spans.open(Lane.GRADS, section.store.unit)
         takes_turns = bool(self.coming) and self.reduces
         if self._collectives.world_size == 1:
-            section.entry.add(index, grad, adds=index in section.holding)
+            section.unreduced.add(index, grad, adds=index in section.holding)
         elif self.defers:
-            section.entry.add(index, grad, adds=index in section.waiting)
+            section.unreduced.add(index, grad, adds=index in section.waiting)
             section.waiting.add(index)
             self.has_deferred = True
         else:
@@ -183,7 +183,7 @@ class Gradients:
             self._reductions.finish()
         if self._downloads is not None:
             for section in self.ledger.sections:
-                section.entry.flush()
+                section.unreduced.complete()
             self._downloads.close_open()
         self.norms.clear()
         if not self.defers:
@@ -255,7 +255,7 @@ class Gradients:
             section.end_micro_batch()
             return
         section.complete(defers=self.defers)
-        section.entry.flush()
+        section.unreduced.complete()
 
     def _is_coming(self, param: nn.Parameter) -> bool:
         """True if other micro-batches add to this gradient, or to another gradient that is reduced with it."""
@@ -328,7 +328,7 @@ class Gradients:
             local.add(index, grad, adds=index in section.waiting)
         section.set_aside()
         self._drop_partial(section)
-        local.flush()
+        local.complete()
 
     def _reduce(self, section: GradSection, of_one: bool) -> None:
         """Launch the reduction of what was gathered."""
@@ -386,7 +386,7 @@ class Gradients:
             section.partial.add_local(local, section.waiting, section.arrived)
         section.join_waiting()
         local.drop()
-        local.flush(())
+        local.end_view()
 
     def clear(self, params: Iterable[nn.Parameter], *, by_program: bool = False) -> None:
         """A step has taken these parameters' gradients, or the program drops them: the next backward starts afresh."""

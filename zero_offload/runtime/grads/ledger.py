@@ -183,7 +183,7 @@ class GradLedger:
         """Sum up what was changed where it rests, and let it leave for where it was."""
         if self._changed is not None:
             (section, indices), self._changed = self._changed, None
-            section.store.flush(indices)
+            section.store.end_view(indices)
 
     def change(self, section: GradSection, indices: Collection[int]) -> None:
         """The program changes these gradients of a section where they rest, now and until `save_changed`."""

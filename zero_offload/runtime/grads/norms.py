@@ -119,7 +119,7 @@ class GradNorms:
         for section in sections:
             section.land()
             if section.exposed:  # the user may have changed it through `.grad`
-                section.store.flush(section.exposed & section.holding)
+                section.store.end_view(section.exposed & section.holding)
         if self._downloads is not None and sections:
             self._downloads.sums.read([each.store.sums for each in sections], sections[0].store.unit)
 
@@ -196,5 +196,8 @@ class GradNorms:
         found = torch.stack(norms)
         powers = found if order == math.inf else found.pow(order or 1) / section.layout.num_copies
         values: list[float] = powers.tolist()
-        store.flush(() if brought else None)
+        if brought:
+            store.end_view()
+        else:
+            store.complete()
         return values

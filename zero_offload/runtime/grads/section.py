@@ -57,7 +57,7 @@ class GradState(Enum):
     ARRIVING = "arriving"  # a backward delivers them
     WAITING = "waiting"  # sums of earlier backwards: a later one reduces them, or updates with them
     REDUCING = "reducing"  # ranks add theirs up
-    HELD = "held"  # all that the backward delivers is where it rests
+    HELD = "held"  # all that the backward delivers is here or on its way to its place; `land` waits for that
     TAKEN = "taken"  # a step has them
 
 
@@ -116,8 +116,9 @@ class GradSection:
 
     def __post_init__(self) -> None:
         self.layout: SectionLayout = self.section.layout
-        self.entry: FreshGrads | GradStore = self.fresh or self.local or self.store
-        """Takes gradients that are not reduced as they arrive."""
+        self.unreduced: FreshGrads | GradStore = self.fresh or self.local or self.store
+        """Takes gradients that are not reduced as they arrive: by way of `fresh` on a GPU; else at once `local`, where
+        a sum over ranks follows later, or `store`."""
 
     # Their way
 
@@ -286,7 +287,7 @@ class FreshGrads:
         if index in self._sliced:
             self._add_to_store(more=True)
 
-    def flush(self) -> None:
+    def complete(self) -> None:
         """The section is complete: what has arrived goes to rest."""
         self._add_to_store()
         self._downloads.advance()

@@ -81,7 +81,7 @@ class DriveRoom:
         """Drop gradients whose writes are not launched."""
         while self._open:
             for store in self._of(self._open[-1]):
-                store.flush(())
+                store.end_view()
             self._open.pop()
 
     def detach_pages(self) -> bool:
@@ -153,9 +153,12 @@ class DriveGrads(HostGrads):
         self.widen()
         self.open()
 
-    def flush(self, changed: Collection[int] | None = None) -> None:
-        super().flush(changed)
-        if changed is None or changed:
+    def complete(self) -> None:
+        self._room.launch_writes(self.layout.index)
+
+    def end_view(self, changed: Collection[int] = ()) -> None:
+        super().end_view(changed)
+        if changed:
             self._room.launch_writes(self.layout.index)
         else:
             self._drop_array()

@@ -139,8 +139,11 @@ class GradStore:
     def open_pages(self) -> None:
         """Take the pages of fp32 gradients, where they come and go. All ranks do, with or without gradients."""
 
-    def flush(self, changed: Collection[int] | None = None) -> None:
-        """The section is complete (None), or what `view` has fetched is used: pages that only that needs go.
+    def complete(self) -> None:
+        """All that this backward delivers is here: its writes are launched, if gradients rest elsewhere."""
+
+    def end_view(self, changed: Collection[int] = ()) -> None:
+        """The caller is done with what `view` has fetched: pages that only that needs go.
 
         Of what was `changed` meanwhile sums are made again. It is written first, if gradients rest elsewhere.
         """
@@ -300,7 +303,7 @@ class HostGrads(GradStore):
         for index, grad in grads.items():
             self._write(index, grad, adds=index in adds)
         if not more:
-            self.flush()
+            self.complete()
 
     def _may_keep(self, grad: torch.Tensor) -> bool:
         """True if a gradient may stay as autograd has made it."""

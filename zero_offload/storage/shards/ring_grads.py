@@ -172,9 +172,9 @@ class RingDriveGrads(RingGrads, DriveGrads):
         if self._span is None:
             super().launch_write()
 
-    def flush(self, changed: Collection[int] | None = None) -> None:
-        if changed is None or changed or self._span is None:
-            super().flush(changed)
+    def end_view(self, changed: Collection[int] = ()) -> None:
+        if changed or self._span is None:
+            super().end_view(changed)
 
     def _moved(self, array: torch.Tensor) -> None:
         self._await_writes()
