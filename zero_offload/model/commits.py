@@ -2,9 +2,9 @@
 
 Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
 thread when the update is complete, which fixes what the generation is made of. It goes on on a thread of its own. Moves
-no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `forget_record` before states change. `add` per step,
-`complete_record` where the program has more to say, `launch_due`. `set_aside` when the program has written states
-itself. `drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
+no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `forget_record` before states change. `add`
+per step, `complete_record` where the program has more to say, `launch_due`. `set_aside` when the program has written
+states itself. `drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
 
 [Note: how ranks commit the same steps]
 A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone
