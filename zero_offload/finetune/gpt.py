@@ -1,7 +1,7 @@
 """A small, plain GPT: pre-norm blocks, rotary positions, causal attention, bytes as its vocabulary.
 
-Owns the model, its presets and their parameter counts (pure functions of a `GPTConfig`); knows nothing of
-tiers or ranks: it is an ordinary `nn.Module` and trains without this package just as well.
+Owns the model, its presets and their parameter counts (pure functions of a `GPTConfig`). Knows nothing of tiers or
+ranks. It is an ordinary `nn.Module`, which trains without this package just as well.
 
 Calls, in order: `preset(name)` -> `GPT(config, seed)` -> `model(tokens)` -> `next_token_loss(...)`, and
 `generate(model, prompt, ...)` for a sample of text.
@@ -30,7 +30,7 @@ _WEIGHT_STD = 0.02
 
 
 class Recompute(StrEnum):
-    """What backward computes again instead of keeping it since forward."""
+    """The part of a forward that backward computes again instead of keeping its tensors."""
 
     NONE = "none"
     BLOCK = "block"

@@ -1,7 +1,7 @@
 """The parts that a run and its model are made of: kept in `run.json` as it begins, compared at every start from it.
 
-Owns the record, and the errors that name the first field in which a folder is not the one that a run began with. Where
-files lie is no part of it. The calls: `made_of` for what a folder is now; `check_folder` against a run's record, and
+Owns the record, and the errors that name the first field in which a folder differs from the run's first one. Places of
+files are not compared. The calls: `made_of` for what a folder is now; `check_folder` against a run's record, and
 `check_outputs` for a folder that a run has left; `version_notes`.
 """
 

@@ -1,7 +1,7 @@
-"""What a fine-tuning run leaves in OUT: the weights of the best evaluation, and at the end the model with its card.
+"""The outputs of a fine-tuning run in OUT: the weights of the best evaluation, and at the end the model with its card.
 
 Owns OUT/best, the order in which files get their names in OUT, and the text of the model card. A kill at any moment
-leaves in OUT either the model that was there, or one without its config, which loads nowhere, or the new one.
+leaves in OUT the model that was there, the new one, or one without its config, which loads nowhere.
 
 The calls: `Weights.keep` at an evaluation or at the end, on every rank; `Weights.publish`, on rank 0; `merge`, on every
 rank; `Weights.clear`.
@@ -52,7 +52,7 @@ from zero_offload.storage.files.system import naming_errors, replace_file
 BEST, MERGED, CARD = "best", "merged", "README.md"
 _LISTING = "listing.json"
 _CONFIGS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
-"""One of them makes a folder one that loads: it is the last to get its name, and the first to lose it."""
+"""One of them makes a folder loadable: it is the last to get its name, and the first to lose it."""
 _PUBLISHED = "published"
 """The key in run.json of the files that a run has put into OUT for its user."""
 _PACKAGES = ("zero_offload", "torch", "transformers", "peft", "trl", "datasets")
@@ -207,7 +207,7 @@ def _complete(place: Path, folder: ModelFolder) -> None:
         words = json.loads(config.read_text(encoding="utf-8"))
         words["use_cache"] = getattr(folder.config, "use_cache", True)  # training has none
         replace_file(config, json.dumps(words, indent=2).encode())
-    (place / CARD).unlink(missing_ok=True)  # peft writes one that says nothing
+    (place / CARD).unlink(missing_ok=True)  # peft writes a card without content
     generation = folder.path / "generation_config.json"
     if generation.is_file() and not (place / generation.name).is_file():
         shutil.copyfile(generation, place / generation.name)

@@ -69,14 +69,14 @@ SHRINKS = "warmup_shrinks"
 COUNTS = "tokens"
 """The entry that has the counts of its data."""
 MAY_CHANGE = ("epochs", "patience", "samples", "merge")
-"""What a run may go on with, beside what every run may."""
+"""Settings with which a run may go on, beside those that every run may change."""
 _TOLD_BY_DATA = ("method", "text")
 _HOW_FAR = ("steps", "epochs", "patience")
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a run reached."""
+    """The result of a run."""
 
     ending: Ending
     step: int
@@ -251,20 +251,20 @@ def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
 
 
 def _changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What differs from the run's last start and changes numbers."""
+    """Differences from the run's last start that change numbers."""
     for name in ("ranks", "steps", "lr", "clip"):
         if (before := earlier.get(name, now[name])) != now[name]:
             yield f"the run had {name}={before:g} and now has {name}={now[name]:g}"
 
 
 def _identity(job: Job) -> dict[str, Any]:
-    """What decides the run, and how far it goes."""
+    """The settings that decide the run, and how far it goes."""
     told = {"steps": job.num_steps, "eval_every": job.eval_every, "ranks": job.ranks.size}
     return job.config.arguments() | told | {"text": job.prepared.key}
 
 
 def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
-    """What the run takes, said to `progress`, and the settings that it is planned with: the first rank's."""
+    """The plan of the run, told to `progress`, and the settings that it is planned with: the first rank's."""
     config = job.config
     found: tuple[dict[str, Any], OffloadConfig] | None = None
     if job.ranks.is_first:
@@ -423,7 +423,7 @@ def _list_files(out: Path, *, is_finished: bool) -> None:
 
 
 def _outputs(run_dir: RunDir) -> dict[str, Any]:
-    """What the end of an earlier start has written into OUT; empty where it did not come to its end."""
+    """The outputs that the end of an earlier start has written into OUT; empty where it did not come to its end."""
     file = run_dir.path / RUN_FILE
     found = read_json(file).get("outputs") if file.is_file() and is_published(run_dir.path) else None
     return found if isinstance(found, dict) else {}

@@ -1,11 +1,11 @@
-"""What a fine-tuning run is asked to do: `FinetuneConfig`, checked whole and then never changed.
+"""The settings of a fine-tuning run: `FinetuneConfig`, checked whole and then never changed.
 
 Owns the names, defaults and rules of the settings of `finetune`; those of tiers and storage are `OffloadConfig`'s.
 Never reads the model, the data or the run directory.
 
-Calls, in order: `FinetuneConfig.from_tables(*read_tables(path, TABLE))`, which raises one ConfigError listing every
-problem of both tables; `with_length` and `with_method` once the model and the data have told them; then read the
-fields, `arguments()`, `to_toml()`.
+Calls, in order: `FinetuneConfig.from_tables(*read_tables(path, TABLE))` raises one ConfigError listing every problem of
+both tables. `with_length` and `with_method` follow once the model and the data have told them. Then read the fields,
+`arguments()`, `to_toml()`.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class FinetuneConfig:
     lora_alpha: float = 0.0
     """Adapters are scaled by alpha / rank; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """What gets adapters, as `Targets` takes it; () is all linear layers but the output's, and of mixtures that peft
-    knows experts and routers."""
+    """Targets of adapters, as `Targets` takes them. () is all linear layers but the output's, and of mixtures that peft
+    knows experts and routers.
+    """
     quantize: str = ""
-    """What the frozen linear layers become, one of `QUANTIZATIONS`; "" leaves them as they are."""
+    """The form that the frozen linear layers take, one of `QUANTIZATIONS`; "" leaves them as they are."""
     group_size: int = 0
     """Frozen experts of a layer that are fetched together; 0 is as many as 256 MiB hold."""
     merge: bool = False
@@ -164,8 +165,10 @@ class FinetuneConfig:
         return self.eval_every or max(1, num_steps // 10)
 
     def warmup_of(self, num_steps: int, *, shrinks: bool) -> float:
-        """What Trainer is given. It rounds a share up, and its first step of warm-up has rate 0: where the share is
-        less than a step, that step would train nothing, so warm-up `shrinks` to none. Older runs keep theirs."""
+        """The warm-up that Trainer is given. Trainer rounds a share up, and its first step of warm-up has rate 0. Where
+        the share is less than a step, that step would train nothing, so warm-up `shrinks` to none. Older runs keep
+        theirs.
+        """
         return 0 if shrinks and self.warmup < 1 and num_steps * self.warmup < 1 else self.warmup
 
     def warmup_steps(self, num_steps: int, *, shrinks: bool) -> int:

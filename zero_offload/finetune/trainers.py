@@ -1,8 +1,8 @@
 """The trainers of `finetune`: TRL's and transformers' loops, with what a run logs, evaluates, keeps and stops by.
 
-Owns what happens between a step and its commit, in this order: the figures, the evaluation with its texts and the best
-weights, the row of metrics. So what a generation has seen is never missing from the metrics. What an evaluation found
-is in Trainer's history, which is part of the generation: which one was best, and when patience ends, follows from it.
+Owns the order between a step and its commit: the figures, the evaluation with its texts and the best weights, the row
+of metrics. So what a generation has seen is never missing from the metrics. Results of evaluations are in Trainer's
+history, which is part of the generation. The best evaluation, and the end of patience, follow from it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _Base: Any = object
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same in the whole run."""
+    """The values that are the same in the whole run."""
 
     config: FinetuneConfig
     folder: ModelFolder
@@ -262,7 +262,7 @@ class FinetuneMixin(OffloadMixin):
         return [] if best is None else [best["step"]]
 
     def _texts(self) -> list[str]:
-        """What the model writes now, to the first prompts of the evaluation's data."""
+        """Texts that the model writes now, to the first prompts of the evaluation's data."""
         job, tokenizer, texts = self._job, self._job.folder.tokenizer, []
         for prompt in _prompts(job):
             ids = torch.tensor([prompt], dtype=torch.long, device=self.args.device)
@@ -294,7 +294,7 @@ def _prompts(job: Job) -> list[list[int]]:
 
 
 def _in_a_line(text: str) -> str:
-    """What a young model writes must not steer a terminal."""
+    """Make one line of a young model's text, which must not steer a terminal."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
 

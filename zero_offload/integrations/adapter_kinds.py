@@ -1,9 +1,9 @@
 """Adapter folders by peft's meaning: which are loaded, and what those of PiSSA and OLoRA take out of the base.
 
-Owns the closed lists. A kind, an initialization or a field that is in none of them is refused by its name: peft may
-compute from it something that no file has. The model that was saved is right, not the one that peft loads.
-The calls: `check_adapter_words` on adapter_config.json, before anything is built; `plain_init` as the model is built;
-then `residuals`, whose recipes `zo.offload` carries out one weight at a time.
+Owns the closed lists. A kind, an initialization or a field outside of these lists is refused by its name. peft may
+compute something from it that no file has. The saved model is right, not peft's load of it. The calls:
+`check_adapter_words` on adapter_config.json, before anything is built; `plain_init` as the model is built; then
+`residuals`, whose recipes `zo.offload` carries out one weight at a time.
 """
 
 from __future__ import annotations

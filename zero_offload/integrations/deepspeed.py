@@ -1,6 +1,6 @@
-"""What a JSON config of DeepSpeed means here: its keys as tables, read into settings of `OffloadConfig`.
+"""JSON configs of DeepSpeed: their keys as tables, read into settings of `OffloadConfig`.
 
-Owns the names of those keys and what becomes of each: a setting, a line of the script, no effect, or a refusal because
+Owns the names of those keys and the effect of each: a setting, a line of the script, or none. A key is refused where
 results would change. Never makes a config: `OffloadConfig.from_deepspeed` does, of what `read_deepspeed` returns. The
 config lies below and imports nothing of this: `CONFIG_READERS` has the reader from when the package is imported.
 
@@ -220,11 +220,11 @@ class DeepSpeedReading:
     settings: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     script: list[str] = field(default_factory=list)
-    """What the script does instead, a line each."""
+    """Lines of the script that do it instead."""
     ignored: list[str] = field(default_factory=list)
 
     def report(self) -> str:
-        """What the user should know beside the config. Empty if all of the file is in the config."""
+        """A text for the user beside the config. Empty if all of the file is in the config."""
         lines = [
             f"{self.name} is OffloadConfig({', '.join(f'{key}={value!r}' for key, value in self.settings.items())})"
         ]

@@ -10,8 +10,8 @@ waits for a GPU six times, since such a forward looks for the experts that have 
 `_check` compares all of this on a few numbers.
 
 Adapters of peft on experts (`target_parameters`) are `ParamWrapper`s, which put the whole adapted parameter in the
-place of the base's. They get a class of ours, which leaves the parameter as it is and says what it would have added:
-each expert's values are adapted when they are here.
+place of the base's. They get a class of ours, which leaves the parameter as it is and gives the values to add. Each
+expert's values are adapted when they are here.
 
 Imports transformers and peft only when they are needed.
 """
@@ -49,7 +49,7 @@ _DIRECT = "_zero_offload_direct"
 
 
 class _Adapter(NamedTuple):
-    """What an active adapter adds to a parameter of experts: scaling * lhs @ rhs, of each expert."""
+    """The change that an active adapter makes to a parameter of experts: each expert gets scaling * lhs @ rhs."""
 
     module: nn.Module
     name: str
@@ -72,8 +72,9 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     default a group takes at most 256 MiB, in the dtype that its parameters have now, and has at least one expert.
     Adapters of peft, on experts too, come before this call.
 
-    Raises ConfigError for a model without such experts, for quantized experts, for a class of experts that adds up in
-    another way, and for a group size that is not a number from 1 on; ImportError where transformers is missing.
+    Raises ConfigError for a model without such experts, for quantized experts, and for a class of experts that adds up
+    in another way. Raises ConfigError too for a group size that is not a number from 1 on; ImportError where
+    transformers is missing.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"zo.group_experts takes a module, not a {type(model).__name__}")
@@ -160,9 +161,9 @@ def _values_of(module: Any) -> dict[str, nn.Parameter]:
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls in the place of the module's forward."""
+    """The function that transformers calls in the place of the module's forward."""
     owner = _owner_of(module)
-    if owner is None or experts_of(module) is None:  # a model built from the config of one that is grouped
+    if owner is None or experts_of(module) is None:  # a model built from the config of a grouped model
         return _eager(module, hidden_states, top_k_index, top_k_weights)
     if hasattr(module, "parametrizations"):
         raise ConfigError(
@@ -244,7 +245,7 @@ def _alone(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: T
 
 
 def _directly(module: Any, values: Mapping[str, Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
-    """What `_alone` returns, for a class that does no more than it tells transformers."""
+    """The result of `_alone`, for a class that does no more than it tells transformers."""
     before = "gate_up_proj" if module.has_gate else "up_proj"
     inner = _project(module, values, before, hidden)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)

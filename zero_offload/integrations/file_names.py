@@ -1,4 +1,4 @@
-"""What the files of a Hugging Face folder call the parameters of a model, and which of them are one parameter there."""
+"""Names of a model's parameters in the files of a Hugging Face folder, and which of them are one parameter there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class FileNames:
-    """What a folder's files call the parameters and buffers of a model."""
+    """Names of a model's parameters and buffers in a folder's files."""
 
     known: Mapping[str, str] | None = None
     """The model's name of each tensor in the files; others are not read. None: the files' names behind `prefix`."""

@@ -1,8 +1,9 @@
 """Checks what a Hugging Face folder lacks before `from_pretrained` can load it, as `zero-offload verify` tells.
 
-Owns the list of what such a folder must have: config, weights that are whole by their headers and index, each tensor of
-the model that the config names, a tokenizer for a model of words. Reads headers and JSON only, and writes nothing.
-transformers is imported if it is there; without it tensors are not compared with the model. The call: `check_folder`.
+Owns the list of required parts. They are a config, weights that are whole by their headers and index, and each tensor
+of the model that the config names. A model of words needs a tokenizer too. Reads headers and JSON only, and writes
+nothing. transformers is imported if it is there; without it tensors are not compared with the model. The call:
+`check_folder`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The gate for folders of others: a file of theirs becomes an object of a library, or one ConfigError that names it.
 
 Owns what a file may hold before a library sees it: how deep JSON is, how large sizes are. And it says whose fault an
-exception is: of a drive, of memory and of this package it is passed on, of any other kind it is about the file. Each
-call stands around one library's call, never around a command. The calls: `read_object`, `check_sizes`, `reading`.
+exception is. An exception of a drive, of memory or of this package is passed on; any other is about the file. Each call
+stands around one library's call, never around a command. The calls: `read_object`, `check_sizes`, `reading`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SEARCH_S = 3.0
 _ENTRIES_MAX = 64
 """Of a part that is searched, as a vocabulary is not."""
 _PANIC = "PanicException"
-"""The exception of libraries in Rust for a fault of their own, which is no Exception."""
+"""The exception of libraries in Rust for a fault of their own; it does not derive from Exception."""
 _WORDS_SHOWN = 300
 
 
 def parse(text: str) -> Any:
-    """What JSON says. Raises ValueError where it is none, or deeper than `MAX_DEPTH`."""
+    """The value of a JSON text. Raises ValueError where it is none, or deeper than `MAX_DEPTH`."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -154,8 +154,8 @@ def culprit_of(
 ) -> str:
     """The field of `words` with whose usual value `trial` does not raise: its name and its value; "" if none is found.
 
-    Fields that have no usual value are left out, and come first. Fields whose value is the usual one are not tried, and
-    a config in a config is tried field by field alone: with all usual values it may be a large model. The search ends
+    Fields that have no usual value are left out, and come first. Fields whose value is the usual one are not tried. A
+    config in a config is tried field by field alone: with all usual values it may be a large model. The search ends
     after some seconds.
     """
     end = time.monotonic() + _SEARCH_S if end is None else end

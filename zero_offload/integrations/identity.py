@@ -43,7 +43,7 @@ def filled_in(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def generation_values(config: Any) -> dict[str, Any]:
-    """Those of a generation config. One that is not set has what `generate` takes then."""
+    """Those of a generation config. A value that is not set has the default of `generate`."""
     usual = type(config)._get_default_generation_params()
     words = {name: usual.get(name) if value is None else value for name, value in config.to_dict().items()}
     return {name: plain(words[name]) for name in sorted(words) if name not in GENERATION_MAY_CHANGE}
@@ -81,7 +81,7 @@ def _digest(value: Any) -> str:
 def first_difference(before: Any, now: Any, name: str = "") -> Difference | None:
     """The first place in which two values differ, by its names; None where they are the same.
 
-    A name without a value is as one that is not there.
+    A name without a value is the same as a missing name.
     """
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         pairs = {str(key): (before.get(key), now.get(key)) for key in (*now, *before)}

@@ -228,7 +228,7 @@ class OffloadStrategy(ParallelStrategy):
 
 
 class _Forward(nn.Module):
-    """What Lightning calls for a step, which becomes a forward of `module`: the module's own parameters are there."""
+    """The module that Lightning calls for a step. The call becomes a forward of `module`, with its parameters here."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

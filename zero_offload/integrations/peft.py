@@ -2,7 +2,7 @@
 and the base as `merge_and_unload` leaves it.
 
 Knows peft by the structure of its modules, and imports it only to write a folder. It merges copies of single layers by
-peft's own methods, so the values of one layer are needed at a time, and the model stays as it is. Moves no bytes: the
+peft's own methods. So the values of one layer are needed at a time, and the model stays as it is. Moves no bytes: the
 caller, `pretrained.py`, reads and writes values. The calls: `base_names` for both ways; `check_adapters` before weights
 are loaded; `write_adapters` to export them, or `merged_tensors` once and `merge_layer` for each of them.
 """
@@ -26,9 +26,9 @@ Named = Iterable[tuple[str, Tensor]]
 RANDOM_INITS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not look at the base's weights."""
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
-"""What a module of peft calls the one in whose place it is, or another wrapper of that."""
+"""Names by which a module of peft has the module in whose place it is, or another wrapper of that."""
 _COPIES = ("modules_to_save", "ln_tuning_layers")
-"""What it calls copies of that, which it trains instead."""
+"""Names of its trained copies of that module."""
 _DERIVED_TYPES = frozenset((
     "ADAMSS", "CPT", "DEFT", "DELORA", "FROD", "OSF", "PSOFT", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS",
 ))  # fmt: skip
@@ -51,7 +51,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def base_names(model: nn.Module) -> Callable[[str], str | None]:
-    """What the base model's files call a parameter or buffer of `model`; None where it is an adapter's own.
+    """The name of a parameter or buffer of `model` in the base model's files; None where it is an adapter's own.
 
     A module that peft trains whole (`modules_to_save`) has two, the original and the copy, of one name.
     """
@@ -130,9 +130,9 @@ def write_adapters(
     """Write a folder that `PeftModel.from_pretrained` loads, or `load_lora_adapter` of diffusers: every adapter as peft
     or diffusers saves it.
 
-    `values` has what is an adapter's own or trained with it, and buffers; `read` gives a parameter of the base, where
-    an adapter is saved with one (an embedding that it targets). Without a `folder`, of a rank that writes nothing,
-    the same parameters are read.
+    `values` has an adapter's own parameters, others trained with it, and buffers. `read` gives a parameter of the base,
+    where an adapter is saved with one (an embedding that it targets). Without a `folder`, of a rank that writes
+    nothing, the same parameters are read.
     """
     from peft import get_peft_model_state_dict
 
@@ -223,7 +223,7 @@ def _check_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def _left(layer: nn.Module, named: Callable[[nn.Module], Named]) -> Named:
-    """What `unload` leaves of a layer; no values are asked for."""
+    """Tensors of a layer after `unload`; no values are asked for."""
     stand_ins = {
         id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), requires_grad=False)
         for x in layer.parameters()

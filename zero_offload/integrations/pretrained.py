@@ -114,18 +114,18 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
     model is built in. Of a folder that bitsandbytes has quantized already the layers become such ones too, with the
     weights of the files. Call `peft.get_peft_model` after it.
 
-    After `zo.offload`, before the first step, it replaces the weights: it starts a training, with moments of zero;
+    After `zo.offload`, before the first step, it replaces the weights. It starts a training, with moments of zero;
     gradients that no step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes
     weights and keeps moments). Where existing="resume" has found a generation, its weights stay and a warning says so.
 
-    Frozen parameters that files on a drive of this machine have in their compute dtype are not copied: each use reads
-    them where they are (docs/STORAGE.md), so the folder must stay as it is. Where it has moved, `path` is its new
+    Frozen parameters are not copied if files on a drive of this machine have them in their compute dtype. Each use
+    reads them where they are (docs/STORAGE.md), so the folder must stay as it is. Where it has moved, `path` is its new
     place, also where a generation is resumed.
 
-    Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
-    damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again. Raises
-    ConfigError for a `quantize` that cannot be and for a folder that is quantized in an unknown way, CapacityError
-    where its library is not installed.
+    Raises CheckpointError with everything that does not fit, before anything is changed. Raises IntegrityError when a
+    file is damaged, and StorageError when it cannot be read. Weights may then be part old and part new: load again.
+    Raises ConfigError for an unknown `quantize` and for a folder that is quantized in an unknown way. Raises
+    CapacityError where its library is not installed.
     """
     names = FileNames(prefix=prefix)
     if not _is_deferred(model):
@@ -246,7 +246,7 @@ def replace_weights(model: nn.Module, path: str | Path) -> None:
         owner.drain()
         owner.states.readers.before_replacing(param for unit in owner.units for param in unit.params)
     owner.note_written(whole=False)
-    # Such a folder may go: it is one that a training has written.
+    # Such a folder may go, since a training has written it.
     _replace(model, owner, path, FileNames(), may_rest=False)
     owner.states.adopt({})
 
@@ -401,7 +401,7 @@ def _check_untrained(owner: ModelRuntime) -> None:
 def _sources(
     model: nn.Module, stored: Mapping[str, StoredTensor], names: FileNames, path: Path
 ) -> tuple[dict[int, FileTensor], list[tuple[torch.Tensor, FileTensor]]]:
-    """What each parameter (by id) and each buffer is read from; adapters are in no file."""
+    """The source of each parameter (by id) and of each buffer; adapters are in no file."""
     if names.adapter is None:
         check_adapters(model)
     if held := [slot for slot in slots(model) if slot.held_by and not isinstance(recipe_of(slot.tensor), PartRecipe)]:
@@ -465,8 +465,9 @@ def _take_records(
 
 
 def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file: AdapterFile) -> dict[int, FileTensor]:
-    """What each parameter of an adapter, by id, is read from. Raises ConfigError for one that is not in its file: what
-    a build has drawn for it is not what was saved."""
+    """The source of each parameter of an adapter, by id. Raises ConfigError for a parameter that is not in its file: a
+    build has drawn other values for it than the saved ones.
+    """
     known, kinds = {id(param) for param in _saved_with(model, file)}, ", ".join(kinds_of(model))
     base_name = base_names(model)
     own = ((name, param) for name, param in offloaded_tensors(model) if base_name(name) is None)
@@ -581,7 +582,7 @@ def _check_merges(model: nn.Module) -> None:
 
 
 class _Contents:
-    """What an export writes of a model, with its adapters merged into the base. Tied parameters have one entry."""
+    """The tensors of an export of a model, with its adapters merged into the base. Tied parameters have one entry."""
 
     def __init__(self, model: nn.Module, owner: ModelRuntime, target: torch.dtype | None) -> None:
         self._owner, self._target = owner, target
@@ -712,7 +713,7 @@ def _values_of(
 
 
 def _export_dtype(name: str | None) -> torch.dtype | None:
-    """What floating parameters are rounded to; None leaves each as forward uses it."""
+    """The dtype to which floating parameters are rounded; None leaves each as forward uses it."""
     if name is None:
         return None
     if name not in EXPORT_DTYPES:
@@ -735,7 +736,7 @@ def _is_of_diffusers(model: nn.Module) -> bool:
 
 
 def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
-    """What from_pretrained is to build: a config may say what the model had before."""
+    """Save the configs for from_pretrained. A config may still say what the model had before: it is corrected."""
     if _is_of_diffusers(model):
         with naming_errors("write", folder):
             model.save_config(folder)  # type: ignore[operator]

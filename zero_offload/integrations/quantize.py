@@ -1,8 +1,8 @@
 """Linear layers that are quantized while weights are loaded: bitsandbytes' nf4 and int8, torchao's fp8.
 
-transformers' own quantizer chooses the layers, and puts the library's in their places. Their weights are deferred here:
-each tensor of a quantized weight is made from one of the files, by the library's own functions, when `zo.offload` asks
-for it. So one weight at a time is in memory unquantized, and bits are those of `from_pretrained`. The calls:
+transformers' own quantizer chooses the layers, and puts the library's in their places. Their weights are deferred here.
+Each tensor of a quantized weight is made from a tensor of the files, by the library's own functions, when `zo.offload`
+asks for it. So one weight at a time is in memory unquantized, and bits are those of `from_pretrained`. The calls:
 `need_library`; `quantize_layers`; then what knows the files puts them into each `PartRecipe`. Of a folder that
 bitsandbytes has quantized already: `stored_quantization`; `stored_layers`, whose tensors are those of the files.
 """
@@ -42,7 +42,7 @@ _WEIGHT = "weight"
 _KEPT_BYTES = 64 * MIB
 """Scales that wait until their section is filled, at most."""
 _ATTRIBUTES = ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What transformers sets on a model that it quantizes, and peft and Trainer read."""
+"""Attributes that transformers sets on a model that it quantizes, and that peft and Trainer read."""
 
 
 def need_library(quantize: object) -> None:
@@ -84,8 +84,9 @@ def stored_quantization(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_unknown_method(path: Path) -> None:
-    """Raise ConfigError for a folder that is quantized in a way which transformers does not know, and would skip with a
-    line in its log: codes would become weights."""
+    """Raise ConfigError for a folder that is quantized in a way unknown to transformers. It would skip that with a line
+    in its log: codes would become weights.
+    """
     words, file = _quantization_words(path)
     if words is None or (file.name == _CONFIG and (_is_bitsandbytes(words) or _is_known(words))):
         return
@@ -163,7 +164,7 @@ def _check_words(file: Path, words: Mapping[str, Any]) -> None:
 
 
 def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
-    """What a folder's 4-bit weights were quantized from, and become for a layer; None for other weights."""
+    """The dtype that a folder's 4-bit weights were quantized from, and become for a layer; else None."""
     for name, tensor in stored.items():
         if "quant_state.bitsandbytes__" in name:
             try:
@@ -177,7 +178,7 @@ def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None
     return None
 
 
-# What a weight is made of
+# Recipes of quantized weights
 
 
 class _Kept:
@@ -211,13 +212,13 @@ class Quantized:
 
 @dataclass(frozen=True, eq=False)
 class PartRecipe:
-    """How one tensor of a quantized weight is made. What else is made with it is kept for later."""
+    """How one tensor of a quantized weight is made. Tensors that are made with it are kept for later."""
 
     weight: Quantized
     name: str
     """In the library's state dict, behind that of the layer."""
     values: FileTensor | None = None
-    """What the weight is quantized from; None until the files are known."""
+    """The values that the weight is quantized from; None until the files are known."""
     files: object = None
     """Keeps them open."""
     is_skipped: bool = False
@@ -345,7 +346,7 @@ def _replaced(
 
 
 def words_for(quantize: str, dtype: torch.dtype) -> tuple[list[str], str]:
-    """What a user of the library writes for the same: imports, and the config, which computes in `dtype`."""
+    """The code that a user of the library writes for the same: imports, and the config, which computes in `dtype`."""
     if quantize == FP8:
         imports = ["from torchao.quantization import Float8WeightOnlyConfig", "from transformers import TorchAoConfig"]
         return imports, "TorchAoConfig(Float8WeightOnlyConfig())"

@@ -1,8 +1,8 @@
 """A generation's model as a folder for `from_pretrained`, without the script that trained it.
 
-Owns what is made of "about" in a manifest: a config whose words are those of the weights, and the model on meta, which
-knows what peft calls and how it merges. Values are read piece by piece; of layers that are merged one is in memory.
-transformers and peft are imported where a model is asked for. The calls: `config_words`, `meta_model`; then
+Owns the objects that are made of "about" in a manifest. These are a config whose words are those of the weights, and
+the model on meta, which knows peft's names and merges. Values are read piece by piece; of layers that are merged one is
+in memory. transformers and peft are imported where a model is asked for. The calls: `config_words`, `meta_model`; then
 `write_separate` or `write_merged` for a model with adapters.
 """
 
@@ -152,7 +152,7 @@ def write_separate(
 ) -> int:
     """Adapters as peft writes them, to a new folder; returns the number of their tensors.
 
-    Raises ConfigError for one that has left other weights of the base than those that its load will make.
+    Raises ConfigError for an adapter that has left other weights of the base than its load will make.
     """
     for name, words in about["adapters"].items():
         init = words.get("init_lora_weights", True)

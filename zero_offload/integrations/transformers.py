@@ -1,7 +1,7 @@
 """`OffloadTrainer`, and `OffloadMixin` before any other Trainer class: transformers' Trainer over an offloaded model.
 
-Trainer's loop runs as it is. The mixin answers where Trainer would need the whole model in memory or plain gradients:
-it offloads the model in place of moving it to a device, builds our optimizers, and writes checkpoints piece by piece.
+Trainer's loop runs as it is. The mixin answers where Trainer would need the whole model in memory or plain gradients.
+It offloads the model in place of moving it to a device, builds our optimizers, and writes checkpoints piece by piece.
 After each step and what Trainer does behind it (logs, evaluation, a checkpoint), `zo.commit` keeps Trainer's own state
 in the generation. After a kill `train()` reads it back as Trainer reads a checkpoint's.
 
@@ -12,8 +12,8 @@ neither Trainer nor `get_last_checkpoint` takes for one; the next save deletes i
 
 [Note: where the data goes on]
 Trainer counts steps, which have other samples on another number of ranks, and no epochs of data without a length. So
-each saved state also says how many samples of which epoch the ranks have seen, and the generators with which the epoch
-began: samplers draw its order from them (`TrainerState.stateful_callbacks`, under the mixin's name).
+each saved state also says how many samples of which epoch the ranks have seen, and has the generators with which the
+epoch began. Samplers draw its order from them (`TrainerState.stateful_callbacks`, under the mixin's name).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
     ) -> None:
         self._offload, self._offload_reference = offload, offload_reference
         self._generation: dict[str, Any] | None = None
-        """What the generation says of Trainer, while `train` goes on from it."""
+        """The generation's record of Trainer, while `train` goes on from it."""
         self._seen: Position | None = None
         """Where the state that `train` goes on from was."""
         self._begins = True
@@ -259,7 +259,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             return super().train(source, *args, **kwargs)
 
     def _found(self) -> dict[str, Any] | None:
-        """What the generation that zo.offload has found says of Trainer."""
+        """Trainer's record in the generation that zo.offload has found."""
         owner = need_runtime(self.model, "train()")
         if not owner.resume_pending or owner.keeper is None or owner.keeper.found is None:
             return None

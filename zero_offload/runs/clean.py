@@ -1,8 +1,8 @@
 """Deletes a run's files, and nothing else.
 
-Owns which files belong to a run: those named by `files.json` in the run directory, by the lists in directories that it
-names, and by the manifests in its NVMe directories. Anything else stays and is listed. Refuses a directory that a run
-has locked. The call: `clean`.
+Owns which files belong to a run. These are named by `files.json` in the run directory, by the lists in directories that
+it names, and by the manifests in its NVMe directories. Anything else stays and is listed. Refuses a directory that a
+run has locked. The call: `clean`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NVME_SETTING = "offload.nvme"
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What became of one directory."""
+    """The result for one directory."""
 
     path: str
     freed_bytes: int
@@ -35,9 +35,9 @@ class Cleaned:
     left: tuple[str, ...]
     """Names that no manifest of the run lists."""
     file_bytes: dict[str, int]
-    """What each deleted file took on the disk."""
+    """Bytes that each deleted file took on the disk."""
     generations: dict[str, str]
-    """What the deleted manifests name."""
+    """Names from the deleted manifests."""
     is_gone: bool
     """True if nothing is left in the directory, which is then deleted too."""
 
@@ -51,8 +51,8 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
         # Before the lock, which would leave its file in a stranger's directory.
         raise _no_run(run_dir)
     with contextlib.ExitStack() as locks:
-        # Everything is locked and read before anything is deleted; the tier goes first, so that an
-        # interrupted clean can still find it through the run directory.
+        # Everything is locked and read before anything is deleted. The tier goes first, so that an interrupted clean
+        # can still find it through the run directory.
         home = locks.enter_context(opened(run_dir))
         tier = [locks.enter_context(opened(path)) for path in _tier_paths(home)]
         # The manifests of a striped tier lie in one directory and name the files of all.
@@ -63,7 +63,7 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
         below = {name: own_files.listed(home.path / name) for name in _folders(home, listed)}
         if not tier_names | home_names and not any(below.values()):
             raise _no_run(run_dir)
-        # What lies in a directory that goes is gone when that one's turn comes.
+        # A path in a directory that goes is gone when its turn comes.
         gone: list[Path] = []
         results = []
         for directory, names in (*((each, tier_names) for each in tier), (home, home_names)):
@@ -130,7 +130,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _folders(home: RunDirectory, listed: dict[str, Any]) -> list[str]:
-    """Directories of this one that a run names, and no links."""
+    """Directories of `home` that a run names, and no links."""
     names = _strings(listed.get("directories"))
     return [name for name in dict.fromkeys(names) if (path := home.path_of(name)).is_dir() and not path.is_symlink()]
 

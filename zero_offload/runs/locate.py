@@ -1,8 +1,8 @@
-"""What a command is given as RUN: a run directory of `train`, an NVMe directory, or a checkpoint.
+"""The meaning of a command's RUN: a run directory of `train`, an NVMe directory, or a checkpoint.
 
-Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, or `states_home` of what a
-run says of itself; `described` for what `train` wrote about its run; `base_of` for files of others that it reads;
-`read_object` for its other files.
+Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, or `states_home` of a run's
+own record. `described` for the record that `train` wrote; `base_of` for files of others that it reads; `read_object`
+for its other files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_home(path: Path) -> Path:
 
 
 def states_home(path: Path, identity: Mapping[str, Any]) -> Path | None:
-    """Where the generations are of a run that lies in `path` now; None of one that keeps none."""
+    """The directory of the generations of a run that lies in `path` now; None for a run that keeps none."""
     nvme = identity.get("offload.nvme")
     if not isinstance(nvme, list) or not nvme:
         return None
@@ -72,7 +72,7 @@ def base_text(base: BaseState) -> str:
 
 
 def described(path: Path) -> dict[str, Any]:
-    """What `train` wrote about the run in this directory; empty where it did not."""
+    """The record that `train` wrote about the run in this directory; empty where it wrote none."""
     return read_object(path / RUN_FILE)
 
 

@@ -39,7 +39,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """The line that a run shows of its steps: to a terminal one that changes, to a file one now and then.
+    """The line that a run shows of its steps: a terminal has a line that changes, a file a new line now and then.
 
     With None in place of a stream (a rank that is not the first) it stays silent.
     """
@@ -84,7 +84,7 @@ class Progress:
         return edge or time.monotonic() - self._shown_at >= _PLAIN_EVERY_S
 
     def _parts(self, row: Mapping[str, Any]) -> Iterator[str]:
-        """What the line says, the most important first."""
+        """Parts of the line, the most important first."""
         yield f"step {row['step']}/{self._num_steps}"
         losses = {"loss": row.get("loss"), "val": self._validation_loss}
         if shown := [f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None]:

@@ -40,7 +40,7 @@ class Ranks:
         return self._sum(float(bool(wanted))) > 0 if self.size > 1 else bool(wanted)
 
     def of_first(self, value: Any) -> Any:
-        """What the first rank gives; every rank calls it."""
+        """The first rank's `value`; every rank calls it."""
         if self.size == 1:
             return value
         found = [value]

@@ -23,7 +23,7 @@ from zero_offload.storage.files.directory import is_held
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory tells."""
+    """The content of a run directory."""
 
     path: Path
     description: dict[str, Any]
@@ -96,7 +96,7 @@ _ROW = {
     "commit_wait_s?": _is_number,
     "exposed_s?": partial(_has_numbers_of, Cause),
 }
-"""What a report needs of a row; with a question mark, where it is there."""
+"""Fields of a row that a report needs; with a question mark, where they are there."""
 _PLANNED: dict[str, Any] = {
     "rows": lambda value: isinstance(value, dict) and all(map(_are_numbers, value.values())),
     "available": _are_numbers,
@@ -123,7 +123,7 @@ _IDENTITY = {
 
 
 def _problem(table: object, kinds: Mapping[str, Any]) -> str:
-    """What is wrong with a table of values; empty where nothing is."""
+    """The first problem of a table of values; empty where it has none."""
     table = table if isinstance(table, dict) else None
     for name, is_right in kinds.items():
         key = name.removesuffix("?")

@@ -41,8 +41,8 @@ _CHANGEABLE = {
 def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence[str] = ()) -> Existing:
     """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
-    Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
-    many ranks, to which step it goes, how large its steps are, how it is measured, and `may_change` may. Raises
+    Raises ConfigError naming the first setting in which an earlier run here differs. These may differ: the tiers of
+    states, the number of ranks, the last step, the size of steps, the measuring of the run, and `may_change`. Raises
     IntegrityError where rows tell of a run whose description or whose states are gone: to start over would lose them.
     """
     earlier = earlier_identity(run)
@@ -113,7 +113,7 @@ def _last_step(run: RunDir) -> int:
 
 
 def earlier_identity(run: RunDir) -> dict[str, Any] | None:
-    """What an earlier run here was; None when there was none."""
+    """The identity of an earlier run here; None when there was none."""
     file = run.path / RUN_FILE
     if not os.path.lexists(file):
         return None
@@ -127,7 +127,7 @@ def earlier_identity(run: RunDir) -> dict[str, Any] | None:
 
 
 def _fixed_part(name: str, identity: Mapping[str, Any]) -> object:
-    """What of a setting must stay as it is."""
+    """The part of a setting that must stay as it is."""
     value = identity.get(name)
     if name == _HOME and isinstance(value, list):
         return value[:1]  # where the generations are found

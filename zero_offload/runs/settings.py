@@ -86,7 +86,7 @@ def out_problems(out: Path) -> Iterator[str]:
 
 
 def place_problems(offload: OffloadConfig, out: Path, clip: object) -> Iterator[str]:
-    """What tiers and storage cannot be for a run that clips gradients and writes to `out`."""
+    """Problems of tiers and storage for a run that clips gradients and writes to `out`."""
     if offload.overlap == UpdateOverlap.BACKWARD:
         yield f"overlap='backward' updates before gradients can be clipped (clip={clip!r}); use overlap='forward'"
     if out.resolve() in [path.resolve() for path in offload.nvme_dirs]:

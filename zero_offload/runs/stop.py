@@ -70,7 +70,7 @@ def requested_stop() -> Iterator[StopRequest]:
 
 @contextmanager
 def closed_on_error(model: _Model) -> Iterator[_Model]:
-    """What ends a run with a message leaves its last whole step as a generation."""
+    """Leave the last whole step as a generation where an error with a message ends the run."""
     try:
         yield model
     except ZeroOffloadError:

@@ -1,4 +1,4 @@
-"""What becomes of rows of data on their way to a Trainer, in numbers."""
+"""Counts of rows of data on their way to a Trainer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows of one use, training or evaluation. Tokens are those of one epoch."""
+    """Counts of the rows of one use, training or evaluation. Tokens are those of one epoch."""
 
     read: int
     samples: int
     rows: int
-    """What a Trainer counts; where packed, a row is several samples."""
+    """Rows as a Trainer counts them; where packed, a row is several samples."""
     truncated: int
     """Samples that were longer than `seq`, and are cut there."""
     divided: int

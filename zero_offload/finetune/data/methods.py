@@ -37,7 +37,7 @@ _CLASSES_MAX = 100_000
 
 
 def method_of(known: Sequence[Known], method: str, task: str) -> str:
-    """The method that goes with every source. Raises ConfigError where the one that was asked for does not."""
+    """The method that goes with every source. Raises ConfigError where the given method does not go with a source."""
     if method not in ("auto", *METHODS):
         raise ConfigError(f"method={method!r} is unknown; use one of auto, {', '.join(METHODS)}")
     fitting = [name for name in METHODS if TASKS[name] == task and method in ("auto", name)]

@@ -27,7 +27,7 @@ PACKED = frozenset((
 class PackedRows:
     """A collator: rows of one sample or several become input_ids, labels and position_ids of one batch.
 
-    There is no attention mask: transformers finds the samples by their positions, which begin at 0. What is behind the
+    There is no attention mask: transformers finds the samples by their positions, which begin at 0. Padding behind the
     end of a shorter row goes on with its last sample's positions; nothing before it sees it.
     """
 

@@ -1,7 +1,7 @@
 """From files of conversations, pairs, text, preferences or labels to datasets of tokens, masked, packed and counted.
 
-The way of a row: sources.py reads it, rows.py recognises it, turns.py writes a conversation in the tokenizer's words
-and says which are the assistant's, methods.py makes a method's rows of it, packing.py puts several into one, and
+The way of a row: sources.py reads it, and rows.py recognises it. turns.py writes a conversation in the tokenizer's
+words and says which are the assistant's. methods.py makes a method's rows of it, packing.py puts several into one, and
 token_files.py keeps them on disk.
 """
 
@@ -34,7 +34,7 @@ class Prepared:
     method: str
     """"sft", "dpo", "mlm" or "classify"."""
     kind: str
-    """What the rows are: one of the kinds of rows.py, or several of them."""
+    """The kind of the rows: one of the kinds of rows.py, or several of them."""
     train: Dataset
     """sft: input_ids, labels (-100 where there is no loss), and seq_lengths where packed. dpo: prompt, chosen,
     rejected, as TRL takes them. mlm: input_ids. classify: input_ids, labels."""

@@ -40,7 +40,7 @@ class Renderer:
         self._end: Any = None
 
     def apply(self, messages: Sequence[Any], **settings: Any) -> Any:
-        """What `tokenizer.apply_chat_template` returns: a text, or lists of numbers by name. Raises RenderError."""
+        """The result of `tokenizer.apply_chat_template`: a text, or lists of numbers by name. Raises RenderError."""
         if self._connection is None:
             self._start()
         assert self._connection is not None

@@ -1,4 +1,4 @@
-"""What a row of data is, by its columns; rows of every kind as messages with role and content, or as text."""
+"""The kind of a row of data, by its columns; rows of every kind as messages with role and content, or as text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class BadRow(ValueError):
-    """What is wrong with a row; the caller knows where it is."""
+    """The fault of a row; the caller knows where it is."""
 
 
 @contextmanager

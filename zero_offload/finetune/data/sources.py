@@ -1,6 +1,6 @@
 """Where rows of data come from: files, folders of files, datasets of the hub; each row with its place, for errors.
 
-JSON and CSV are read by the standard library: text stays what the file says, where Arrow and pandas would make dates,
+JSON and CSV are read by the standard library, so text stays as the file has it. Arrow and pandas would make dates,
 numbers or missing values of some. Parquet is read by pyarrow: `datasets` takes a name with *, ? or [ for a pattern, and
 reads other files too. Datasets of the hub are read by `datasets`. Rows come one at a time, so that a file may be larger
 than memory; a JSON file that is one array is read whole.

@@ -2,7 +2,7 @@
 
 [Note: the file of tokens]
 Rows are tokenized once, a few at a time, into an Arrow file that `datasets` maps into memory: no data need fit memory.
-Its name comes from the data's bytes, the tokenizer and the settings, so a file that is there holds the same tokens, at
+Its name comes from the data's bytes, the tokenizer and the settings. So a file that is there holds the same tokens, at
 each start and on each rank. One process at a time works in the folder, under a lock; the others find the file. It is
 renamed when it is whole, and deletes those before it.
 """
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Use:
-    """What rows are for, and which of them."""
+    """The purpose of rows, and the choice of rows for it."""
 
     name: str
     known: Sequence[Known]
@@ -91,7 +91,7 @@ class TokenFiles:
         self._digests: dict[Source, str] = {}
 
     def key(self, use: Use) -> str:
-        """What the file of a use is named by."""
+        """The name of a use's file."""
         data = []
         for each in use.known:
             if each.source not in self._digests:

@@ -1,15 +1,15 @@
 """Conversations in a tokenizer's words, and which tokens of them are the assistant's.
 
 [Note: which tokens are trained]
-A template that marks them with `{% generation %}` decides. Of any other it is asked twice per turn of the assistant:
-what it writes when the assistant is to speak, the prompt, and what it writes up to the end of that turn. The tokens in
-between are what the model has to generate, the end of the turn included. A token that lies across the border belongs
-to the turn, as with `{% generation %}`.
+A template that marks them with `{% generation %}` decides. Any other template is asked twice per turn of the assistant.
+It writes the prompt, as the assistant is to speak, and the text up to the end of that turn. The tokens in between are
+what the model has to generate, the end of the turn included. A token that lies across the border belongs to the turn,
+as with `{% generation %}`.
 
 [Note: earlier turns]
-What is written of a turn when it is the last may not be what is written of it later: templates of models that think
-drop earlier thoughts. A conversation is one sample, with all turns that stay as they were generated. Each other turn
-ends a sample of its own, in which it is the last.
+A template may write the last turn in one way, and the same turn later in another: templates of models that think drop
+earlier thoughts. A conversation is one sample, with all turns that stay as they were generated. Each other turn ends a
+sample of its own, in which it is the last.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChatTemplate:
         if _WORD not in text:
             raise BadRow("it does not write what the assistant says")
         self._only_in_prompts = prompt[len(os.path.commonprefix([prompt, text])) :]
-        """What prompts end with and answers do not, such as the begin of a thought."""
+        """The end of prompts that answers lack, such as the begin of a thought."""
         tail = text.rpartition(_WORD)[2]
         self._only_behind_last = tail[self._num_shared(tail, followed.rpartition(_WORD)[2]) :]
         ending = self._tokenizer(tail, add_special_tokens=False)["input_ids"]
@@ -108,7 +108,7 @@ class ChatTemplate:
         return at
 
     def remark(self) -> str:
-        """What a user should know of it."""
+        """A clause that users should know about the template."""
         return (", which writes today's date" if self._has_date else "") + self._remark_on_ends()
 
     def _remark_on_ends(self) -> str:
@@ -217,7 +217,7 @@ def tokens_of(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], *, ad
     ids, trained = list(encoded["input_ids"]), []
     left, seen = list(spans), 0
     for begin, end in encoded["offset_mapping"]:
-        # Some tokenizers count no white space to a token; one that is nothing else lies behind those before it.
+        # Some tokenizers count no white space to a token; a token of white space alone lies behind those before it.
         first, behind = (begin, end) if end > begin else (seen, seen + 1)
         while left and left[0][1] <= first:
             left.pop(0)

@@ -19,7 +19,7 @@ from zero_offload.plan.table import ACTIVATIONS, GPU, MEMORY, NVME, PROGRAM, REF
 from zero_offload.plan.wear import Wear
 
 BESIDE_BYTES = 256 * MIB
-"""What is left free beside all that is counted: threads' stacks, batches, what operations take within themselves."""
+"""Memory left free beside all that is counted: threads' stacks, batches, temporary memory of operations."""
 _MUCH_WEAR, _FEW_DAYS = 0.05, 90
 
 
@@ -48,7 +48,7 @@ class Way:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What a job takes."""
+    """The plan of a job: its bytes, its seconds, and its wear of drives."""
 
     job: FolderJob
     offload: OffloadConfig
@@ -81,7 +81,7 @@ class FolderPlan:
     hidden_tokens: int | None
     """Tokens of a micro-batch from which on a step is as long as without offload; None if 2^24 are too few."""
     adapted: tuple[str, ...]
-    """What has adapters, by the ends of names; empty without adapters."""
+    """Layers with adapters, by the ends of names; empty without adapters."""
     not_adapted: tuple[str, ...]
     """Linear layers that have none, likewise."""
     notes: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ class FolderPlan:
 
     @property
     def endured_share(self) -> float | None:
-        """What the run writes to a drive, as a part of what it is rated for; None where its steps are not known."""
+        """Bytes that the run writes to a drive, as a part of its rating; None where its steps are not known."""
         return None if self.written_bytes is None else self.written_bytes / self.num_drives / (self.job.tbw * 1e12)
 
     @property

@@ -49,7 +49,7 @@ class FolderJob:
     mean_tokens: float = 0.0
     """Tokens of a sample on average, likewise."""
     words: tuple[str, ...] = ()
-    """What the command has behind `finetune`, where it is to be printed."""
+    """The arguments of the command behind `finetune`, where they are to be printed."""
     gpu: str | None = None
     """A GPU by name, for each rank, where it is another machine."""
     ram: str | None = None

@@ -1,9 +1,9 @@
-"""What this machine does in a second, measured shortly: what `zero-offload plan` and `bench --device` remember.
+"""Rates of this machine, measured shortly: `zero-offload plan` and `bench --device` remember them.
 
 Owns how each figure is taken; the file is `hardware/rates.py`'s. A GPU's copies go the runtime's way: through the two
 copy lanes, from host memory that it registers. Its sizes grow until a call takes `CALL_S`, so that launches do not
 count, up to those of a large model. The calls: `measure` takes all figures of a plan anew, `measure_gpu` those of the
-GPU; `remembered` makes a machine of what is known of the CPU, with defaults for the rest.
+GPU. `remembered` makes a machine of the known figures of the CPU, with defaults for the rest.
 """
 
 from __future__ import annotations
@@ -231,9 +231,9 @@ def _products() -> Callable[[], None]:
 def device_rates(device: Device, nbytes: int) -> Table:
     """The rates of a GPU, with copies of `nbytes` bytes.
 
-    `matmul_flops` by dtype and "tf32"; `training_flops` by the model's dtype: forward and backward of one block, with
-    its attention, norms and launches; `memory_bytes_per_s`; `upload_bytes_per_s`, `download_bytes_per_s`, and
-    `both_bytes_per_s` in each direction while the other runs; `host_memory`, "registered" or "pageable".
+    `matmul_flops` by dtype and "tf32". `training_flops` by the model's dtype: forward and backward of one block, with
+    its attention, norms and launches. `memory_bytes_per_s`, `upload_bytes_per_s` and `download_bytes_per_s`.
+    `both_bytes_per_s` in each direction while the other runs. `host_memory`, "registered" or "pageable".
     """
 
     def seconds(call: Callable[[], object]) -> float:

@@ -6,8 +6,8 @@ the run is as planned.
 
 [Note: what is planned is what runs]
 `zo.offload` knows neither the batch nor what else takes memory, nor what was measured. So a plan places what is "auto"
-within budgets that leave room for activations, the program and outputs. Where that put each kind of state is written
-as fractions into the settings of the run, and the run's own dealing of units by these fractions is what is counted.
+within budgets that leave room for activations, the program and outputs. The resulting shares of each kind of state are
+written as fractions into the settings of the run. The run deals units by these fractions, and this dealing is counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ROUNDS = 4
 def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
     """Plan a run that writes its outputs to `out`; None where that is not known yet. No weights are read.
 
-    With `tries` a plan that does not fit, or that wears drives out, has `ways`; with `tokens` one that fits has
+    With `tries` a plan that does not fit, or that wears drives out, has `ways`; with `tokens` a plan that fits has
     `by_tokens`. Raises what `zo.plan` raises for a model that cannot be offloaded.
     """
     with warnings.catch_warnings():
@@ -217,7 +217,7 @@ class Planner:
 
     @functools.cached_property
     def _host_bytes(self) -> int:
-        """What a rank may take of the host's memory, the program included."""
+        """Bytes that a rank may take of the host's memory, the program included."""
         if self._job.ram is not None:
             return int(parse_bytes(self._job.ram) * RAM_SHARE) // self._here
         return free_memory_bytes() // self._here + resident_bytes()[1]
@@ -307,7 +307,7 @@ class Planner:
 
     @functools.cached_property
     def _swap_bytes(self) -> int:
-        """What swap files may take of the directories' disks, which outputs may share."""
+        """Bytes that swap files may take of the directories' disks, which outputs may share."""
         paths, outputs = self._job.offload.nvme_dirs, sum(self._outputs.values())
         if self._job.drives is not None:
             return self._job.drives.count * DRIVE_BYTES - outputs

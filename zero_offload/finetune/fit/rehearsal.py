@@ -1,9 +1,9 @@
 """A forward and backward of a folder's model on tensors without memory: how many bytes of activations a step needs.
 
-Owns what a step is rehearsed with: the model on meta as its config has it, torch's own operations with the shapes of a
-batch, TRL's head that makes logits in parts. Never reads weights or data. What is counted is each storage that an
-operation makes, from then until nothing refers to it; memory that an operation takes and frees within itself is not.
-The call: `rehearse`.
+Owns the parts of a rehearsed step. They are the model on meta as its config has it, torch's own operations, and TRL's
+head that makes logits in parts. Operations have the shapes of a batch. Never reads weights or data. Each storage that
+an operation makes is counted, from then until nothing refers to it. Memory that an operation takes and frees within
+itself is not. The call: `rehearse`.
 """
 
 from __future__ import annotations

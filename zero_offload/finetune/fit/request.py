@@ -1,7 +1,7 @@
 """A `Request` for a plan, of a folder or of a model by its name or size: units, machine, batch; and its placement.
 
-Never prints. The calls: a `Request`, `with_budgets` for a machine that is given whole; `plan_request` plans it;
-`offers` plans again with more of something, `ways_of` has what would fit.
+Never prints. Calls, in order: a `Request`; `with_budgets` for a machine that is given whole. `plan_request` plans it,
+`offers` plans again with more of something, and `ways_of` finds changes that would fit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Request:
         return replace(self, config=config)
 
     def _beside_activations(self, cpu_bytes: int) -> int:
-        """What is left of a rank's share of the host's memory."""
+        """Bytes of a rank's share of the host's memory that activations leave."""
         kept = self.activations(shared_memory=self.computes_on_host)[MEMORY]
         if kept >= cpu_bytes:
             raise CapacityError(
@@ -153,7 +153,7 @@ class Request:
         return by_place(sizes, shared_memory=shared_memory)
 
     def table(self, memory: MemoryPlan) -> PlanTable:
-        """What `memory` was planned for, with what stands beside states."""
+        """The bytes of `memory` as a table, with those beside states."""
         activations = self.activations(shared_memory=memory.budget.shared_memory)
         return memory.as_table({ACTIVATIONS: activations, PROGRAM: {MEMORY: self.program_bytes}})
 
@@ -250,7 +250,7 @@ def find_work(model: str, lora: int = 0) -> tuple[tuple[UnitWork, ...], int, boo
 
 @dataclass(frozen=True)
 class Planned:
-    """What follows from a request."""
+    """The placement of a request, and the figures that follow from it."""
 
     job: Job
     """The job as it runs with this placement."""

@@ -31,7 +31,7 @@ def command(plan: FolderPlan) -> str:
 
 
 def as_text(plan: FolderPlan) -> str:
-    """What `finetune` prints before its first step."""
+    """The text that `finetune` prints before its first step."""
     return "\n".join(_lines(plan))
 
 
@@ -123,7 +123,7 @@ def _time_lines(plan: FolderPlan) -> Iterator[str]:
 
 
 def _drive_lines(plan: FolderPlan) -> Iterator[str]:
-    """What would hide transfers."""
+    """Lines about the tokens or drives that would hide transfers."""
     hidden, tokens = plan.hidden_tokens, plan.job.tokens
     if hidden is not None and hidden > tokens:
         yield f"  from {hidden:,} tokens of a micro-batch on (now {tokens:,}) compute hides all transfers"
@@ -160,7 +160,7 @@ def _life(plan: FolderPlan) -> str:
 
 
 def _token_lines(plan: FolderPlan) -> Iterator[str]:
-    """What a step of fewer or more tokens costs."""
+    """The cost of a step with fewer or more tokens, as lines."""
     if len(plan.by_tokens) < 2:
         return
     job = plan.job

@@ -22,7 +22,7 @@ from zero_offload.plan.memory import PLACED_KINDS
 
 _LORA = Lora(16, 32.0)
 _QUANTIZED = (INT8, NF4)
-"""What is tried, the least change first."""
+"""Quantizations to try, the least change first."""
 _SEQ_LEAST = 128
 _TOKEN_FACTORS = (0.25, 0.5, 1, 2, 4, 8)
 """Micro-batches of a step, over those that were asked for."""

@@ -33,7 +33,7 @@ _TOKENS_MAX = 1 << 17
 
 
 class FolderWork:
-    """What is made once for a folder, and used by plans with other settings."""
+    """Results that are made once for a folder, and used by plans with other settings."""
 
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder

@@ -1,8 +1,8 @@
 """The model of a folder, of which no more is in memory than tiers allow.
 
-Owns the one way in which it is built: from its config, with parameters that get the values of the folder's files when
-they are offloaded. An adapter's folder names its base; the model has the adapter's values then. The calls: `meta_model`
-for a plan, or `build_model`. transformers and peft are imported inside of them.
+Owns the one way in which it is built. It is built from its config, and its parameters get the values of the folder's
+files when they are offloaded. An adapter's folder names its base; the model has the adapter's values then. The calls:
+`meta_model` for a plan, or `build_model`. transformers and peft are imported inside of them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload as offload_model
 
 _FOR_PEFT = ("is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What peft reads of a quantized model as it makes adapters. TRL would then convert these to bf16, whatever their
-dtype."""
+"""Attributes of a quantized model that peft reads as it makes adapters. TRL would then convert these to bf16, whatever
+their dtype.
+"""
 
 
 def meta_model(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> nn.Module:
@@ -172,7 +173,8 @@ def _with_lora(base: Any, folder: ModelFolder, lora: Lora, names: FileNames) -> 
     from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 
     kinds = {CAUSAL: TaskType.CAUSAL_LM, CLASSIFY: TaskType.SEQ_CLS}
-    # What begins with random numbers is trained whole, and so is in the adapter's file: no other file has it.
+    # A parameter that begins with random numbers is trained whole, and so is in the adapter's file: no other file has
+    # it.
     tied = set(base.all_tied_weights_keys)
     heads = sorted({name.rpartition(".")[0] for name in names.fresh - tied if name.endswith(".weight")})
     if folder.task == CLASSIFY:  # peft knows the last part of a classifier

@@ -70,7 +70,7 @@ class ModelFolder:
     has_weights: bool = True
     """False if they are missing and were not needed: the model can be planned."""
     quantize: str | None = None
-    """What its linear layers become while weights are read; see `zo.load_pretrained`."""
+    """The form that its linear layers take while weights are read; see `zo.load_pretrained`."""
     quantization: Mapping[str, Any] | None = None
     """How its weights are quantized already, in the words of its config."""
     group_size: int = 0
@@ -419,7 +419,7 @@ def _usual(kind: str) -> dict[str, Any]:
 
 
 def _check_model(folder: Path, words: Mapping[str, Any], config: Any, task: str) -> None:
-    """Raise ConfigError where a config's values make no model, or one that does not compute: a trial without memory.
+    """Raise ConfigError where a config's values make no model, or none that computes: a trial without memory.
 
     A model that asks for values cannot be tried so: torch then says that meta has none. Of all else that is raised the
     config is at fault if one usual value mends it.

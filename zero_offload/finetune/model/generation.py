@@ -26,8 +26,8 @@ def generation_config(file: Path) -> Any:
 def check_generation(file: Path, tokenizer: Any, num_words: int, **settings: Any) -> None:
     """Raise ConfigError, which names the field, where no text can be written, as with contrastive search.
 
-    `generate` alone reads most of the config, so a model of two numbers per word writes two tokens by it, on the
-    device that a model would take. `settings` are those of `write_text`.
+    `generate` alone reads most of the config. So a model of two numbers per word writes two tokens by it, on the device
+    that a model would take. `settings` are those of `write_text`.
     """
     from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 

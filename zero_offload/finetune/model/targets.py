@@ -1,8 +1,8 @@
-"""What of a model gets adapters: names as a user gives them, as peft takes them, and what peft has made of them.
+"""Parts of a model that get adapters: names as a user gives them, as peft takes them, and as peft has adapted them.
 
 peft adapts layers by `target_modules`. By `target_parameters` it adapts matrices of other modules: transformers 5 keeps
-the experts of a layer, and routers, in such. Of some mixtures peft takes names of layers for those of experts
-("down_proj", "all-linear"), as they were in transformers 4; layers of these names then have no adapters. The calls:
+the experts of a layer, and routers, in such. For some mixtures peft takes names of layers ("down_proj", "all-linear")
+for those of experts, as they were in transformers 4. Layers of these names then have no adapters. The calls:
 `Targets.of` before `get_peft_model`, `check` behind it; `adapted` for a text.
 """
 
@@ -22,8 +22,9 @@ from zero_offload.integrations.peft import is_peft
 
 @dataclass(frozen=True)
 class Targets:
-    """Names that a user gives: each is the end of a layer's ("q_proj", "embed_tokens"), of a parameter's in another
-    module ("down_proj"), or of such a module's ("experts", "router")."""
+    """Names that a user gives. Each is the end of a layer's name ("q_proj", "embed_tokens"), of a parameter's in
+    another module ("down_proj"), or of such a module's ("experts", "router").
+    """
 
     names: Sequence[str]
     layers: Sequence[str]
@@ -47,7 +48,7 @@ class Targets:
 
     @property
     def parameters(self) -> list[str]:
-        """What stands for the others in `target_parameters`."""
+        """The names that stand for the others in `target_parameters`."""
         return sorted({found for name in self.names for found in self._parameters(name)})
 
     def _parameters(self, name: str) -> list[str]:
@@ -82,8 +83,9 @@ class Targets:
 
 
 def adapted(model: Any) -> tuple[str, ...]:
-    """What of a model has adapters of peft, without what tells blocks apart; with the rank where that is another one
-    than the adapter's. Empty without adapters, and of those that change no weights."""
+    """Names of a model's layers and parameters with adapters of peft, without the parts that tell blocks apart. The
+    rank follows where it is not the adapter's. Empty without adapters, and of those that change no weights.
+    """
     if not is_peft(model):
         return ()
     tuner, config = model.base_model, next(iter(model.peft_config.values()))

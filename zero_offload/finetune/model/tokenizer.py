@@ -85,7 +85,7 @@ def _tokenizer_of(folder: Path) -> Any:
 
 
 def _check_chat_templates(folder: Path, tokenizer: Any) -> None:
-    """Raise ConfigError for what is neither a text nor texts by their names; one that is empty is none."""
+    """Raise ConfigError for values that are neither a text nor texts by their names; an empty text counts as none."""
     template = tokenizer.chat_template
     texts = [*template, *template.values()] if isinstance(template, dict) else [] if template is None else [template]
     for text in texts:

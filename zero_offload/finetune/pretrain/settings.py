@@ -1,4 +1,4 @@
-"""What a training run is asked to do: `TrainConfig`, checked whole and then never changed.
+"""The settings of a training run: `TrainConfig`, checked whole and then never changed.
 
 Owns the names, defaults and rules of the settings of `train`; those of tiers and storage are `OffloadConfig`'s.
 Never reads the data or the run directory.

@@ -57,7 +57,7 @@ _SAMPLE_PROMPT = b"def "
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run reached."""
+    """The result of a run."""
 
     ending: Ending
     step: int
@@ -69,7 +69,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every step needs."""
+    """The objects that every step needs."""
 
     config: TrainConfig
     corpus: Corpus
@@ -381,7 +381,7 @@ def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest
 
 
 def _what_goes_on(config: TrainConfig, last_step: int) -> str:
-    """What a second start would do."""
+    """A clause about a second start."""
     command = "the same command" + " without --generation" * (config.offload.generation is not None)
     if not config.offload.nvme_dirs or config.offload.effective_durability is Durability.SCRATCH:
         return f"nothing is kept of it (durability='scratch', or no --nvme): {command} begins anew"

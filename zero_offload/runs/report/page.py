@@ -1,8 +1,8 @@
 """`report.html`: one page with all of a run's plots, which needs no other file and no network.
 
 Owns what the page shows; `page.js` draws it, and knows no figure by name. Everything of the run goes into the page as
-one JSON object, and from there into text nodes: no file of a run can put markup into it. The calls: `page_data(run)`,
-then `page_of(data)`; `write_page` does both.
+one JSON object, and from there into text nodes. So no file of a run can put markup into it. The calls:
+`page_data(run)`, then `page_of(data)`; `write_page` does both.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def _is_figure(name: str, value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Wear:
-    """What rank 0 has written to its drives: as far as the rows tell, and at the rate of the last start."""
+    """Bytes that rank 0 has written to its drives: as far as the rows tell, and at the rate of the last start."""
 
     total: float
     per_day: float
@@ -409,7 +409,7 @@ def _starts(run: Run) -> list[dict[str, Any]]:
 
 
 def _events(run: Run) -> Iterator[dict[str, Any]]:
-    """What has happened, in order of steps."""
+    """Events of the run, in order of steps."""
     yield from sorted([*_events_of_starts(run), *_events_of_rows(run)], key=lambda event: event["step"])
 
 
@@ -536,7 +536,7 @@ def _tables(run: Run, summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _texts(run: Run) -> Iterator[dict[str, Any]]:
-    """What a loop has logged in words, such as what the model writes; the latest first."""
+    """Texts that a loop has logged, such as those that the model writes; the latest first."""
     found: dict[str, list[list[str]]] = {}
     for row in reversed(run.rows):
         for name, value in row.items():

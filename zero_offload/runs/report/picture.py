@@ -103,7 +103,7 @@ def _draw_step_time(axes: Axes, run: Run) -> None:
 
 
 def _waits(rows: Sequence[Row]) -> list[tuple[str, str, Callable[[Row], float]]]:
-    """What compute waited for, in words, a colour, and the seconds of a step."""
+    """Causes that compute waited for, in words, a colour, and the seconds of a step."""
     if not all("exposed_s" in row for row in rows):
         return [("stall: waiting for parameters", _RED, figure("stall_s"))]
     return [

@@ -30,7 +30,7 @@ WAITS = {
 """For each cause."""
 
 IN_TABLES = ("planned", "step_time_s", "update_overlap", "bytes_per_step", "memory", "traced_steps")
-"""What of a summary `tables` has."""
+"""Entries of a summary that are in `tables`."""
 _WARM_UP_STEPS = 2
 
 
@@ -79,7 +79,7 @@ class Table:
 
 
 def tables(run: Run, summary: Mapping[str, Any]) -> Iterator[Table]:
-    """What `summarize` has found, beside single figures."""
+    """The results of `summarize`, beside single figures."""
     shares = ("s per step", "share")
     if times := summary["step_time_s"]:
         words = {"compute": "forward, backward and the rest", **WAITS, "step": "step"}

@@ -52,7 +52,7 @@ class Source:
                 run = read_run(self._path)
                 self.is_running = run.is_running
                 first = (run.description.get("starts") or [{}])[0]
-                # Of very many starts the first ones are forgotten: the run is the one that was there.
+                # Of very many starts the first ones are forgotten: then the run counts as the known one.
                 began_at = self.began_at if first.get("step") else first.get("began_at")
                 seen.append((run.is_running, len(run.rows), began_at))
             if run is not None and seen != self._seen:
@@ -93,7 +93,7 @@ def watch(path: Path, tbw: float, port: int | None, tell: Callable[[str], None])
 
 
 def _follow(source: Source, path: Path, tell: Callable[[str], None]) -> None:
-    """Until the run ends, also one that took its place. Raises what reading raises for `GONE_S` seconds on end."""
+    """Follow a run, or another in its place, until it ends. Raises errors of reading that last for `GONE_S` seconds."""
     failing_since: float | None = None
     is_waiting = False
     while not source.has_ended:
