@@ -238,4 +238,4 @@ def test_a_rank_dies_at_every_stage_of_a_commit(setup: Setup, world_size: int) -
     setup = replace(setup, world_size=world_size)
     count = _check_deaths(setup, 1)
     print(f"| {setup}, one dies in a commit | {count} | 0 |")
-    assert count > 20
+    assert count > 10  # 16 of two ranks that flush nothing
