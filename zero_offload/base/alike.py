@@ -74,7 +74,7 @@ def _plain(holder: object, name: str) -> object:
 def difference(where: str, every: Iterable[tuple[int, Texts]], *, alone: bool = False) -> ConfigError | None:
     """The error for `where` about what ranks, by number, have of settings that all of them name; None if all agree.
 
-    With `alone`, of all settings if those agree: one that a rank does not name is not given there.
+    With `alone`, of all settings if those agree: a setting that a rank does not name is not given there.
     """
     found = sorted(every, key=lambda each: each[0])
     names = list(dict.fromkeys(name for _, texts in found for name in texts))

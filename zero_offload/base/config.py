@@ -1,9 +1,9 @@
-"""What a user asks for: `OffloadConfig`, checked whole and then never changed.
+"""The settings of a user: `OffloadConfig`, checked whole and then never changed.
 
-Owns the names, defaults and rules of every setting. Never looks at the machine: whether the request
-fits is the planner's question. The calls in order: construct (or `from_dict`, `from_toml`, `from_deepspeed`), which
-checks every field and raises one ConfigError listing all problems; then read through the typed accessors
-(`placement_of`, `budget_bytes`, `nvme_dirs`, `numerics`, `effective_durability`).
+Owns the names, defaults and rules of every setting. Never looks at the machine: whether the request fits is the
+planner's question. The calls in order: construct (or `from_dict`, `from_toml`, `from_deepspeed`), which checks every
+field and raises one ConfigError listing all problems. Then read through the typed accessors (`placement_of`,
+`budget_bytes`, `nvme_dirs`, `numerics`, `effective_durability`).
 """
 
 from __future__ import annotations
@@ -85,14 +85,18 @@ class OffloadConfig:
     """Budgets; None is what the machine has. Read them through `budget_bytes`."""
     durability: str = "process"
     commit_every: int | str = 1
-    """Between two generations: optimizer steps, a duration such as "30s", "2min" or "1h" by rank 0's clock, or "auto":
-    the shortest duration with which commits, as measured, take at most 2% of the time from training."""
+    """Between two generations: optimizer steps, a duration such as "30s", "2min" or "1h" by rank 0's clock, or "auto".
+    "auto" is the shortest duration with which commits, as measured, take at most 2% of the time from training.
+    """
     io_engine: str = "auto"
-    """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles" or "auto". "auto" is the fastest,
-    by a short measurement in the directory if a step moves 1 GiB or more."""
+    """The engine that moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles" or "auto". "auto" is the
+    fastest, by a short measurement in the directory if a step moves 1 GiB or more.
+    """
     overlap: str = "auto"
-    """What the update runs behind: the next "forward"; the "backward" that makes the gradients, of which few are held
-    then, and which knows no clipping and no loss scale; "none"; or "auto": forward, where that gains anything."""
+    """The pass beside which the update runs: the next "forward", or the "backward" that makes the gradients; "none"; or
+    "auto". Beside backward few gradients are held, and clipping and a loss scale are not possible. "auto" is forward,
+    where that gains anything.
+    """
     grad_reduction: str = "mean"
     """Gradients of several ranks become their "mean" or their "sum"."""
     branches: str = "same"

@@ -48,7 +48,7 @@ def _register() -> None:
 
 
 def _call_latest_first(methods: _Methods) -> None:
-    with contextlib.ExitStack() as stack:  # one that raises stops none of the others
+    with contextlib.ExitStack() as stack:  # a method that raises stops none of the others
         for reference in list(methods.values()):
             if (method := reference()) is not None:
                 stack.callback(method)

@@ -1,7 +1,8 @@
 """New tensors in host memory, of a dtype that the caller names.
 
 torch's factories follow `torch.set_default_dtype`, `torch.set_default_device` and `with torch.device(...)`, which are
-the user's. What this library makes may not, so it makes host tensors here; `tests/house/test_defaults.py` keeps it so.
+the user's. Tensors of this library may not follow them, so it makes host tensors here; `tests/house/test_defaults.py`
+keeps it so.
 """
 
 from __future__ import annotations

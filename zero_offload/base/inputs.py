@@ -1,4 +1,4 @@
-"""What public functions are given, checked: a wrong kind is one ConfigError that says what goes there.
+"""Checks of arguments of public functions: a wrong kind is one ConfigError that says what goes there.
 
 Owns the wording. Never looks at what a model or config says, only at what it is.
 """

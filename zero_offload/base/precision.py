@@ -20,7 +20,7 @@ class Precision:
 
     Gradients of several backwards are added in fp32 whatever `reduce` is. `states` is how optimizer states rest:
     "fp32", exact; "bf16"; or "compact": 8 bits with a scale for each 256, and with bf16 compute a master of 24 bits.
-    What is rounded is rounded at random, so that it keeps its mean, and the same way in every run.
+    Rounding of states is random, so that it keeps their mean, and the same in every run.
     """
 
     compute: str = "bf16"
@@ -36,7 +36,7 @@ TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def precision_problems(precision: object) -> Iterator[str]:
-    """What is wrong with the setting, all at once."""
+    """Problems of the setting, all at once."""
     if isinstance(precision, str):
         precision = Precision(compute=precision)
     if not isinstance(precision, Precision):

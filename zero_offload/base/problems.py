@@ -55,8 +55,9 @@ def unknown_names(given: Iterable[str], names: Sequence[str], prefix: str = "") 
 
 
 def did_you_mean(key: str, names: Sequence[str], prefix: str = "") -> str:
-    """A question that offers what other tools call so or nearly so, else the nearest of `names`, with a space behind;
-    empty if there is neither. Names may be of settings ("cpu_memory") or flags ("--cpu-memory")."""
+    """A question that offers the setting that other tools call so or nearly so, else the nearest of `names`. It ends
+    with a space, and is empty if there is neither. Names may be of settings ("cpu_memory") or flags ("--cpu-memory").
+    """
     spelled = {_plain(name): name for name in names}
     for their, ours in _OTHERS.items():
         meant = next((spelled[each] for each in ours if each in spelled), None)
@@ -121,7 +122,7 @@ _SYNONYMS = {
     "io_engine": "aio engine",
     "existing": "resume resume_from_checkpoint auto_resume",
 }
-"""What DeepSpeed, accelerate, transformers, TRL, PEFT, axolotl, Lightning and LLaMA-Factory call a setting."""
+"""Names of a setting in DeepSpeed, accelerate, transformers, TRL, PEFT, axolotl, Lightning and LLaMA-Factory."""
 _OTHERS: dict[str, list[str]] = {}
 """By such a name, ours; where a flag has its tier's name, that."""
 for _ours, _theirs in _SYNONYMS.items():

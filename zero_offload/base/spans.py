@@ -1,9 +1,10 @@
-"""What ran from when to when: spans on named lanes, for traces and for where a step went. Values only.
+"""Spans of work on named lanes, from when to when, for traces and for where a step went. Values only.
 
 Work of one thread has a site: `Spans.open` before and `close` after. It goes to `zo.profile`, while that records, as a
-tuple at the end of a ring, without a lock, so any thread may; and to torch.profiler, while that runs, as a range named
-`zo LANE: NAME`. While neither does, a site costs two looks at flags. Times are `perf_counter_ns`. The other calls:
-`begin`; `put` for what no thread does alone, such as a transfer; `sample` for totals; `end`; then `taken`, `samples`.
+tuple at the end of a ring. The ring needs no lock, so any thread may add to it. It goes to torch.profiler, while that
+runs, as a range named `zo LANE: NAME`. While neither does, a site costs two looks at flags. Times are
+`perf_counter_ns`. The other calls: `begin`; `put` for what no thread does alone, such as a transfer; `sample` for
+totals; `end`; then `taken`, `samples`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TRANSFERS = (Lane.GATHER, Lane.REDUCE, Lane.UPLOAD, Lane.DOWNLOAD, Lane.READ, La
 
 
 class Cause(StrEnum):
-    """What compute waits for."""
+    """Causes that compute waits for."""
 
     PARAMS = "params"
     ACTIVATIONS = "activations"
@@ -145,8 +146,9 @@ class Spans:
         self._samples.append((name, now(), value))
 
     def taken(self) -> list[Span]:
-        """What began and ended since `begin`, the oldest left out where the ring was too small; so are steps of which
-        something is missing."""
+        """Spans that began and ended since `begin`. The oldest are left out where the ring was too small, and so are
+        steps of which something is missing.
+        """
         ring = self._ring.copy()
         # A site may have begun under an earlier `begin`.
         whole_ns = ring[0][3] if len(ring) == SPANS_MAX else self.begin_ns

@@ -25,7 +25,7 @@ class DeviceParams(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank did between the last two calls of `step()`; before the first one, since `zo.offload`.
+    """Figures of one rank between the last two calls of `step()`; before the first one, since `zo.offload`.
 
     So of a model that is only read, the difference of two calls of `zo.stats` is what was done between them.
     """
@@ -93,7 +93,7 @@ class StatsKeeper:
         self._cut: dict[str, float] | None = None
 
     def cut(self) -> None:
-        """What is counted from here on is the next step's: an update begins that runs beside it."""
+        """Count for the next step from here on: an update begins that runs beside it."""
         self._cut = self._counters.snapshot()
 
     def close_step(self, step: int) -> dict[str, float]:

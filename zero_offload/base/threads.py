@@ -1,4 +1,4 @@
-"""Threads that wait for each other, while a Ctrl-C may strike the one that computes.
+"""Threads that wait for each other, while a Ctrl-C may strike the thread that computes.
 
 `Condition`, `Event`, `Semaphore` and `Future` of the standard library take and release their locks in Python. A
 signal's handler may raise before the release. Then the lock stays taken, other threads wait for ever, and the program
@@ -20,7 +20,7 @@ LOOK_S = 0.1
 THREAD_PREFIX = "zero_offload"
 """The prefix of the names of threads that do a model's work."""
 NO_THREAD = "Raise the limit on threads: see 'ulimit -u', and pids.max of the container or cgroup"
-"""What to type where the system starts no thread."""
+"""The remedy to type where the system starts no thread."""
 
 
 def start(thread: threading.Thread) -> None:
@@ -33,8 +33,9 @@ def start(thread: threading.Thread) -> None:
 
 
 def may_join() -> bool:
-    """False where this thread is inside of Python's `threading`, which takes its lock once: it starts or ends a thread,
-    and the garbage collector calls us meanwhile. Python has this lock until 3.12. Other threads hold it briefly."""
+    """False where this thread is inside of Python's `threading`, which takes its lock once. It starts or ends a thread,
+    and the garbage collector calls us meanwhile. Python has this lock until 3.12. Other threads hold it briefly.
+    """
     lock = getattr(threading, "_shutdown_locks_lock", None)
     if lock is None:
         return True
@@ -61,7 +62,7 @@ class Bell:
 
 
 class Monitor:
-    """Wakes threads that wait for something to be so. What they look at changes under `lock`."""
+    """Wakes threads that wait for something to be so. The condition that they look at changes under `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

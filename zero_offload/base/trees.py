@@ -12,7 +12,7 @@ _CONTAINERS = (tuple, list, dict)
 
 
 def leaves_in(values: Iterable[Any]) -> list[Any]:
-    """What these containers hold, in order."""
+    """The leaves of these containers, in order."""
     found = []
     for value in values:
         if isinstance(value, _CONTAINERS):

@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 SECTOR = 4096
 """Bytes that O_DIRECT takes whole, on drives with sectors of 512 bytes too."""
 FRAME = 2 * MIB
-"""What host memory under units is taken in: huge pages make O_DIRECT reads twice as fast as 4 KiB pages."""
+"""The grain of host memory under units: huge pages make O_DIRECT reads twice as fast as 4 KiB pages."""
 
 
 _NAME_NBYTES, _PATH_NBYTES = 255, 4096
@@ -58,7 +58,7 @@ class Tier(StrEnum):
 
 
 class StateKind(StrEnum):
-    """What a shard holds; each kind is placed on its own tier."""
+    """Kinds of bytes in a shard; each kind is placed on its own tier."""
 
     PARAMS = "params"
     GRADS = "grads"
@@ -67,7 +67,7 @@ class StateKind(StrEnum):
 
 
 class Durability(StrEnum):
-    """What a generation survives."""
+    """Ends of a program that a generation survives."""
 
     COMMIT = "commit"  # power loss
     PROCESS = "process"  # kill -9
@@ -75,7 +75,7 @@ class Durability(StrEnum):
 
 
 class Existing(StrEnum):
-    """What to do with a generation already in the directory."""
+    """The treatment of a generation already in the directory."""
 
     REFUSE = "refuse"
     RESUME = "resume"
@@ -83,7 +83,7 @@ class Existing(StrEnum):
 
 
 class GradReduction(StrEnum):
-    """What the gradients of several ranks become."""
+    """The reduction of the gradients of several ranks."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -97,7 +97,7 @@ class Branches(StrEnum):
 
 
 class UpdateOverlap(StrEnum):
-    """What the optimizer's update runs behind."""
+    """The pass beside which the optimizer's update runs."""
 
     AUTO = "auto"  # the next forward, where that gains anything
     FORWARD = "forward"
@@ -106,7 +106,7 @@ class UpdateOverlap(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """What moves the blocks of files."""
+    """Engines that move the blocks of files."""
 
     IO_URING = "io_uring"  # Linux's; many requests in flight from one thread
     THREADS = "threads"  # pread and pwrite on native threads: on every Linux, in every container
@@ -115,7 +115,7 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """What a machine has, in bytes and counts; read once by `probe.probe_hardware`."""
+    """Resources of a machine, in bytes and counts; read once by `probe.probe_hardware`."""
 
     num_cores: int
     cpu_memory_bytes: int

@@ -1,5 +1,5 @@
-"""What a generation says of the base that frozen sections rest in: its files, what is known of them, and where in them
-each section lies.
+"""A generation's record of the base that frozen sections rest in: its files, their known bytes, and where in them each
+section lies.
 
 Owns the words of these records. The global manifest names files and places; a rank's has the checksums that this rank
 knows. The calls: `base_record` and `base_hashes` for a commit; `base_sections` and `open_base` of a generation;

@@ -1,4 +1,4 @@
-"""When a commit is due by time: after a duration, or after one that follows from what commits cost ("auto").
+"""When a commit is due by time: after a duration, or after a duration that follows from the cost of commits ("auto").
 
 Of rank 0 alone: the others do as it says, so clocks need not agree. "auto" measures what a checkpoint costs the steps
 beside it, and chooses the frequency by that. The idea is CheckFreq's (Mohan, Phanishayee, Chidambaram: "CheckFreq:
@@ -17,7 +17,7 @@ from collections import deque
 from zero_offload.base.types import parse_seconds
 
 COST_SHARE_MAX = 0.02
-"""What commits may take of the time, with "auto"."""
+"""The most that commits may take of the time, with "auto"."""
 PLAIN_MIN = 3
 """Steps without a commit that are measured before the first commit."""
 BESIDE_MAX = 16
@@ -45,7 +45,7 @@ class CommitClock:
         self._plain_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         """Steps without a commit, the latest."""
         self._waited_s = self._slower_s = 0.0
-        """What the commit under way has cost so far."""
+        """Seconds that the commit under way has cost so far."""
         self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
 
     def is_due(self) -> bool:

@@ -1,5 +1,4 @@
-"""What a generation has beside shards, as JSON, and back: persistent buffers, random number generators, and what the
-program adds.
+"""Entries of a generation beside shards, as JSON, and back: persistent buffers, generators, the program's values.
 
 Buffers (running statistics, ...) are what a state dict has beside parameters. They are small and change without us, so
 a generation has them in its manifest: of several ranks rank 0's, which all get back. They are compressed, since those
@@ -7,8 +6,8 @@ that are large are masks. Generators are Python's, numpy's, torch's and the devi
 
 Values that JSON has no form for are wrapped, so that they come back as they were. Schedulers have such: numbers and
 tuples as keys (milestones), infinities (a best loss), tensors of one number (learning rates). Tuples and NumPy's
-numbers are wrapped too. What comes back equals what was given. A class derived from dict, list, tuple, text or number
-comes back as the plain one. The calls: `capture_buffers`, `capture_rng`, `to_json` when a step is complete;
+numbers are wrapped too. Values that come back equal those that were given. A class derived from dict, list, tuple, text
+or number comes back as the plain one. The calls: `capture_buffers`, `capture_rng`, `to_json` when a step is complete;
 `check_buffers` before anything is replaced, `restore_buffers`, `restore_rng`, `from_json` after.
 """
 

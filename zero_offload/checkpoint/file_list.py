@@ -1,10 +1,10 @@
-"""`run.json`: which files a run may make, written before it makes them, so that deleting goes by that list only; and
-which generations' manifests it has made, written after that, so that a resume knows when one is missing.
+"""`run.json` names the files that a run may make, before it makes them, so that deleting goes by that list only. It
+also names the manifests of its generations, once they are made, so that a resume knows when one is missing.
 
 Owns that manifest and every deletion of a run's files. Never decides which generation is kept, and never deletes in a
 directory that the run has not recorded as its own. The calls: `check_kind` and `check_strangers` before anything is
-changed; `announce` before files are made; `note_committed` after a commit; `remove_all` for a run that is discarded;
-`remove_manifests`, then `keep_only`, for what an earlier cut of the run, or a start that broke off, has left.
+changed; `announce` before files are made. `note_committed` after a commit; `remove_all` for a run that is discarded.
+`remove_manifests`, then `keep_only`, for remains of an earlier cut of the run, or of a start that broke off.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FileList:
         self._home = directories[0]
         self._durability = durability
         self._said: dict[str, Any] = {}
-        """What `run.json` says; nothing where it is damaged or missing."""
+        """The content of `run.json`; nothing where it is damaged or missing."""
         self._damage: IntegrityError | None = None
 
     def announce(self, run_id: str, names: Collection[str], others: Sequence[RunDirectory] = (), **facts: Any) -> None:
@@ -101,8 +101,8 @@ class FileList:
         return list(self._said.get(COMMITTED, []))
 
     def note_committed(self, base: Mapping[str, Any] | None) -> None:
-        """Record the generations that there are, once a commit is complete, and the base that the last one rests on;
-        warn of what others have deleted meanwhile.
+        """Record the generations that there are, once a commit is complete, and the base that the last one rests on.
+        Warn of files that others have deleted meanwhile.
 
         Each name is made once, so later commits write nothing here. A checkpoint has one generation: without it, it is
         none.
@@ -147,7 +147,7 @@ class FileList:
             self._damage = error
 
     def announced(self, what: str = "files") -> list[str]:
-        """What `run.json` says."""
+        """The texts of `run.json` under a key."""
         return _texts(self._said, what)
 
     def check_kind(self) -> None:

@@ -1,4 +1,4 @@
-"""What a generation says in its manifests, and which generations a directory holds.
+"""The content of a generation's manifests, and the generations that a directory holds.
 
 Owns the words shared by writing, resuming and loading, and the choice of the generation that a run goes on from. Reads
 manifests only; changes nothing.
@@ -41,7 +41,7 @@ BASE = "base"
 FORMAT = 4
 """In its files the slots of an array lie behind each other. In earlier formats they do not: those are cut anew."""
 CHECKPOINT_KIND = "checkpoint"
-"""What `run.json` says of a directory that never changes: it is read without a lock, by any number of readers."""
+"""The kind, in `run.json`, of a directory that never changes: it is read without a lock, by any number of readers."""
 
 
 def generation_name(number: int) -> str:
@@ -54,7 +54,7 @@ GENERATION_NAMES = (generation_name(0), generation_name(1), "generation.json")
 
 
 def rank_manifest_name(rank: int, generation: int) -> str:
-    """Two names per rank in turn: the one that the committed generation names is never replaced."""
+    """Two names per rank in turn: the file of the committed generation is never replaced."""
     return f"rank{rank}-{generation % 2}.json"
 
 
@@ -90,7 +90,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
-        """What a generation says, to be committed again."""
+        """The record of a generation, to be committed again."""
         given = generation.payload
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
         return cls(
@@ -186,7 +186,7 @@ class History:
     generations: Mapping[str, Generation]
     """Generations by the name of their manifest, the newest first."""
     damaged: Mapping[str, ZeroOffloadError]
-    """What is wrong with each manifest that cannot be read, or is missing."""
+    """The error of each manifest that cannot be read, or is missing."""
 
     @classmethod
     def read(cls, directory: RunDirectory) -> History:
@@ -247,7 +247,7 @@ class History:
         return chosen is self.newest and not self.damaged
 
     def remedy(self, bad: Generation) -> str:
-        """What to type when this generation turns out to be damaged; empty when there is no other."""
+        """The remedy to type when this generation turns out to be damaged; empty when there is no other."""
         other = next((each for each in self.generations.values() if each is not bad), None)
         return _remedy(other) if other is not None else ""
 
@@ -313,13 +313,13 @@ def reading(where: str) -> Iterator[None]:
 
 
 _KINDS = ("shape", "dtype", "trainable")
-"""What a parameter is, wherever it lies."""
+"""Properties of a parameter, wherever it lies."""
 _PLACE = ("name", "section", "begin")
 """Which one lies where."""
 
 
 def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
-    """What must agree before a byte of a generation is believed: every parameter, in order."""
+    """The properties that must agree before a byte of a generation is believed: of every parameter, in order."""
     return [
         {
             "name": piece.spec.name,
@@ -342,8 +342,8 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
 def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequence[int] = ()) -> None:
     """Raise CheckpointError naming the first difference.
 
-    `calls`: how many sections there were before each further call of zo.offload; a model with so many has as much to do
-    before it is whole.
+    `calls`: how many sections there were before each further call of zo.offload. A model with so many sections waits
+    for further calls before it is whole.
     """
     here = fingerprint(layout)
     if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):

@@ -60,7 +60,7 @@ def _records(slot: Mapping[Component, Extent]) -> dict[str, Any]:
 
 
 def read_rank_manifest(home: RunDirectory, generation: Generation, rank: int) -> dict[str, Any]:
-    """What a rank wrote for a generation, verified."""
+    """The manifest that a rank wrote for a generation, verified."""
     with reading(str(home.path)):
         entry = generation.rank_entries[rank]
         payload = read_manifest(home, str(entry["manifest"]), str(entry["digest"]))
@@ -238,7 +238,7 @@ class GenerationKeeper:
         if self.recuts:
             last = {generation_name(self._number)}
         else:
-            # One that is older and lies in the same files can be gone back to.
+            # An older generation that lies in the same files can be gone back to.
             kept = [each for each in generations.values() if each.number <= self.found.number][:2]
             last = {name for name, each in generations.items() if each in kept and each.edition == self.edition}
         # First the manifests, so that a crash in between leaves none that names what is gone.
@@ -269,7 +269,7 @@ class GenerationKeeper:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """What is damaged in the generation found is reported with what to type."""
+        """Errors of damage in the generation found get the remedy to type."""
         try:
             yield
         except IntegrityError as error:

@@ -314,7 +314,7 @@ def _target(piece: ParamSlice, dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _records(saved: SavedGeneration) -> dict[str, torch.Tensor]:
-    """What libraries read beside the tensors of quantized weights, by name."""
+    """Records that libraries read beside the tensors of quantized weights, by name."""
     places = {piece.spec.name: (section, piece) for section in saved.sections for piece in section.params}
     found = {}
     for record in [piece.spec.record for _, piece in places.values() if piece.spec.record]:

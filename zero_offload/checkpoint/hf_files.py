@@ -88,7 +88,7 @@ class FileTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """What follows each other in row-major order; nothing where it is made of what files have."""
+        """The stored tensors that follow each other in it, in row-major order; empty where it is computed from them."""
         return ()
 
     def read(self, begin: int, end: int) -> torch.Tensor:
@@ -440,7 +440,7 @@ def _convertible(source: torch.dtype | None, target: torch.dtype) -> bool:
 
 
 def _prefix_hint(missing: Sequence[str], unknown: Sequence[str], prefix: str) -> str | None:
-    """What to type if all that is unknown becomes known with another prefix."""
+    """The prefix to type if it would make all unknown names known."""
     absent = set(missing)
     if prefix and set(unknown) <= absent:
         return f"The model has the names of the files as they are: leave prefix={prefix!r} out"

@@ -43,7 +43,7 @@ class Metrics:
         """That of the last row; 0 where there is none."""
         self._file = open(fd, "ab", buffering=0)  # noqa: SIM115 - the object owns it
         self.notes = tuple(notes)
-        """What was found damaged or missing, for the user."""
+        """Remarks for the user about damaged or missing rows."""
 
     @classmethod
     def open(cls, path: Path, committed_step: int) -> Metrics:
@@ -143,7 +143,7 @@ def _parse_all(content: bytes) -> list[Line]:
     lines = []
     for number, raw in enumerate(io.BytesIO(content), 1):
         if zeros := len(raw) - len(raw.lstrip(b"\0")):
-            # What power loss leaves of blocks that were never written; what follows may be whole.
+            # Power loss leaves zeros in blocks that were never written; the rest of the line may be whole.
             problem = f"{zeros} zero bytes, as power loss leaves them"
             lines.append(Line(number, raw[:zeros], None, problem))
         if rest := raw[zeros:].removeprefix(b"\n" if zeros else b""):

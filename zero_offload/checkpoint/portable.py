@@ -42,14 +42,14 @@ from zero_offload.storage.shards.store import ShardStore
 FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target
 _CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ETXTBSY)
-"""Another file system, or one that cannot share, or not these blocks: a copy serves."""
+"""Another file system, or a system that cannot share, or not these blocks: a copy serves."""
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 
 
 def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup, record: StepRecord) -> None:
     """Copy every shard of this rank to `path`, chunk by chunk, and make it a checkpoint. Collective.
 
-    What rests on disk is shared with the checkpoint's files where they are on the same file system and it can.
+    Bytes on disk are shared with the checkpoint's files, where both are on the same file system and it can share.
 
     Raises CheckpointError when the directory holds one already, CapacityError, StorageError.
     """
@@ -91,7 +91,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
 
 @contextlib.contextmanager
 def _naming_path(path: Path) -> Iterator[None]:
-    """What is wrong with the directory itself is mended by another `path=`: none of a run's settings names it."""
+    """Errors of the directory itself name `path=` as the remedy: none of a run's settings names it."""
     try:
         yield
     except (ConfigError, CapacityError, StorageError) as error:

@@ -60,7 +60,7 @@ class RunDir:
 
     @contextmanager
     def held(self) -> Iterator[RunDirectory]:
-        """Make the directory if need be, and keep other runs out of it; one that stays empty is removed again.
+        """Make the directory if need be, and keep other runs out of it; a directory that stays empty is removed again.
 
         Raises LockError, and StorageError where it is not private or a name of ours is not a file's.
         """

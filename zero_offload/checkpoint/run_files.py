@@ -1,7 +1,8 @@
 """The directories, engine, files and generations of one model, opened in the order that several ranks need.
 
-The calls: `open`, and `create` once there is a store; to go on from a generation `fill` with every shard in place, and
-`finish_resume`, which makes what was cut anew the newest generation and deletes what it replaces; `close`.
+The calls: `open`, and `create` once there is a store. To go on from a generation, `fill` with every shard in place,
+then `finish_resume`. It commits a generation that was cut anew, and deletes the files that it replaces. `close` at the
+end.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class RunFiles:
         errors: FirstError,
         counters: Counters,
     ) -> RunFiles:
-        """What fails on the way to or from a drive stops the run: `errors` gets it. `counters` get the bytes that move.
-        Collective."""
+        """An error on the way to or from a drive stops the run: `errors` gets it. `counters` get the bytes that move.
+        Collective.
+        """
         files = cls(BaseFiles(counters, errors.set, config.io_engine))
         files._opened.callback(files.base.close)
         try:
@@ -269,8 +271,9 @@ def _state_bytes(layout: ShardLayout) -> int:
 def _shares(
     settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: CommitGroup
 ) -> tuple[float, ...]:
-    """The share of each directory in a stripe. One rank measures while the others wait: all see the same drives. What
-    may be deleted has been."""
+    """The share of each directory in a stripe. One rank measures while the others wait: all see the same drives. Files
+    that may be deleted are deleted already.
+    """
     with ranks.together():
         text = ""
         if ranks.rank == 0:

@@ -1,7 +1,7 @@
 """A generation opened for reading: any rank's blocks, from any number of directories.
 
 Owns what can be known from the manifests alone: the sections (from the fingerprint), the places of every rank's blocks,
-and their files. No model is needed. One that has one loads it on any number of ranks and with any placement, since
+and their files. No model is needed. A model loads a generation on any number of ranks and with any placement, since
 every array is addressed by element of its section. Reads what it is asked for, every block verified, and changes
 nothing. The calls: `SavedGeneration.read_for` a model, or `read_generation` and the constructor; `rank`, `read`,
 `source`, `close`.
@@ -126,7 +126,7 @@ def read_generation(
     number: int | None,
     use: Callable[[Generation, list[RunDirectory], contextlib.ExitStack], T],
 ) -> T:
-    """What `use` makes of a generation, with its directories open; again of the next one, as `Reading` says.
+    """The result of `use` for a generation, with its directories open; again for the next one, as `Reading` says.
 
     Collective. Files on the stack are closed before the directories.
     """
@@ -317,7 +317,7 @@ class SavedGeneration:
                 yield (section.index, component), extent
 
     def states(self, index: int) -> list[Component]:
-        """What optimizers keep of a section."""
+        """The states of a section that optimizers keep."""
         extents, master = self.rank(self._first_rank).extents, master_components(self.sections[index])
         return [component for section, component in extents if section == index and component not in master]
 

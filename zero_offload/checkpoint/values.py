@@ -65,8 +65,9 @@ def master_of(layout: SectionLayout, read: Callable[[Component], torch.Tensor]) 
 
 
 def master_part(layout: SectionLayout) -> dict[str, torch.dtype]:
-    """What completes a trainable shard's value to the master, and its dtype: "residual" beside bf16, "master" beside
-    fp16, nothing beside fp32."""
+    """The component that completes a trainable shard's value to the master, and its dtype. It is "residual" beside
+    bf16, "master" beside fp16, nothing beside fp32.
+    """
     return {
         torch.bfloat16: {Component.RESIDUAL.value: torch.int16},
         torch.float16: {Component.MASTER.value: torch.float32},
@@ -109,7 +110,7 @@ def completed(
 
 
 def residual_alone(layout: SectionLayout, residual: torch.Tensor) -> torch.Tensor:
-    """What rests beside values that come from elsewhere, of a residual as `read_master_part` gives it."""
+    """The residual at rest beside values that come from elsewhere, of a residual as `read_master_part` gives it."""
     if component_dtype(layout, Component.RESIDUAL) is not torch.int8:
         return residual
     return ((residual.to(torch.int32) + 128) >> 8).clamp(-128, 127).to(torch.int8)
@@ -150,8 +151,8 @@ READ_NUMEL = 1 << 18
 class ComponentSource:
     """Feeds `write_components`: values from `fill`, the optimizers' states from `states` or zero.
 
-    What a call returns is valid until the next call. Buffers are used again: chunks that come and go would leave holes
-    of several times their size in the heap.
+    The tensor that a call returns is valid until the next call. Buffers are used again: chunks that come and go would
+    leave holes of several times their size in the heap.
     """
 
     def __init__(self, shard: Shard, fill: FillMaster, states: Mapping[Component, torch.Tensor] | None = None) -> None:
@@ -186,8 +187,9 @@ class ComponentSource:
 
 
 Edits = dict[Component, list[tuple[int, int, torch.Tensor]]]
-"""Elements [begin, end) of a shard, and their new values: of a state fp32, (end - begin,) or one for all; of what a
-master is made of, as the component has them."""
+"""Elements [begin, end) of a shard, and their new values. For a state they are fp32, (end - begin,) or one for all. For
+a part of the master they are as the component has them.
+"""
 
 
 def master_parts(

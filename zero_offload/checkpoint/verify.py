@@ -42,7 +42,7 @@ class BadBlock:
 
 @dataclass
 class Verdict:
-    """What has been found of one generation."""
+    """The findings about one generation."""
 
     generation: Generation
     num_blocks: int = 0
@@ -51,7 +51,7 @@ class Verdict:
     problems: list[ZeroOffloadError] = field(default_factory=list)
     """Manifests and files that could not be opened; their blocks were not read."""
     errors: list[ZeroOffloadError] = field(default_factory=list)
-    """What each bad block raised."""
+    """The error of each bad block."""
 
     @property
     def is_whole(self) -> bool:

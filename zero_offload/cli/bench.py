@@ -125,7 +125,7 @@ def _run_io(args: argparse.Namespace, nbytes: int) -> int:
 
 
 def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
-    """What is measured, and why the rest is not."""
+    """Settings to measure, and the reason why each other one is left out."""
     missing = {}
     found = [THREADS, replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
     found += [IO_URING, replace(IO_URING, depth=8), replace(IO_URING, depth=8, num_threads=2)]

@@ -141,7 +141,7 @@ def _print_now(text: str) -> None:
 
 
 class Conversation:
-    """What was said, and the model that goes on with it."""
+    """The turns of a conversation, and the model that goes on with it."""
 
     def __init__(
         self, model: Any, folder: ModelFolder, system: str | None, max_new_tokens: int, temperature: float | None
@@ -154,7 +154,7 @@ class Conversation:
         self.reset()
 
     def described(self, folder: ModelFolder) -> str:
-        """What is said before the first prompt."""
+        """The text before the first prompt."""
         numel = sum(param.numel() for param in self._model.parameters())
         places = [f"{format_bytes(size)} on {tier}" for tier, size in stats(self._model).resident_bytes.items() if size]
         name = folder.path.name if folder.adapter is None else f"{folder.adapter.name} on {folder.path.name}"
@@ -251,7 +251,7 @@ def _interruptible() -> Iterator[list[bool]]:
 
 
 def _sampling(temperature: float | None) -> dict[str, Any]:
-    """What `generate` is told; nothing where the folder's generation config decides."""
+    """Arguments of `generate`; none where the folder's generation config decides."""
     if temperature is None:
         return {}
     if temperature == 0:

@@ -115,7 +115,7 @@ def _check_software() -> Iterator[Check]:
 
 
 def _native_problem() -> tuple[Status, str] | None:
-    """What keeps the native library from being used."""
+    """The reason why the native library cannot be used."""
     try:
         missing = native.missing()
     except ZeroOffloadError as error:
@@ -156,7 +156,7 @@ def _check_host() -> Iterator[Check]:
 
 
 def _check_device() -> Iterator[Check]:
-    """What computes, and what plans know of a GPU."""
+    """The compute device, and the rates of a GPU that plans know."""
     compute = device.compute_device()
     detail, memory = device.describe_device(), read_memory(compute.torch_device)
     if memory is not None:

@@ -181,7 +181,7 @@ def _speed(tokens_per_s: float) -> str:
 
 
 def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
-    """What each drive is written, and how long it lasts; nothing where nothing is written."""
+    """Bytes written to each drive, and how long it lasts; empty where nothing is written."""
     if wear.bytes_per_step == 0:
         return []
     parts = []

@@ -79,7 +79,7 @@ def folder_of(args: argparse.Namespace) -> Path | None:
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """What the user typed."""
+    """The values that the user typed."""
     values = {name: vars(args)[f"finetune_{name}" if name in _OF_RUNS else name] for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -149,7 +149,7 @@ def _job(
 
 
 def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:
-    """What the command of the run has beside the folder: what was given that `finetune` takes too."""
+    """The arguments of the run's command beside the folder: given flags that `finetune` takes too."""
     for name, value in _given(args, (*_OF_RUNS, *_SHARED, *_PLACES)).items():
         if name == "nvme" and drives is not None:
             continue

@@ -109,7 +109,7 @@ def add_budget_flags(group: argparse._ArgumentGroup, prefix: str = "") -> None:
 
 
 def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """What reads a flag that has its default by being left out: 0, which a file has for that, is not typed."""
+    """The reader of a flag whose default is to leave it out: 0, which a file has for that, is not typed."""
 
     def number(text: str) -> float:
         if (value := kind(text)) == 0:

@@ -1,7 +1,7 @@
 """A folder's model that is only read, by `chat` and `evaluate`: weights streamed from their tiers, nothing trained.
 
-Owns the flags that say which folder it is, and where the weights rest. Nothing is written to the folder. What goes to
-NVMe is in files without names, which end with the process.
+Owns the flags that say which folder it is, and where the weights rest. Nothing is written to the folder. Weights on
+NVMe are in files without names, which end with the process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def open_checked(args: argparse.Namespace, task: str = CAUSAL) -> ModelFolder:
-    """The folder; what one that a run has left is on now is said where that differs.
+    """Open the folder, and print how its parts differ from those of the run that has left it.
 
     Raises what `open_folder` raises, and ConfigError where numbers would differ.
     """

@@ -72,7 +72,7 @@ def _base(path: Path) -> str | None:
     try:
         base = base_of(path)
     except ZeroOffloadError:
-        return None  # no generation, or one that `verify` tells of
+        return None  # no generation, or `verify` tells of it
     if base is None or base.problem:
         return None if base is None else base.problem
     return base_text(base) + f"; {base.written} was written since, see zero-offload doctor" * bool(base.written)

@@ -1,1 +1,1 @@
-"""What the machine offers: its probe, its accelerators, the native library and the kernels."""
+"""The resources of the machine: its probe, its accelerators, the native library and the kernels."""

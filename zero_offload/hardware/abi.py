@@ -72,7 +72,7 @@ class IoStatus(IntEnum):
 
 
 class Fault(IntEnum):
-    """What `io_fault` makes the nth read or write do, for tests."""
+    """The fault of the nth read or write that `io_fault` makes, for tests."""
 
     NONE = 0
     WRITE_EIO = 1

@@ -25,7 +25,7 @@ class HostMemory:
         "Free CPU memory, or place fewer states on the cpu tier. Under WSL the limit is Windows': pinned memory is a "
         "part of the machine's, whatever 'ulimit -l' says"
     )
-    """What to do where the driver refuses."""
+    """The remedy where the driver refuses."""
     _PORTABLE = 1
     """cudaHostRegisterPortable: pinned for every context of the process."""
 
@@ -40,7 +40,7 @@ class HostMemory:
         return status
 
     def unregister(self, address: int) -> None:
-        """What `register` was given with this address, once no copy uses it."""
+        """End the registration of this address, once no copy uses it."""
         torch.cuda.cudart().cudaHostUnregister(address)
 
 

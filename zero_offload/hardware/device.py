@@ -4,7 +4,7 @@ Nothing is initialised at import. On a CPU the device is the host itself: buffer
 place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run on two streams beside compute. Whatever
 is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take` makes a
 stream wait, and not the host. Before host memory that an upload reads is written or given away, the host synchronizes
-with its event. What differs between device types is in `accelerators.py`. Tests run all this on a fake GPU in host
+with its event. Differences between device types are in `accelerators.py`. Tests run all this on a fake GPU in host
 memory (tests/fake_gpu), which runs late and reports races.
 """
 
@@ -106,9 +106,9 @@ class Device:
     ) -> Handoff:
         """Copy `source` (device) to `target` (pinned host), after compute launched so far.
 
-        With a mark for `after`, when that is reached. It is for threads beside the one that computes: they would else
-        wait for whatever that has launched since. A caller that `keeps_source` does so until a stream that uses its
-        memory next has waited for the copy.
+        With a mark for `after`, when that is reached. It is for threads beside the computing one: they would else wait
+        for all that it has launched since. A caller that `keeps_source` does so until a stream that uses its memory
+        next has waited for the copy.
         """
         raise AssertionError(_IN_PLACE)
 
@@ -129,7 +129,7 @@ class Device:
         raise AssertionError(_IN_PLACE)
 
     def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
-        """What is launched inside, on a stream of its own, comes after these and after compute launched so far.
+        """A block whose launches, on a stream of its own, come after these events and after compute launched so far.
 
         For collectives, which come after the stream on which they are launched: compute need not wait.
         """
@@ -152,7 +152,7 @@ class Device:
         """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
 
     def unpin(self, address: int) -> None:
-        """What `pin` was given with this address, once its copies are over."""
+        """End the pinning of this address, once its copies are over."""
 
     def free_bytes(self) -> int | None:
         """Free memory of its own; None where it has none."""
@@ -201,7 +201,7 @@ def _on(stream: torch.Stream) -> Iterator[None]:
 
 
 class _Copy(NamedTuple):
-    """One that is timed."""
+    """A timed copy."""
 
     lane: Lane
     begin: Any
@@ -408,7 +408,7 @@ def compute_device() -> Device:
 
 
 class DeviceChoice(NamedTuple):
-    """What one rank sees, and which GPU its thread computes on now."""
+    """The GPUs that one rank sees, and the GPU that its thread computes on now."""
 
     host: str
     """The same text on all ranks of one machine."""
@@ -483,7 +483,7 @@ def use_gpu(choice: DeviceChoice, index: int) -> torch.device | None:
 
 
 def on_likely_gpu() -> AbstractContextManager[None]:
-    """Inside, the current GPU is the one that `zo.offload` will take, as far as a rank knows without the others."""
+    """Inside, the current GPU is that which `zo.offload` will take, as far as a rank knows without the others."""
     device = _likely_gpu()
     return contextlib.nullcontext() if device is None else _current(device)
 
@@ -555,8 +555,8 @@ def set_device_rng_states(states: list[torch.Tensor]) -> None:
             module.set_rng_state(state, index)
 
 
-# What the allocator of a device says about its memory, by the names that every device module of torch has. A module
-# without `memory_stats` measures nothing: `read_memory` returns None, as for a CPU.
+# The allocator's figures of a device's memory, by the names that every device module of torch has. A module without
+# `memory_stats` measures nothing: `read_memory` returns None, as for a CPU.
 
 
 class DeviceMemory(NamedTuple):
@@ -578,7 +578,7 @@ class DeviceMemory(NamedTuple):
 
 
 def read_memory(device: torch.device) -> DeviceMemory | None:
-    """What the allocator says now; None for a CPU, and where the device type does not say. Waits for nothing."""
+    """The allocator's figures now; None for a CPU, and for a device type without them. Waits for nothing."""
     module = _module_of(device)
     if module is None:
         return None

@@ -1,14 +1,14 @@
-"""What machines can do in a second: GPUs, hosts and drives by name, and one rank's share of them.
+"""The speeds of machines: GPUs, hosts and drives by name, and one rank's share of them.
 
 Owns the table of public specifications and the shares of them that programs achieve. Never looks at this machine.
 Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
 
-GPUs, from data sheets and architecture papers of NVIDIA and AMD: memory and its bandwidth; dense bf16 arithmetic (no
-sparsity) with fp32 sums; fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told). The link to the
-host, per direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s. The link to each other, per direction: NVLink or Infinity
-Fabric; the same PCIe where there is neither. Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC 7003: 205 GB/s a
-socket) or of twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600. Networks:
-InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
+GPUs, from data sheets and architecture papers of NVIDIA and AMD. The columns are memory and its bandwidth; dense bf16
+arithmetic (no sparsity) with fp32 sums; fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told). The
+link to the host, per direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s. The link to each other, per direction: NVLink or
+Infinity Fabric; the same PCIe where there is neither. Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC 7003:
+205 GB/s a socket) or of twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600.
+Networks: InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
 
 Achieved shares: of arithmetic, what a published training run reached on the card (`Share`; tests/helpers/published.py
 has the runs and their sources). GeForce cards clock higher than their data sheets say, so theirs come near 1. Of memory
@@ -38,7 +38,7 @@ DRIVE_BYTES = 2 * 10**12
 
 
 class Lane(StrEnum):
-    """What works side by side, and in itself does one thing after the other."""
+    """Lanes that work side by side; each does one thing after the other."""
 
     COMPUTE = "compute"
     UPLOAD = "host to device"
@@ -108,13 +108,13 @@ GPUS: Mapping[str, Gpu] = {
     "b200": Gpu(180, 2250, 75, 8000, 64, 900, _H100._replace(card="h100"), "ddr5-server"),
     "mi300x": Gpu(192, 1307, 163.4, 5300, 64, 448, _H100._replace(card="h100"), "ddr5-server"),
 }
-"""A card without a published run has the share of the nearest one that has: of its family, else a server's."""
+"""A card without a published run has the share of the nearest card with one: of its family, else a server's."""
 _ALIASES = {"a100": "a100-80"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank can do in a second beside the other ranks alone; 0 where it lacks the lane."""
+    """One rank's work per second, with all ranks of the machine at work; 0 where it lacks the lane."""
 
     is_host: bool
     """True if the CPU computes: the host's memory is the device's, and an update beside forward shares its cores."""
@@ -193,7 +193,7 @@ class Drives:
 
 NO_DRIVES = Drives(0, 0.0, 0.0)
 ONE_DRIVE = Drives(1, 5e9, 4e9)
-"""What a directory is taken for of which nothing is known: less than data sheets of drives on PCIe 4.0 x4 promise."""
+"""The rates of an unknown directory: less than data sheets of drives on PCIe 4.0 x4 promise."""
 
 _DRIVES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*GB/s(?:\s*/\s*(\d+(?:\.\d+)?)\s*GB/s)?", re.IGNORECASE)
 
@@ -202,7 +202,7 @@ _NEARLY = re.compile(r"(?:\d+\s*x\s*)?\d+(?:\.\d+)?\s*[KMGT]i?B.*", re.IGNORECAS
 
 
 def parse_drives(texts: list[str]) -> Drives | None:
-    """What `2x7GB/s` or `7GB/s/5GB/s` (reads / writes) describe, all together; None where they are directories.
+    """The drives that `2x7GB/s` or `7GB/s/5GB/s` (reads / writes) describe, all together; None for directories.
 
     ConfigError for a mixture and for what moves nothing.
     """
@@ -314,8 +314,9 @@ def gpu_memory_bytes(gpu_name: str) -> int:
 CORE_FLOPS = 20e9
 """FLOP/s of a CPU's core, in fp32."""
 CORE_BYTES = 8e9
-"""Streamed by an update on one core. Two cores of a machine of which nothing is known are taken to saturate memory;
-16 of a virtual machine with an H100 stream 134 GB/s together (benchmarks/results/2026-11-26-gpu-h100.json)."""
+"""Streamed by an update on one core. Two cores of an unknown machine are taken to saturate memory. 16 of a virtual
+machine with an H100 stream 134 GB/s together (benchmarks/results/2026-11-26-gpu-h100.json).
+"""
 
 
 def default_machine(
@@ -325,7 +326,7 @@ def default_machine(
     cluster: Cluster = ONE_RANK_ALONE,
     dtype: str = "bfloat16",
 ) -> Machine:
-    """What a rank is taken to be able to do where nothing was measured, the same on every rank that agrees on these."""
+    """The assumed speed of a rank where nothing was measured, the same on every rank that agrees on these arguments."""
     if device_name.startswith("cpu"):
         return Machine(
             is_host=True,

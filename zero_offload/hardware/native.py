@@ -230,7 +230,7 @@ def io_abandon(handle: int) -> None:
     _check(lib().zo_io_abandon(handle))
 
 
-# What these two give is in the caller's hands even where a signal's handler raises as the call returns.
+# The result of these two is in the caller's hands even where a signal's handler raises as the call returns.
 
 
 def io_submit(handle: int, op: IoOp, blocks: int, num_blocks: int, base: int, urgency: int, ticket: C.c_uint64) -> None:

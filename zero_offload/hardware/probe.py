@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory under every limit, disk space, and the facilities `doctor` reports.
+"""The resources of this machine: cores, memory under every limit, disk space, and the facilities `doctor` reports.
 
 The only importer of psutil. Reads the system and never changes it: a directory is tried with a file that
 has no name. The calls: `probe_hardware` once at start; the other functions serve `doctor`.
@@ -54,7 +54,7 @@ def probe_hardware(
 
 
 def free_memory_bytes() -> int:
-    """What this process may still take of the host's memory."""
+    """Bytes of the host's memory that this process may still take."""
     return least_free().free_bytes
 
 

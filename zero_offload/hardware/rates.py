@@ -1,4 +1,4 @@
-"""What was measured on this machine, remembered: CPU, drives and GPUs. Plans of this machine use it.
+"""Measured rates of this machine, remembered: CPU, drives and GPUs. Plans of this machine use it.
 
 Owns the file, `rates.json` in the user's cache directory (`$XDG_CACHE_HOME/zero_offload`, by default
 `~/.cache/zero_offload`), which says when each figure was taken. A file that cannot be read is as if it were not there.
@@ -22,7 +22,7 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rates:
-    """What is remembered."""
+    """The remembered rates."""
 
     host: Table = field(default_factory=dict)
     flops: Table = field(default_factory=dict)

@@ -4,9 +4,9 @@ Owns the order of the computation: chunk after chunk of tokens, in forward and a
 the (tokens, vocabulary) logits exists at a time. Keeps no logits from forward to backward: the head's work grows by a
 third, and memory holds three times a chunk. Never fetches: an offloaded weight comes because it is touched.
 
-In memory at the peak, beside what goes in and comes out: three chunks of fp32 logits; the weight's gradient in fp32
-where its dtype has 16 bits; and one slice of a 16-bit product. `_Sizes` says how large chunks and slices are, by where
-the tensors are.
+Memory at the peak, beside inputs and outputs, has three chunks of fp32 logits and one slice of a 16-bit product. It
+also has the weight's gradient in fp32 where its dtype has 16 bits. `_Sizes` says how large chunks and slices are, by
+where the tensors are.
 
 Calls, in order: `chunked_cross_entropy` -> `_TokenLosses` (a loss per token) -> `_reduce`.
 """
@@ -27,7 +27,7 @@ from zero_offload.base.types import MIB
 
 
 class _Sizes(NamedTuple):
-    """What is computed at a time, where nothing else is asked for."""
+    """Sizes of the parts that are computed at a time, unless the caller asks for others."""
 
     chunk_bytes: int
     """Bytes of the fp32 logits of one chunk, at most."""
@@ -48,7 +48,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class _Options(NamedTuple):
-    """What a chunk's loss depends on beside its tensors."""
+    """Settings that a chunk's loss depends on beside its tensors."""
 
     chunk_tokens: int
     ignore_index: int
@@ -70,7 +70,7 @@ def chunked_cross_entropy(
 
     `hidden` is (..., features), `targets` (...) int64, `weight` (vocabulary, features), `bias` (vocabulary,); the other
     arguments mean what they mean in `F.cross_entropy`. `chunk_tokens=None` takes as many tokens as give 48 MiB of
-    logits in fp32 on a CPU, 256 MiB on a GPU; three times that is in memory at the peak. Logits are made in the dtype
+    logits in fp32 on a CPU, 256 MiB on a GPU. At the peak three times that is in memory. Logits are made in the dtype
     of the inputs (or autocast's) and widened to fp32; fp64 stays fp64.
 
     With one chunk, loss and gradients are torch's, bit for bit, but for label smoothing, which changes the order of
@@ -79,7 +79,7 @@ def chunked_cross_entropy(
     fp32 at least, then rounded to their dtype. Backward makes the logits again; a second derivative raises torch's
     error.
 
-    With an offloaded `weight`, call it inside the model's forward; inside the forward of a module that holds the
+    With an offloaded `weight`, call it inside the model's forward. Inside the forward of a module that holds the
     weight, the weight leaves memory as soon as the backward through that module is over.
 
     Raises ConfigError when shapes, dtypes or options do not fit together.

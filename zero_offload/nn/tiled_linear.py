@@ -28,7 +28,7 @@ class TiledLinear(nn.Module):
 
     The arguments are those of `nn.Linear`; cut along out_features only, so are the initial values for one seed. Any
     sizes can be cut; tiles differ by at most 64 and what remains. The output is nn.Linear's as far as a product with
-    fewer columns rounds alike: on the CPU tried always, with tiles of 64 columns or more; with `in_tiles` it is a sum
+    fewer columns rounds alike. On the CPU tried it does, with tiles of 64 columns or more. With `in_tiles` it is a sum
     and differs in the last bits. So does the gradient of the input: a sum over the tiles of all rows, in its dtype.
 
     `self.tiles` holds the tiles, row after row; the first of a row has its bias. `zo.offload` takes each for a unit,

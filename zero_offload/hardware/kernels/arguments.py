@@ -1,4 +1,4 @@
-"""What kernels take: dtypes and addresses, hyperparameters, segments, the states of rules, and tensors of an update.
+"""Arguments of kernels: dtypes and addresses, hyperparameters, segments, the states of rules, and tensors of an update.
 
 Values and checks only: it runs nothing, and imports no kernel.
 """
@@ -61,7 +61,7 @@ STATES: dict[Rule, tuple[str, ...]] = {
     Rule.SGD_MOMENTUM: ("momentum_buffer",),
     Rule.SGD_NESTEROV: ("momentum_buffer",),
 }
-"""What a rule keeps, by torch's names, in the order of the kernels."""
+"""States of a rule, by torch's names, in the order of the kernels."""
 
 SIGNED = frozenset({"exp_avg", "momentum_buffer"})
 """The states that may be below 0; the others are means, sums or maxima of squares."""
@@ -71,7 +71,7 @@ SIGNED = frozenset({"exp_avg", "momentum_buffer"})
 class Segment:
     """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1.
 
-    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay and beta2 is
+    For SGD, beta1 is the momentum and beta2 the dampening. For Adagrad, beta1 is lr_decay. beta2 is
     initial_accumulator_value, which the first step adds to `sum`.
     """
 
@@ -88,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Hyper:
-    """What `beta1` and `beta2` are to a rule that has no betas, `Segment` says."""
+    """Hyperparameters of one update. `Segment` says how a rule without betas uses `beta1` and `beta2`."""
 
     rule: Rule
     lr: float
@@ -100,7 +100,7 @@ class Hyper:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What the rule keeps, by torch's names."""
+        """The states of the rule, by torch's names."""
         return STATES[self.rule]
 
     def first(self) -> Hyper:
@@ -137,10 +137,11 @@ def num_scales(format: StateFormat, numel: int) -> int:
 
 @dataclass(frozen=True)
 class UpdateTensors:
-    """A flat range in the memory of one device: each tensor is contiguous and has the same number of elements, in any
-    shape; compact states have scales beside them, one for each STATE_BLOCK of elements. Beside a bf16 value, which is
-    the half of a master, stands its residual; beside an fp16 value its master; an fp32 value is the master. `seed` and
-    `origin` are those of `UpdateBuffers`."""
+    """A flat range in the memory of one device. Each tensor is contiguous and has the same number of elements, in any
+    shape. Compact states have scales beside them, one for each STATE_BLOCK of elements. A bf16 value is the half of a
+    master, and its residual stands beside it. An fp16 value has its master beside it; an fp32 value is the master.
+    `seed` and `origin` are those of `UpdateBuffers`.
+    """
 
     value: Tensor  # fp32, bf16 or fp16
     residual: Tensor | None  # int16, or int8 beside compact states; None but for a bf16 value

@@ -45,7 +45,7 @@ def reseeded(crc: int, seed: int, new_seed: int, nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _images(nbytes: int) -> tuple[int, ...]:
-    """What each bit of a seed adds to the checksum of `nbytes` bytes."""
+    """The terms that the bits of a seed add to the checksum of `nbytes` bytes."""
     zeros = host_zeros(nbytes, torch.uint8)
     base = crc32c_of_tensor(zeros)
     return tuple(base ^ crc32c_of_tensor(zeros, seed=1 << bit) for bit in range(32))
@@ -97,8 +97,9 @@ def row_sums(piece: Tensor, weights: Tensor) -> Iterator[Tensor]:
 
 @functools.cache
 def weights_of(device: torch.device) -> tuple[Tensor, ...]:
-    """(ROW,) int64 for each level: odd, so that no bit is lost; at random, so that no pattern of changes adds up to
-    nothing; of each level others, so that an element and its mirror image are not weighed alike."""
+    """(ROW,) int64 for each level. They are odd, so that no bit is lost, and random, so that no pattern of changes adds
+    up to nothing. Levels have different ones, so that an element and its mirror image are not weighed alike.
+    """
     draw = torch.Generator("cpu").manual_seed(0)
     drawn = host_empty((LEVELS, ROW), torch.int64).random_(-(1 << 63), (1 << 63) - 1, generator=draw) | 1
     return drawn.to(device).unbind()

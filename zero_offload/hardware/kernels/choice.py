@@ -54,7 +54,7 @@ class Kernels(Protocol):
 
 @functools.cache
 def kernels() -> Kernels:
-    """What all calls of this process go to. Warns, once, where that is not the native library.
+    """The kernels that all calls of this process go to. Warns, once, where that is not the native library.
 
     Raises what `native.missing` does, and ConfigError where numba, which stands in for it, does not work.
     """
@@ -93,7 +93,7 @@ def triton_compiles_for(device: torch.device) -> bool:
     """True if Triton does; tried once for each device. Warns if a Triton that is there does not."""
     try:
         from zero_offload.hardware.kernels.triton_update import try_on
-    except Exception:  # no Triton, or one that does not fit what is beside it
+    except Exception:  # no Triton, or a version that does not fit its surroundings
         return False
     try:
         try_on(device)

@@ -7,8 +7,8 @@ upper 24 bits. Half-way cases round away from zero. A NaN stays a NaN.
 A compact state is one 8-bit code for each element and one fp32 scale for each block of STATE_BLOCK. With q the scale of
 its block, code c stands for (c q)^2, or for c |c| q^2 where the state is signed. Codes are roots, so a block holds
 values from its largest to 1/16129 of that, or to 1/65025 without a sign. Encoding takes the nearest code, but never 0
-for what is above 0 in a state without a sign, since its root is divided by. What is decoded and encoded again comes
-back bit for bit. A block with a NaN or an infinity decodes to NaN, all of it.
+for what is above 0 in a state without a sign, since its root is divided by. Values that are decoded and encoded again
+come back bit for bit. A block with a NaN or an infinity decodes to NaN, all of it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
 
 
 def _parts(tensors: UpdateTensors, segment: Segment) -> Iterator[tuple[UpdateTensors, int]]:
-    """What is updated at once, as flat views, and the turn of its key."""
+    """Parts that are updated one at a time, as flat views, each with the turn of its key."""
     for begin, end, turn in turns(tensors.origin, segment.begin, segment.end):
         for at in range(begin, end, BLOCK):
             here = slice(at, min(at + BLOCK, end))

@@ -107,6 +107,6 @@ def sum_chunks_kernel(
 
 @triton.jit
 def _join(lanes: tl.tensor, CHUNKS: tl.constexpr, APART: tl.constexpr) -> tl.tensor:
-    """(CHUNKS, APART): each lane of (CHUNKS, 2 * APART) plus the one that is so far apart."""
+    """(CHUNKS, APART): each lane of (CHUNKS, 2 * APART) plus the lane that is so far apart."""
     low, high = tl.split(tl.permute(tl.reshape(lanes, (CHUNKS, 2, APART)), (0, 2, 1)))
     return low + high

@@ -135,10 +135,10 @@ def _check_update(args: UpdateArgsStruct, rule: Rule, segments: Any) -> None:
 def _line_of(args: UpdateArgsStruct, rule: Rule, segments: Any) -> tuple[Any, Any, Any, Any]:
     """Chunks are cut from one line, so that many small segments share a part.
 
-    A row of it is a segment, or as much of one as has one key. Random words are numbered modulo 2^32, and the number of
-    the turn is a part of their key. Returned are (rows + 1,) where each begins on the line, beside compact states at a
-    block; (rows, 3) how far from there its elements lie, where they end, and how far from there they are numbered;
-    (rows, NUM_SCALARS) fp32 scalars; (rows, 2) uint32 keys.
+    A row of it is a segment, or as much of a segment as has one key. Random words are numbered modulo 2^32, and the
+    number of the turn is a part of their key. Returned are four arrays. (rows + 1,) has where each row begins on the
+    line, beside compact states at a block. (rows, 3) has how far from there its elements lie, where they end, and how
+    far from there they are numbered. (rows, NUM_SCALARS) has fp32 scalars, (rows, 2) uint32 keys.
     """
     scalars = np.zeros((len(segments), NUM_SCALARS), dtype=np.float32)
     with np.errstate(over="ignore"):

@@ -5,7 +5,8 @@ A *word* is an operation that `numba_words` defines for one element, and `torch_
 shifts of 32-bit words wrap; `u32` stands where a wider result must be cut back before it is compared or shifted right.
 
 Elements <-> fp32; random words by counter, and what is rounded by them; states as 8-bit codes of their roots; masters
-of 24 bits. What is stored is what [Note: codes] in csrc/compact/compact.h and [Note: bits of a word] in random.inl say.
+of 24 bits. The stored bits are those of [Note: codes] in csrc/compact/compact.h and [Note: bits of a word] in
+random.inl.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ def make_elements(words: Any) -> SimpleNamespace:
 
 
 def turns(origin: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Elements [begin, end) of arrays that are a section's from `origin` on, cut where another key begins: where each
-    part begins and ends, and its turn."""
+    """Cut elements [begin, end) of arrays, which are a section's from `origin` on, where another key begins. Returned
+    are where each part begins and ends, and its turn.
+    """
     while begin < end:
         turn = (origin + begin) >> 32
         stop = min(end, ((turn + 1) << 32) - origin)
@@ -208,12 +210,13 @@ def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
         return select(top >= INFINITY, from_bits(QUIET_NAN), select(is_nothing, _ZERO, scale))
 
     def inverse_of(scale: Any) -> Any:
-        """What a root is multiplied with to be in units of its scale; 0 where all codes of the block are 0."""
+        """The factor that brings a root to units of its scale; 0 where all codes of the block are 0."""
         return select(scale > _ZERO, divide(_ONE, scale), _ZERO)
 
     def code_of(root: Any, inverse: Any, at_least: Any) -> Any:
-        """The integer c below the root or the one above it: that, where the square has come the share `at_least` of
-        the way from c^2 to (c + 1)^2. Without a sign, no root above 0 gets 0."""
+        """The integer c below the root, or c + 1. It is c + 1 where the square has come the share `at_least` of the way
+        from c^2 to (c + 1)^2. Without a sign, no root above 0 gets 0.
+        """
         word = select(inverse > _ZERO, bits(root), _0)
         y = from_bits(u32(word & MAGNITUDE)) * inverse
         below = whole(y)

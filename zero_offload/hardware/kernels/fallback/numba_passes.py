@@ -2,8 +2,8 @@
 
 Everything goes through rows in the first-level cache: loaded as fp32, computed, stored. So a rule's arithmetic is
 compiled once, whatever the dtypes. Each pass is one thread's part, and knows nothing of the others. Importing this
-module takes 0.5 s, the first update 5 s of compiling, one with another rule 2 s, the first sum 1 s; in the next
-process, which finds that in numba's cache of files, the first update takes 0.3 s.
+module takes 0.5 s. Compiling takes 5 s for the first update, 2 s for an update with another rule, 1 s for the first
+sum. The next process finds the code in numba's cache of files: its first update takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -327,8 +327,8 @@ compute: Any = None
 def update_of(rule: Rule) -> Callable[..., Any]:
     """update(kinds, arrays, line, begin, end): places [begin, end) of the line on which all segments lie end to end.
 
-    `kinds` are of value and gradient, and the format of states; `arrays` the addresses of value, residual, master,
-    three states, their scales, gradient and value_out; for the line see `calls`. Beside compact states `begin` starts a
+    `kinds` are of value and gradient, and the format of states. `arrays` has the addresses of value, residual, master,
+    three states, their scales, gradient and value_out. For the line see `calls`. Beside compact states `begin` starts a
     block.
     """
     num_states, num_signed = len(STATES[rule]), len(SIGNED.intersection(STATES[rule]))

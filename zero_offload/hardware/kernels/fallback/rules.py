@@ -1,7 +1,7 @@
 """The mathematics of every optimizer, once, over words: csrc/optim/rules.inl in Python, with the same roundings.
 
-A rule takes the scalars of its segment, the scaled gradient, the parameter and three states, and returns the last four;
-it leaves alone what it does not know. The formulas and their sources stand in rules.inl.
+A rule takes the scalars of its segment, the scaled gradient, the parameter and three states. It returns the last four,
+and leaves alone the states that it does not know. The formulas and their sources stand in rules.inl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DECOUPLED = (Rule.ADAMW, Rule.ADAMW_AMSGRAD)
 
 
 def scalars_of(rule: Rule, segment: Segment) -> tuple[float, ...]:
-    """What does not depend on the element, rounded to fp32 once."""
+    """Scalars of a segment, which are the same for all elements, rounded to fp32 once."""
     # The same for all parameters that share a step, whatever their sizes.
     return _scalars(rule, segment_array([replace(segment, begin=0, end=0)]).tobytes())
 

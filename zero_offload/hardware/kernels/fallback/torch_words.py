@@ -3,9 +3,9 @@
 [Note: torch's operations] A 32-bit word is an int64, which keeps products, sums and differences right modulo 2^32 for
 `u32` to cut. fp32 and fp64 numbers see +, -, *, quotients of two tensors and conversions: those torch rounds correctly
 on a GPU too, subnormal numbers included. Each is a kernel of its own, so nothing is fused. Of roots only those in fp64
-are taken; see `sqrt`. What looks alike and is not used: `addcmul`, `lerp` and `rsqrt` round as they like; a GPU divides
-by a number of the host with a product of its reciprocal. A `where` of such a number makes the host wait until it is
-copied there. Both get a tensor.
+are taken; see `sqrt`. Calls that look alike and are not used: `addcmul`, `lerp` and `rsqrt` round as they like; a GPU
+divides by a number of the host with a product of its reciprocal. A `where` of such a number makes the host wait until
+it is copied there. Both get a tensor.
 """
 
 from __future__ import annotations
