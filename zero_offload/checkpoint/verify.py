@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.base_record import files_of
@@ -23,6 +25,8 @@ from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Component
 
 READS_IN_FLIGHT = 8
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,31 +99,13 @@ def _verify_rank(saved: SavedGeneration, rank: int, files: RankFiles, verdict: V
     largest = max((int(extent.blocks["nbytes"].max()) for extent in files.extents.values()), default=0)
     if largest == 0:
         return  # all of it rests in a base
-    region = Arena(0).allocate(READS_IN_FLIGHT * largest)
     blocks = [(key, row) for key, extent in files.extents.items() for row in range(len(extent.blocks))]
-    pending: deque[tuple[tuple[int, Component], int, Transfer]] = deque()
 
-    def finish() -> None:
-        key, row, transfer = pending.popleft()
-        verdict.num_blocks += 1
-        try:
-            transfer.wait()
-        except ZeroOffloadError as error:
-            verdict.errors.append(error)
-            verdict.bad_blocks.append(_bad_block(saved, rank, files, key, row, error))
-        else:
-            verdict.verified_bytes += int(files.extents[key].blocks[row]["nbytes"])
+    def launch(block: tuple[tuple[int, Component], int], address: int) -> tuple[Transfer, int]:
+        extent, row = files.extents[block[0]], block[1]
+        return files.swap.launch_read(extent, slice(row, row + 1), address), int(extent.blocks[row]["nbytes"])
 
-    try:
-        for number, (key, row) in enumerate(blocks):
-            if len(pending) == READS_IN_FLIGHT:
-                finish()
-            address = region.address + number % READS_IN_FLIGHT * largest
-            pending.append((key, row, files.swap.launch_read(files.extents[key], slice(row, row + 1), address)))
-    finally:
-        # The memory must not go before the reads are done.
-        while pending:
-            finish()
+    _verify_blocks(blocks, largest, launch, partial(_bad_block, saved, rank, files), verdict)
 
 
 def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
@@ -133,27 +119,45 @@ def _verify_base(saved: SavedGeneration, verdict: Verdict) -> None:
         files = files_of(places)
         if lost := [file for file in files if not file.is_open]:
             verdict.problems.append(IntegrityError(missing_text(lost)))
-        blocks = [(file, int(block)) for file in files if file.is_open for block in file.known.nonzero()[0]]
-        memory = Arena(0).allocate(READS_IN_FLIGHT * BLOCK_BYTES)
-        pending: deque[tuple[BaseSpan, Transfer]] = deque()
+        known = ((file, int(block)) for file in files if file.is_open for block in file.known.nonzero()[0])
+        spans = (BaseSpan(0, file.fds(block)[1], file, block * BLOCK_BYTES) for file, block in known)
 
-        def finish() -> None:
-            span, transfer = pending.popleft()
-            verdict.num_blocks += 1
-            try:
-                transfer.wait()
-            except ZeroOffloadError as error:
-                verdict.errors.append(error)
-                verdict.bad_blocks.append(_bad_base_block(saved, places, span, error))
-            else:
-                verdict.verified_bytes += span.nbytes
+        def launch(span: BaseSpan, address: int) -> tuple[Transfer, int]:
+            return base.launch_read("base", [span], [Stretch(0, span.nbytes, address)]), span.nbytes
 
-        for number, (file, block) in enumerate(blocks):
+        _verify_blocks(spans, BLOCK_BYTES, launch, partial(_bad_base_block, saved, places), verdict)
+
+
+def _verify_blocks(
+    blocks: Iterable[T],
+    nbytes_max: int,
+    launch: Callable[[T, int], tuple[Transfer, int]],
+    described: Callable[[T, Exception], BadBlock],
+    verdict: Verdict,
+) -> None:
+    """Read blocks, some at once. `launch` reads one to an address, and gives its bytes; `described` is of one that
+    cannot be read."""
+    region = Arena(0).allocate(READS_IN_FLIGHT * nbytes_max)
+    pending: deque[tuple[T, Transfer, int]] = deque()
+
+    def finish() -> None:
+        block, transfer, nbytes = pending.popleft()
+        verdict.num_blocks += 1
+        try:
+            transfer.wait()
+        except ZeroOffloadError as error:
+            verdict.errors.append(error)
+            verdict.bad_blocks.append(described(block, error))
+        else:
+            verdict.verified_bytes += nbytes
+
+    try:
+        for number, block in enumerate(blocks):
             if len(pending) == READS_IN_FLIGHT:
                 finish()
-            span = BaseSpan(0, file.fds(block)[1], file, block * BLOCK_BYTES)
-            address = memory.address + number % READS_IN_FLIGHT * BLOCK_BYTES
-            pending.append((span, base.launch_read("base", [span], [Stretch(0, span.nbytes, address)])))
+            pending.append((block, *launch(block, region.address + number % READS_IN_FLIGHT * nbytes_max)))
+    finally:
+        # The memory must not go before the reads are done.
         while pending:
             finish()
 
@@ -176,8 +180,9 @@ def _bad_base_block(
 
 
 def _bad_block(
-    saved: SavedGeneration, rank: int, files: RankFiles, key: tuple[int, Component], row: int, error: Exception
+    saved: SavedGeneration, rank: int, files: RankFiles, block: tuple[tuple[int, Component], int], error: Exception
 ) -> BadBlock:
+    key, row = block
     (index, component), extent, section = key, files.extents[key], files.sections[key[0]]
     low, high = section.chunks()[row]
     offset = rank % section.num_shards * section.shard_numel

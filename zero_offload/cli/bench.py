@@ -57,7 +57,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument("--device", action="store_true", help="measure the GPU that a run would compute on")
     parser.add_argument("--size", default="1GiB", metavar="SIZE", help="bytes of the file or copy that is moved [1GiB]")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,7 +58,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     add_tier_flags(parser)
     parser.add_argument("--json", action="store_true", help="print each answer as a JSON object in a line")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--dry-run", action="store_true", help="delete nothing; print what would be deleted")
     parser.add_argument("--yes", "-y", action="store_true", help="delete without asking, as scripts have to")
     parser.add_argument("--json", action="store_true", help="print what was deleted as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

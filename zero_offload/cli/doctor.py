@@ -29,7 +29,6 @@ from zero_offload.storage.files.directory import check_private
 from zero_offload.storage.files.engines import io_uring_problem
 from zero_offload.storage.memory import arena
 
-PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 10)
 MEMORY_MIN_BYTES = 2 * GIB
 DISK_MIN_BYTES = 10 * GIB
@@ -63,7 +62,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help=f"{RUN_HELP}, whose base to check")
     parser.add_argument("--nvme", nargs="+", type=Path, default=[], metavar="DIR", help="directories to check")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,11 +87,13 @@ def examine(nvme_dirs: Sequence[Path], run_dir: Path | None = None) -> tuple[Che
     return tuple(checks)
 
 
+def _unless(problem: str | None, name: str, detail: str, fix: str) -> Check:
+    """OKAY with `detail`, or a warning that names the problem."""
+    return Check(name, Status.OKAY, detail) if problem is None else Check(name, Status.WARNING, problem, fix)
+
+
 def _check_software() -> Iterator[Check]:
-    status, fix = Status.OKAY, ""
-    if sys.version_info < PYTHON_MIN:
-        status, fix = Status.FAIL, "install Python 3.11 or newer"
-    yield Check("python", status, f"{platform.python_version()} ({sys.executable})", fix)
+    yield Check("python", Status.OKAY, f"{platform.python_version()} ({sys.executable})")
     version = importlib.metadata.version("torch")
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MIN:
         yield Check("torch", Status.FAIL, f"{version} is too old", "pip install --upgrade torch")
@@ -107,11 +107,9 @@ def _check_software() -> Iterator[Check]:
         yield Check("kernels", Status.OKAY, choice.description())
     except ZeroOffloadError as error:
         yield Check("kernels", Status.FAIL, f"none run: {error}", "see the native library")
-    if (compiler := probe.find_compiler()) is not None:
-        yield Check("compiler", Status.OKAY, compiler)
-    else:
-        fix = "install g++ (for example: apt install g++), needed only to build from source"
-        yield Check("compiler", Status.WARNING, "no C++ compiler", fix)
+    compiler = probe.find_compiler()
+    fix = "install g++ (for example: apt install g++), needed only to build from source"
+    yield _unless("no C++ compiler" if compiler is None else None, "compiler", compiler or "", fix)
 
 
 def _native_problem() -> tuple[Status, str] | None:
@@ -127,32 +125,24 @@ def _check_host() -> Iterator[Check]:
     """Cores, memory and pages, io_uring."""
     yield Check("cpu", Status.OKAY, f"{probe.count_cores()} of {os.cpu_count()} cores usable")
     limit = min(probe.memory_limits(), key=lambda limit: limit.free_bytes)
-    status, fix = Status.OKAY, ""
-    if limit.free_bytes < MEMORY_MIN_BYTES:
-        status = Status.WARNING
-        fix = "stop other programs, raise the limit, or place states on NVMe: optimizer='nvme', params='nvme'"
-    yield Check("memory", status, f"{format_bytes(limit.free_bytes)} available (limited by {limit.source})", fix)
+    detail = f"{format_bytes(limit.free_bytes)} available (limited by {limit.source})"
+    fix = "stop other programs, raise the limit, or place states on NVMe: optimizer='nvme', params='nvme'"
+    yield _unless(detail if limit.free_bytes < MEMORY_MIN_BYTES else None, "memory", detail, fix)
     memlock = probe.memlock_limit_bytes()
     yield Check("memlock", Status.OKAY, "unlimited" if memlock is None else format_bytes(memlock))
     mode = probe.huge_page_mode()
-    if mode in ("always", "madvise"):
-        yield Check("huge pages", Status.OKAY, mode)
-    else:
-        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
-    if arena.moves_pages():
-        yield Check("moving pages", Status.OKAY, "parameters are fetched into memory that was used before")
-    else:
-        fix = "Linux 5.7 or later, not in gVisor; until then each fetch fills new pages with zeros first"
-        yield Check("moving pages", Status.WARNING, "not supported by this system", fix)
+    problem = None if mode in ("always", "madvise") else mode or "not supported by this kernel"
+    fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    yield _unless(problem, "huge pages", mode or "", fix)
+    problem = None if arena.moves_pages() else "not supported by this system"
+    fix = "Linux 5.7 or later, not in gVisor; until then each fetch fills new pages with zeros first"
+    yield _unless(problem, "moving pages", "parameters are fetched into memory that was used before", fix)
     if _native_problem() is not None:
         fix = "build the native library; until then aiofiles serves"
         yield Check("io_uring", Status.WARNING, "needs the native library", fix)
-    elif (problem := io_uring_problem()) is not None:
-        fix = "none is needed, threads serve; or sysctl kernel.io_uring_disabled=0, or a seccomp profile that allows it"
-        yield Check("io_uring", Status.WARNING, problem, fix)
     else:
-        yield Check("io_uring", Status.OKAY, "available")
+        fix = "none is needed, threads serve; or sysctl kernel.io_uring_disabled=0, or a seccomp profile that allows it"
+        yield _unless(io_uring_problem(), "io_uring", "available", fix)
 
 
 def _check_device() -> Iterator[Check]:
@@ -209,17 +199,12 @@ def _check_directory(path: Path) -> Iterator[Check]:
         yield Check(name, Status.FAIL, f"{existing} is not writable", fix)
         return
     yield Check(name, Status.OKAY, "writable" if existing == path.absolute() else "will be created")
-    if problem := probe.file_system_problem(existing):
-        yield Check("file system", Status.WARNING, *problem)
-    else:
-        yield Check("file system", Status.OKAY, probe.file_system_type(existing))
-    if probe.supports_direct_io(existing):
-        yield Check("direct I/O", Status.OKAY, "supported")
-    else:
-        fix = "use a local ext4 or xfs disk; until then transfers pass through the page cache"
-        yield Check("direct I/O", Status.WARNING, "not supported here", fix)
+    problem, fix = probe.file_system_problem(existing) or (None, "")
+    yield _unless(problem, "file system", probe.file_system_type(existing), fix)
+    problem = None if probe.supports_direct_io(existing) else "not supported here"
+    fix = "use a local ext4 or xfs disk; until then transfers pass through the page cache"
+    yield _unless(problem, "direct I/O", "supported", fix)
     free_bytes = probe.nvme_free_bytes([path]) + reusable_bytes([path])
-    status, fix = Status.OKAY, ""
-    if free_bytes < DISK_MIN_BYTES:
-        status, fix = Status.WARNING, "free some, or choose a larger disk"
-    yield Check("disk space", status, f"{format_bytes(free_bytes)} free", fix)
+    detail = f"{format_bytes(free_bytes)} free"
+    problem = detail if free_bytes < DISK_MIN_BYTES else None
+    yield _unless(problem, "disk space", detail, "free some, or choose a larger disk")

@@ -1,7 +1,6 @@
 """The `zero-offload` command: one parser, one module per subcommand, one place that turns errors into codes.
 
-Never knows what a command does. Each module has `add_parser(subparsers)`, which sets `run` as its default,
-and `run(args) -> int`.
+Never knows what a command does. Each module has `add_parser(subparsers)` and `run(args) -> int`.
 """
 
 from __future__ import annotations
@@ -102,8 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zero_offload {zero_offload.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (finetune, train, chat, evaluate, plan, doctor, bench, report, verify, export, clean):
+    commands = (finetune, train, chat, evaluate, plan, doctor, bench, report, verify, export, clean)
+    for command in commands:
         command.add_parser(subparsers)
-    for each in subparsers.choices.values():
-        each.set_defaults(parser=each)
+    for command, each in zip(commands, subparsers.choices.values(), strict=True):
+        each.set_defaults(parser=each, run=command.run)
     return parser

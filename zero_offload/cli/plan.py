@@ -113,7 +113,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     fit.add_flags(parser.add_argument_group("a folder, as finetune has them"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

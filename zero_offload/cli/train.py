@@ -43,7 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_offload_flags(parser.add_argument_group("where states rest"), TrainConfig().offload, "RUNDIR")
     parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
     parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

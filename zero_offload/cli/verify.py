@@ -38,7 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("run_dir", type=Path, metavar="RUN", help=f"{RUN_HELP}, or a folder of a model")
     parser.add_argument("--generation", type=int, metavar="N", help="this one only (default: all that are there)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
