@@ -143,7 +143,7 @@ def test_how_often_to_commit_in_words(capsys: pytest.CaptureFixture[str]) -> Non
     main(flags)
     text = capsys.readouterr().out
     assert "give train --commit-every 1010, or zo.OffloadConfig commit_every=1010;" in text
-    assert "with one in each step, their default, 600 TBW last 0.362 days\n" in text
+    assert "with one in each step, their default, 600 TBW last 8 h 41 min\n" in text
     for given in ("10", "auto"):
         main([*flags, "--commit-every", given])
         assert "--commit-every 1010 spares the drives: 600 TBW then last 365 days\n" in capsys.readouterr().out
@@ -171,11 +171,11 @@ def test_wear_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     main([*flags, "--optimizer-tier", "nvme"])
     text = capsys.readouterr().out
     assert "each drive is written 35.8 GiB per step: 35.8 GiB of states that rest on it\n" in text
-    assert " s per step; 600 TBW last " in text and "days, 15,625 steps (--tbw says another rating)" in text
+    assert " s per step; 600 TBW last " in text and ", 15,625 steps (--tbw says another rating)" in text
     main([*flags, "--commit-every", "auto", "--step-time", "38.4", "--tbw", "300"])
     text = capsys.readouterr().out
     assert "35.8 GiB of generations (at most: commit_every=auto goes by time; each step is counted here)" in text
-    assert "that is 86.4 TB per day at 38.4 s per step; 300 TBW last 3.47 days, 7,812 steps" in text
+    assert "that is 86.4 TB per day at 38.4 s per step; 300 TBW last 3 days 11 h, 7,812 steps" in text
     main([*flags, "--commit-every", "10"])
     assert "per step: 3.58 GiB of generations (of 35.8 GiB every 10 steps)\n" in capsys.readouterr().out
     main(["plan", "--model", "3200M", *MEMORY])

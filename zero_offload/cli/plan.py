@@ -1,6 +1,6 @@
 """`zero-offload plan`: bytes per tier and kind of state, whether they fit and how fast a step is, before it is tried.
 
-Owns the flags; what they mean is `request.py`'s, the printed form `estimate.py`'s. Calls: `add_parser`, then `run`.
+Owns the flags; what they mean is `request.py`'s, the printed form `text.py`'s. Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import UpdateOverlap
-from zero_offload.cli import estimate, fit
+from zero_offload.cli import fit
 from zero_offload.cli.flags import flag_values, steps_or_duration, with_states
 from zero_offload.finetune.fit import measure
+from zero_offload.finetune.fit.figures import ModelPlan
 from zero_offload.finetune.fit.request import (
     SEQUENCE_USUAL,
     GpuHere,
@@ -28,6 +29,7 @@ from zero_offload.finetune.fit.request import (
     plan_request,
     ways_of,
 )
+from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.hardware.machines import GPUS, Cluster, Drives, find_gpu, parse_drives
 from zero_offload.hardware.probe import resident_bytes
 from zero_offload.plan.forecast import forecast
@@ -136,10 +138,8 @@ def run(args: argparse.Namespace) -> int:
     if planned.memory.fits:
         found = forecast(planned.job, planned.placement, planned.machine)
         more = list(offers(request, planned, found.prediction))
-    report = estimate.Report(
-        request, planned, found, ways_of(request, planned), more, args.tbw, args.step_time, recommended
-    )
-    print(json.dumps(estimate.as_json(report), indent=2) if args.json else estimate.as_text(report))
+    plan = ModelPlan(request, planned, found, ways_of(request, planned), more, args.tbw, args.step_time, recommended)
+    print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if planned.memory.fits else CapacityError.exit_code
 
 

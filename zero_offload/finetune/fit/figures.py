@@ -1,4 +1,5 @@
-"""The plan of a fine-tuning run, as values: bytes of each memory and disk, seconds, the end, what drives are written.
+"""The plan of a fine-tuning run, as values: bytes of each memory and disk, seconds, the end, what drives are written;
+and of a model by its name or size.
 
 Owns which figures follow from which, and whether the run fits. Never plans: plan.py does; text.py has the printed
 form.
@@ -7,13 +8,14 @@ form.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Tier, format_bytes
 from zero_offload.finetune.fit.job import FolderJob
-from zero_offload.finetune.fit.request import Planned
-from zero_offload.plan.forecast import Bottleneck
+from zero_offload.finetune.fit.request import Offer, Planned, Request, drive_wear
+from zero_offload.plan.forecast import Bottleneck, Forecast
 from zero_offload.plan.step_time import Prediction
 from zero_offload.plan.table import ACTIVATIONS, GPU, MEMORY, NVME, PROGRAM, REFERENCE, PlanTable, by_place, shortage
 from zero_offload.plan.wear import Wear
@@ -202,3 +204,45 @@ class FolderPlan:
         """True if a token of this plan writes at most half as much as one of the other."""
         mine, others = (each.written_per_step / each.job.tokens_per_step for each in (self, other))
         return 2 * mine <= others
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The plan of a model by its name or size."""
+
+    request: Request
+    planned: Planned
+    found: Forecast | None
+    """None where the plan does not fit."""
+    ways: Sequence[str]
+    """Ways to make it fit, where it does not."""
+    offers: Sequence[Offer]
+    tbw: float
+    given_step_s: float | None
+    recommended: int | None
+    """Steps between generations that spare the drives; None where they make no difference."""
+
+    @property
+    def table(self) -> PlanTable:
+        return self.request.table(self.planned.memory)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that wear is counted by."""
+        if self.given_step_s is not None or self.found is None:
+            return self.given_step_s
+        return self.found.prediction.step_s
+
+    @property
+    def wear(self) -> Wear:
+        return drive_wear(self.request, self.planned.memory).at(self.step_s)
+
+    @property
+    def outgrows(self) -> bool:
+        """True if at the break-even activations need memory of the GPU that this placement uses."""
+        request, found = self.request, self.found
+        if not request.has_gpu or found is None or found.break_even_tokens is None:
+            return False
+        then = request.with_tokens(found.break_even_tokens).activation_bytes()
+        free = self.planned.memory.budget.of(Tier.DEVICE) - self.planned.memory.used_bytes(Tier.DEVICE)
+        return then - request.activation_bytes() > free

@@ -1,6 +1,6 @@
-"""The printed form of a fine-tuning run's plan, and the command of the run; as JSON too.
+"""The printed form of a plan, of a fine-tuning run or of a model by its name or size; as JSON too.
 
-Never plans. The calls: `as_text`, `as_json` and `command` for a `FolderPlan`.
+Owns words and layout; every number is made elsewhere. The calls: `as_text` and `as_json`; `command` for a run's.
 """
 
 from __future__ import annotations
@@ -8,12 +8,18 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from zero_offload.base.types import format_bytes
-from zero_offload.finetune.fit.figures import FolderPlan
+from zero_offload.base.spans import Cause
+from zero_offload.base.types import StateKind, Tier, format_bytes
+from zero_offload.finetune.fit.figures import FolderPlan, ModelPlan
 from zero_offload.finetune.fit.job import FolderJob
+from zero_offload.finetune.fit.request import Offer, Planned, is_automatic
+from zero_offload.plan.forecast import MEETS, Forecast
+from zero_offload.plan.memory import PLACED_KINDS
 from zero_offload.plan.table import TIER_PLACES, Row, table_lines
+from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
 from zero_offload.runs.number_format import format_duration, format_number, format_written
 
 _DAY_S = 86400
@@ -30,12 +36,20 @@ def command(plan: FolderPlan) -> str:
     return shlex.join([*launcher, "finetune", *job.words])
 
 
-def as_text(plan: FolderPlan) -> str:
-    """The text that `finetune` prints before its first step."""
-    return "\n".join(_lines(plan))
+def as_text(plan: FolderPlan | ModelPlan) -> str:
+    return "\n".join(_folder_lines(plan) if isinstance(plan, FolderPlan) else _model_lines(plan))
 
 
-def _lines(plan: FolderPlan) -> Iterator[str]:
+def _counts(planned: Planned) -> tuple[int, int]:
+    """Parameters that are trained, and all."""
+    trained = sum(each.numel.trained for each in planned.job.work)
+    return trained, trained + sum(each.numel.frozen for each in planned.job.work)
+
+
+# A run of `finetune`
+
+
+def _folder_lines(plan: FolderPlan) -> Iterator[str]:
     yield from _what_lines(plan)
     yield from plan.table.lines("of one rank:" if plan.job.ranks > 1 else "")
     yield from _disk_lines(plan)
@@ -61,8 +75,7 @@ def _lines(plan: FolderPlan) -> Iterator[str]:
 
 def _what_lines(plan: FolderPlan) -> Iterator[str]:
     job, units = plan.job, plan.planned.job.work
-    trained = sum(each.numel.trained for each in units)
-    whole = trained + sum(each.numel.frozen for each in units)
+    trained, whole = _counts(plan.planned)
     what = f"{job.folder.path.name}: {whole:,} parameters in {len(units)} units"
     if trained < whole:
         rank = f"LoRA of rank {job.lora.rank}" if job.lora is not None else "an adapter"
@@ -205,35 +218,195 @@ def _way_lines(plan: FolderPlan) -> Iterator[str]:
     yield from table_lines(rows, left=len(what) + 3)
 
 
-def as_json(plan: FolderPlan) -> dict[str, Any]:
-    job, wear = plan.job, plan.wear
-    units = plan.planned.job.work
+# A model by its name or size
+
+
+_CAUSES = {
+    Cause.PARAMS: "parameters",
+    Cause.ACTIVATIONS: "activations",
+    Cause.UPDATE: "the update",
+    Cause.GRADS: "gradients",
+    Cause.COMMIT: "commits",
+}
+_ORDERS = {True: "all at a unit before the next", False: "one after the other"}
+
+
+def _model_lines(plan: ModelPlan) -> Iterator[str]:
+    request, here = plan.request, plan.request.gpu_here
+    trained, whole = _counts(plan.planned)
+    ranks = _count(request.cluster.ranks, "rank")
+    where = f" in {_count(request.cluster.nodes, 'machine')}" if request.cluster.nodes > 1 else ""
+    lora = f", {trained:,} of them trained (LoRA of rank {request.lora})" if request.lora else ""
+    yield f"{request.model}: {whole:,} parameters in {len(request.work)} units on {ranks}{where}{lora}"
+    if here is not None:
+        yield f"on this machine's {here.name}, {format_bytes(here.free_bytes)} free"
+    if automatic := [kind for kind in PLACED_KINDS if is_automatic(request.config, kind)]:
+        yield f"auto: {', '.join(f'{kind.value} {_shares_text(_shares(plan, kind))}' for kind in automatic)}"
+    yield from plan.planned.memory.lines(plan.table, "of one rank:")
+    yield from plan.ways
+    yield from _forecast_lines(plan)
+    yield from _model_wear_lines(plan.wear, plan.tbw, plan.step_s)
+    yield from _interval_lines(plan)
+
+
+def _shares(plan: ModelPlan, kind: StateKind) -> dict[str, float]:
+    """Shares of a kind's bytes, by tier."""
+    sizes = [getattr(unit, f"{kind.value}_bytes") for unit in plan.planned.job.units]
+    shares = dict.fromkeys(Tier, 0)
+    for at, size in zip(plan.planned.placement.tiers, sizes, strict=True):
+        shares[at[kind]] += size
+    return {tier.value: size / (sum(sizes) or 1) for tier, size in shares.items() if size}
+
+
+def _shares_text(shares: dict[str, float]) -> str:
+    if len(shares) == 1:
+        return next(iter(shares))
+    return " + ".join(f"{share:.0%} {tier}" for tier, share in shares.items())
+
+
+def _forecast_lines(plan: ModelPlan) -> Iterator[str]:
+    found, machine = plan.found, plan.planned.machine
+    if found is None:
+        return
+    step, batch = found.prediction, plan.planned.job.batch
+    tokens = batch.tokens * batch.micro_batches
+    speed = f"{format_number(step.tokens_per_s)} tokens/s in all"
+    micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""
+    yield f"predicted step: {format_duration(step.step_s)} for {tokens:,} tokens of a rank{micro}, {speed}"
+    busy = ", ".join(f"{machine.title(lane)} {share:.0%}" for lane, share in step.busy.items() if share >= 0.005)
+    yield f"  busy: {busy}"
+    if waits := [
+        f"{format_duration(s)} for {_CAUSES[cause]}" for cause, s in step.exposed_s.items() if s >= 0.01 * step.step_s
+    ]:
+        yield f"  compute waits {', '.join(waits)}"
+    saved = (
+        f"a tenth more of it saves {format_duration(found.bottleneck.saved_s)}"
+        if found.bottleneck.saved_s > 0
+        else "alone"
+    )
+    yield f"  bound by {found.bottleneck.title}: {saved}"
+    yield f"without offload, if it fitted: {format_duration(found.no_offload_s)}; {_break_even(plan, found)}"
+    for offer in plan.offers:
+        yield f"{offer.amount} {offer.title}: {_offer_text(offer, found)}"
+    yield f"rates: {machine.source}"
+    if "not measured" in machine.source and plan.request.gpu is None:
+        yield "  (--measure takes some seconds, and is remembered)"
+    elif "not measured" in machine.source:
+        yield "  (zero-offload bench --device measures such a GPU where it is, and is remembered there)"
+
+
+def _break_even(plan: ModelPlan, found: Forecast) -> str:
+    percent = f"within {MEETS - 1:.0%} of that"
+    if found.break_even_tokens is None:
+        return f"no number of tokens per step comes {percent}"
+    then = f"{percent} from {found.break_even_tokens:,} tokens of a rank per step on"
+    if plan.outgrows:
+        then += f" (if their activations had room: see --tokens {found.break_even_tokens})"
+    return then
+
+
+def _offer_text(offer: Offer, found: Forecast) -> str:
+    now, then = found.prediction, offer.prediction
+    if then is None:
+        return "no gain" if offer.amount == 1 else "no gain, nor of less"
+    if "GPU" in offer.title:
+        return f"{format_number(then.tokens_per_s)} tokens/s ({then.tokens_per_s / now.tokens_per_s:.2f}x)"
+    each = f", {format_duration((now.step_s - then.step_s) / offer.amount)} for each" if offer.amount > 1 else ""
+    return f"{format_duration(then.step_s)} a step ({format_duration(now.step_s - then.step_s)} less{each})"
+
+
+def _model_wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
+    """What each drive is written, and how long it lasts; nothing where nothing is written."""
+    if wear.bytes_per_step == 0:
+        return []
+    parts = []
+    if wear.states_bytes:
+        parts.append(f"{format_bytes(wear.states_bytes)} of states that rest on it")
+    if wear.activation_bytes:
+        parts.append(f"{format_bytes(wear.activation_bytes)} of activations")
+    if wear.commit_bytes:
+        how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
+        if wear.is_bound:
+            how_often = f"at most: commit_every={wear.commit_every} goes by time; each step is counted here"
+        parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of generations ({how_often})")
+    lines = [f"each drive is written {format_bytes(wear.bytes_per_step)} per step: {', '.join(parts)}"]
+    num_steps = wear.steps_to(tbw)
+    if step_s is None:
+        lines.append(
+            f"that is {wear.bytes_per_step * 1000 / TB:.3g} TB per 1000 steps; {tbw:g} TBW last {num_steps:,} steps"
+        )
+    else:
+        lines.append(
+            f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {tbw:g} TBW last "
+            f"{format_duration(wear.days_to(tbw, step_s) * _DAY_S)}, {num_steps:,} steps (--tbw says another rating)"
+        )
+    return lines
+
+
+def _interval_lines(plan: ModelPlan) -> Iterator[str]:
+    """How often to commit, and what else a drive lasts longer with."""
+    wear, tbw, step_s, steps = plan.wear, plan.tbw, plan.step_s, plan.recommended
+    if step_s is None or wear.bytes_per_step == 0:
+        return
+    if steps is not None and wear.commit_every != steps:
+        days = replace(wear, commit_every=steps).days_to(tbw, step_s)
+        if isinstance(wear.commit_every, str) or steps > wear.commit_every:
+            yield f"--commit-every {steps} spares the drives: {tbw:g} TBW then last {format_duration(days * _DAY_S)}"
+    elif steps is not None and steps > 1:
+        each = replace(wear, commit_every=1).days_to(tbw, step_s)
+        yield (
+            f"a generation every {steps} steps is chosen by that, and a crash costs as many at most: give train "
+            f"--commit-every {steps}, or zo.OffloadConfig commit_every={steps}; with one in each step, their default, "
+            f"{tbw:g} TBW last {format_duration(each * _DAY_S)}"
+        )
+    if wear.states_bytes and replace(wear, commit_bytes=0.0).days_to(tbw, step_s) < LIFE_DAYS:
+        compact = "" if plan.request.config.numerics.states == "compact" else "--states compact writes fewer bytes, "
+        yield f"  states that rest on drives are written in each step: {compact}what rests in RAM is not written"
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
+
+
+# As JSON
+
+
+def as_json(plan: FolderPlan | ModelPlan) -> dict[str, Any]:
+    planned = plan.planned
+    trained, whole = _counts(planned)
+    both = {
+        "planned": plan.table.to_dict(),
+        "parameters": whole,
+        "trained_parameters": trained,
+        "step_s": plan.step_s,
+        "rates": planned.machine.source,
+        "nvme_written_bytes_per_step": planned.memory.nvme_written_bytes_per_step,
+        "written_is_upper_bound": plan.wear.is_bound,
+    }
+    return both | (_folder_json(plan) if isinstance(plan, FolderPlan) else _model_json(plan))
+
+
+def _folder_json(plan: FolderPlan) -> dict[str, Any]:
+    job = plan.job
     return {
         "fits": plan.fits,
         "reasons": list(plan.shortages),
         "model": str(job.folder.path),
-        "parameters": sum(each.numel.trained + each.numel.frozen for each in units),
-        "trained_parameters": sum(each.numel.trained for each in units),
         "adapted": list(plan.adapted),
-        "planned": plan.table.to_dict(),
         "bytes": {name: _by_tier(row) for name, row in plan.table.rows.items()},
         "used_bytes": plan.used,
         "available_bytes": plan.available,
         "disks": [{"name": each.name, "needed": each.needed, "free_bytes": each.free_bytes} for each in plan.places],
         "tokens_per_step": job.tokens_per_step,
-        "step_s": plan.step_s,
         "tokens_per_s": plan.prediction.tokens_per_s,
         "bottleneck": plan.bottleneck.title,
         "hidden_from_tokens": plan.hidden_tokens,
         "one_more_drive_step_s": plan.one_more_drive and plan.one_more_drive.step_s,
-        "rates": plan.planned.machine.source,
         "notes": list(plan.notes),
         "steps": job.steps or None,
         "run_s": plan.run_s,
         "written_bytes_per_step": plan.written_per_step,
-        "nvme_written_bytes_per_step": plan.planned.memory.nvme_written_bytes_per_step,
         "written_bytes": plan.written_bytes,
-        "written_is_upper_bound": wear.is_bound,
         "drive_life_days": plan.life_days,
         "commit_every": plan.offload.commit_every,
         "command": command(plan),
@@ -256,4 +429,73 @@ def as_json(plan: FolderPlan) -> dict[str, Any]:
             }
             for way in plan.ways
         ],
+    }
+
+
+def _model_json(plan: ModelPlan) -> dict[str, Any]:
+    memory, found = plan.planned.memory, plan.found
+    tiers = {}
+    for tier in Tier:
+        kinds = {kind.value: memory.rest_bytes[tier, kind] for kind in PLACED_KINDS}
+        tiers[tier.value] = kinds | {
+            "in_flight": memory.staging_bytes[tier],
+            "total": memory.used_bytes(tier),
+            "available": memory.budget.of(tier),
+        }
+    wear, tbw, step_s = plan.wear, plan.tbw, plan.step_s
+    is_written = wear.bytes_per_step > 0
+    batch = plan.planned.job.batch
+    life_days = wear.days_to(tbw, step_s) if is_written and step_s is not None else None
+    return {
+        "fits": memory.fits,
+        "reasons": memory.shortages(plan.table),
+        "suggestions": list(plan.ways),
+        "bytes": tiers,
+        "model": plan.request.model,
+        "tokens_per_step": batch.tokens * batch.micro_batches * plan.request.cluster.ranks,
+        "tokens_per_s": found and found.prediction.tokens_per_s,
+        "bottleneck": found and found.bottleneck.title,
+        "written_bytes_per_step": wear.bytes_per_step * max(len(plan.request.config.nvme_dirs), 1),
+        "drive_life_days": life_days,
+        "placement": {kind.value: _shares(plan, kind) for kind in PLACED_KINDS},
+        "activation_bytes": plan.request.activation_bytes(),
+        "step": None if found is None else _step_json(plan, found),
+        "commit_every": plan.request.config.commit_every,
+        "recommended_commit_every": plan.recommended,
+        # Of each drive.
+        "wear": {
+            "states_bytes_per_step": int(wear.states_bytes),
+            "activation_bytes_per_step": int(wear.activation_bytes),
+            "commit_bytes_per_step": int(wear.commit_bytes_per_step),
+            "is_upper_bound": wear.is_bound,
+            "tbw": tbw,
+            "steps_to_tbw": wear.steps_to(tbw) if is_written else None,
+            "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
+            "days_to_tbw": life_days,
+        },
+    }
+
+
+def _step_json(plan: ModelPlan, found: Forecast) -> dict[str, Any]:
+    step, machine = found.prediction, plan.planned.machine
+    return {
+        "predicted_s": step.step_s,
+        "compute_s": step.compute_s,
+        "tokens_per_s": step.tokens_per_s,
+        "busy": {machine.title(lane): share for lane, share in step.busy.items()},
+        "exposed_s": {cause.value: seconds for cause, seconds in step.exposed_s.items()},
+        "bottleneck": found.bottleneck.title,
+        "bottleneck_saves_s": found.bottleneck.saved_s,
+        "no_offload_s": found.no_offload_s,
+        "break_even_tokens": found.break_even_tokens,
+        "offers": [
+            {
+                "amount": offer.amount,
+                "what": offer.title,
+                "step_s": offer.prediction and offer.prediction.step_s,
+                "tokens_per_s": offer.prediction and offer.prediction.tokens_per_s,
+            }
+            for offer in plan.offers
+        ],
+        "rates": machine.source,
     }
