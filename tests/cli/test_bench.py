@@ -13,7 +13,7 @@ from zero_offload.cli import bench
 from zero_offload.cli.main import main
 from zero_offload.hardware.device import HostDevice
 from zero_offload.storage.files.engine import EngineSettings
-from zero_offload.storage.files.engines import AIOFILES, Pattern, Rates, measure
+from zero_offload.storage.files.engines import AIOFILES, EngineRates, Pattern, measure
 
 FASTEST = dict.fromkeys(Pattern, 1e15)
 
@@ -32,7 +32,7 @@ def test_json_of_several_directories(
 ) -> None:
     """What a run never tries may be the fastest: it is shown, and not what "auto" uses."""
 
-    def measured(directory: object, candidates: Sequence[EngineSettings], *rest: Any) -> list[Rates]:
+    def measured(directory: object, candidates: Sequence[EngineSettings], *rest: Any) -> list[EngineRates]:
         found = measure(directory, candidates, *rest)  # type: ignore[arg-type]
         assert AIOFILES in candidates
         return [replace(each, bytes_per_s=FASTEST) if each.settings == AIOFILES else each for each in found]

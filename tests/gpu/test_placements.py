@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.accelerator import IS_FAKE, TYPE, module, on_gpu, with_triton
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.hardware.device import compute_device
 from zero_offload.hardware.kernels import grads as kernel_grads
 from zero_offload.hardware.kernels.checksums import device_fingerprints, fingerprints
@@ -277,8 +277,8 @@ def test_a_trace_has_copies_with_their_times(tmp_path: Path) -> None:
         model(batches()[0]).float().sum().backward()
         torch.accelerator.synchronize()
     zo.close(model)
-    (forward,) = [span for span in recorded.spans() if span.lane is Lane.FORWARD and span.name == "forward"]
-    for lane in (Lane.UPLOAD, Lane.DOWNLOAD):
+    (forward,) = [span for span in recorded.spans() if span.lane is Track.FORWARD and span.name == "forward"]
+    for lane in (Track.UPLOAD, Track.DOWNLOAD):
         copies = [span for span in recorded.spans() if span.lane is lane]
         assert copies and all(span.nbytes > 0 and span.begin_ns < span.end_ns for span in copies)
         # Both clocks agree within a millisecond.

@@ -10,7 +10,7 @@ from tests.helpers.crashfs import CrashFS
 from zero_offload.base.errors import IntegrityError, StorageError
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import IoOp
-from zero_offload.storage.files.engine import BlockTable, FileEngine, Moved, Ticket, Urgency
+from zero_offload.storage.files.engine import BlockTable, FileEngine, Ticket, TransferTimes, Urgency
 from zero_offload.storage.files.engines import THREADS
 
 
@@ -36,12 +36,12 @@ class CrashEngine(FileEngine):
             self._move(ticket.number, lambda: moves[op](blocks, address))
         return ticket
 
-    def wait(self, ticket: Ticket) -> Moved:
+    def wait(self, ticket: Ticket) -> TransferTimes:
         if ticket.number in self._late:
             self._move(ticket.number, self._late.pop(ticket.number))
         if ticket.number in self._failed:
             raise self._failed.pop(ticket.number)
-        return Moved(0, 0)
+        return TransferTimes(0, 0)
 
     def done(self, ticket: Ticket) -> bool:
         return ticket.number not in self._late

@@ -16,7 +16,7 @@ from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import Outcome, read_params, rows_of
 from tests.helpers.reference import Trajectory, param_groups
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.plan.model_spec import Experts
+from zero_offload.plan.model_spec import ExpertGroups
 from zero_offload.runtime.hooks import mark_experts
 from zero_offload.standins.owners import owner_of
 
@@ -68,7 +68,7 @@ class ExpertsBlock(nn.Module):
         self.experts = ManyExperts(dim, inner).requires_grad_(trained)
         self.shared = nn.Linear(dim, dim)
         if size:
-            mark_experts(self.experts, Experts(NUM_EXPERTS, size))
+            mark_experts(self.experts, ExpertGroups(NUM_EXPERTS, size))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(x).flatten(0, -2)

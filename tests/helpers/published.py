@@ -28,7 +28,7 @@ from zero_offload.hardware.machines import NO_DRIVES, Cluster, share_of_rank
 from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import SHAPES, Shape, UnitWork
-from zero_offload.plan.step_time import Batch, Job
+from zero_offload.plan.step_time import StepBatch, StepWorkload
 from zero_offload.plan.step_time import predict as predict_step
 
 _FFN_AGAIN = 0.51
@@ -130,9 +130,9 @@ def predict(run: Run) -> float:
         durability="scratch",
         overlap="backward" if run.in_backward else "auto",
     )
-    batch = Batch(run.sequences * run.sequence, run.micro_batches, run.sequence, recompute=run.rerun != 0.0)
+    batch = StepBatch(run.sequences * run.sequence, run.micro_batches, run.sequence, recompute=run.rerun != 0.0)
     work = tuple(_as_published(each, run) for each in run.shape.units())
-    job = Job.of(work, config, Partition.of(config, run.gpus), batch)
+    job = StepWorkload.of(work, config, Partition.of(config, run.gpus), batch)
     tiers = dict(zip(PLACED_KINDS, run.rest, strict=True))
     placement = Placement(tuple(tiers for _ in work), Budget(0, 0, 0, False))
     machine = share_of_rank(run.gpu, NO_DRIVES, Cluster(run.gpus))

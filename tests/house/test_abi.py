@@ -27,7 +27,7 @@ C_TYPES = {
 }
 ENUMS: dict[str, type[IntEnum]] = {
     "zo_isa_kind": abi.Isa,
-    "zo_kind": abi.Kind,
+    "zo_kind": abi.ElementType,
     "zo_rule": abi.Rule,
     "zo_state_format": StateFormat,
     "zo_grad_mode": abi.GradMode,

@@ -37,7 +37,7 @@ from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.shapes import SHAPES, UnitWork, work_of
-from zero_offload.plan.step_time import Batch, Job, predict
+from zero_offload.plan.step_time import StepBatch, StepWorkload, predict
 from zero_offload.runs.number_format import format_duration
 
 assert tools
@@ -86,7 +86,7 @@ CONFIGS = {
 
 
 def _compute_s(work: tuple[UnitWork, ...], sequence: int) -> float:
-    job = Job.of(work, OffloadConfig(), ONE_RANK, Batch(8192, 1, sequence))
+    job = StepWorkload.of(work, OffloadConfig(), ONE_RANK, StepBatch(8192, 1, sequence))
     in_memory = dict.fromkeys(PLACED_KINDS, Tier.CPU)
     placement = Placement(tuple(in_memory for _ in work), Budget(24 * GIB, 1 << 50, 0, shared_memory=False))
     return predict(job, placement, default_machine("NVIDIA GeForce RTX 4090", 1)).compute_s

@@ -19,7 +19,7 @@ from tests.helpers.pretrained import write_weights
 from tests.helpers.ranks import UNEVEN, Case, Outcome, RankPool, read_params, steps
 from tests.helpers.reference import param_groups, placed, read_masters
 from zero_offload.finetune.gpt import GPT, preset
-from zero_offload.model.deferred.recipe import Recipe
+from zero_offload.model.deferred.recipe import RecordedRecipe
 
 THREE = [name for name in ARCHITECTURES if name in ("bert", "mamba", "wav2vec2")]
 """Also with everything on disk: ties and inits by data; parameters from data; a parametrization."""
@@ -196,10 +196,10 @@ def test_resume_makes_no_values(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     _, expected = run(2)
 
-    def make(recipe: Recipe) -> Tensor:
+    def make(recipe: RecordedRecipe) -> Tensor:
         raise AssertionError("a value is made that is not needed")
 
-    monkeypatch.setattr(Recipe, "make", make)
+    monkeypatch.setattr(RecordedRecipe, "make", make)
     _, found = run(0)
     assert all(torch.equal(found[name], values) for name, values in expected.items())
 

@@ -38,7 +38,7 @@ BEFORE_VALUES_MOVE = [
     (OFFLOAD, "move_in", 1),
 ]
 AFTER = [
-    (move_in.Moved, "become", 5),
+    (move_in.MovedTensor, "become", 5),
     (OFFLOAD, "ModelRuntime", 1),
     (assembly, "Commits", 1),
     (OFFLOAD, "register", 3),

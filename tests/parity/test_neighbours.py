@@ -19,7 +19,7 @@ from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
 from zero_offload.runtime.ranks.collectives import HostExchange
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
-from zero_offload.runtime.ranks.watch import Place
+from zero_offload.runtime.ranks.watch import RankProcess
 
 WORLD_SIZE = 3
 
@@ -86,7 +86,9 @@ def forbid(patch: pytest.MonkeyPatch, what: str) -> None:
     elif what == "library":
         patch.setattr(native, "available", lambda: False)
     elif what == "machine":
-        patch.setattr(neighbours.Place, "here", lambda: Place(f"host{dist.get_rank()}", "pid:[1]", os.getpid()))
+        patch.setattr(
+            neighbours.RankProcess, "here", lambda: RankProcess(f"host{dist.get_rank()}", "pid:[1]", os.getpid())
+        )
 
 
 def reach(rank: int, world_size: int, what: str, on: int) -> bool:
@@ -147,7 +149,7 @@ def wait_for_the_dead(rank: int, world_size: int) -> bool:
     channel = channel_of(world_size)
     assert channel is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours.Place, "state", lambda place: "gone")
+        patch.setattr(neighbours.RankProcess, "state", lambda place: "gone")
         patch.setattr(neighbours, "_LOOK_EVERY_S", 30)
         heard = channel.tell([rank]) == [(0,), (1,), (2,)]
         patch.setattr(neighbours, "_LOOK_EVERY_S", 0.1)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from zero_offload.base.spans import Cause, Lane, Spans, now
+from zero_offload.base.spans import Cause, Spans, Track, now
 from zero_offload.base.types import Tier
 
 
@@ -63,7 +63,7 @@ class Counters:
         seconds are not the outer one's.
         """
         inner = self._thread.inner_ns
-        opened = self.spans.open(Lane.WAIT, f"{cause.value}: {what}" if what else cause.value)
+        opened = self.spans.open(Track.WAIT, f"{cause.value}: {what}" if what else cause.value)
         begin = now()
         inner.append(0)
         try:

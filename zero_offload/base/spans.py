@@ -23,7 +23,7 @@ SPANS_MAX = 1 << 17
 SAMPLES_MAX = 1 << 16
 
 
-class Lane(StrEnum):
+class Track(StrEnum):
     """The track that a span is drawn on."""
 
     STEPS = "steps"  # from one step() to the next
@@ -44,7 +44,7 @@ class Lane(StrEnum):
     WRITE = "drive write"
 
 
-TRANSFERS = (Lane.GATHER, Lane.REDUCE, Lane.UPLOAD, Lane.DOWNLOAD, Lane.READ, Lane.WRITE)
+TRANSFERS = (Track.GATHER, Track.REDUCE, Track.UPLOAD, Track.DOWNLOAD, Track.READ, Track.WRITE)
 
 
 class Cause(StrEnum):
@@ -60,14 +60,14 @@ class Cause(StrEnum):
 class Span(NamedTuple):
     """Something that took time."""
 
-    lane: Lane
+    lane: Track
     name: str
     begin_ns: int
     end_ns: int
     nbytes: int = 0
 
 
-class Sample(NamedTuple):
+class CounterSample(NamedTuple):
     """The value of a counter at a time."""
 
     name: str
@@ -75,7 +75,7 @@ class Sample(NamedTuple):
     value: float
 
 
-_NUMBERED = (Lane.STEP, Lane.COMMIT)
+_NUMBERED = (Track.STEP, Track.COMMIT)
 """Ranges of these lanes have one name, so that tables of torch.profiler add them up; which one it is is an argument."""
 
 
@@ -84,7 +84,7 @@ class Opened:
 
     __slots__ = ("_range", "begin_ns", "lane", "name")
 
-    def __init__(self, lane: Lane, name: str) -> None:
+    def __init__(self, lane: Track, name: str) -> None:
         self.lane, self.name = lane, name
         self._range: profiler.record_function | None = None
         if profiler._is_profiler_enabled:
@@ -106,9 +106,9 @@ class Spans:
     def __init__(self) -> None:
         self.on = False
         self.begin_ns = 0
-        self._ring: deque[tuple[Lane, str, int, int, int]] = deque(maxlen=SPANS_MAX)
+        self._ring: deque[tuple[Track, str, int, int, int]] = deque(maxlen=SPANS_MAX)
         self._samples: deque[tuple[str, int, float]] = deque(maxlen=SAMPLES_MAX)
-        self.backward = Turns(self, Lane.BACKWARD)
+        self.backward = Turns(self, Track.BACKWARD)
 
     def begin(self) -> None:
         """Record from here on; what was recorded before is dropped."""
@@ -126,7 +126,7 @@ class Spans:
         """True while spans are recorded, here or by torch.profiler."""
         return self.on or profiler._is_profiler_enabled
 
-    def open(self, lane: Lane, name: str) -> Opened | None:
+    def open(self, lane: Track, name: str) -> Opened | None:
         """This thread begins something; None while neither records."""
         return Opened(lane, name) if self.on or profiler._is_profiler_enabled else None
 
@@ -137,7 +137,7 @@ class Spans:
             if self.on:
                 self.put(opened.lane, name or opened.name, opened.begin_ns, now())
 
-    def put(self, lane: Lane, name: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
+    def put(self, lane: Track, name: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
         """Something has taken from then to then."""
         self._ring.append((lane, name, begin_ns, end_ns, nbytes))
 
@@ -155,11 +155,11 @@ class Spans:
         return [
             Span(*each)
             for each in ring
-            if each[2] >= self.begin_ns and (each[0] is not Lane.STEPS or each[2] >= whole_ns)
+            if each[2] >= self.begin_ns and (each[0] is not Track.STEPS or each[2] >= whole_ns)
         ]
 
-    def samples(self) -> list[Sample]:
-        return [Sample(*each) for each in self._samples.copy()]
+    def samples(self) -> list[CounterSample]:
+        return [CounterSample(*each) for each in self._samples.copy()]
 
     @property
     def is_full(self) -> bool:
@@ -173,7 +173,7 @@ class Turns:
     The calls, when `Spans.on`: `begin`, `uses` and `made` as signs come, `pause` where one is known to be over, `end`.
     """
 
-    def __init__(self, spans: Spans, lane: Lane) -> None:
+    def __init__(self, spans: Spans, lane: Track) -> None:
         self._spans = spans
         self._lane = lane
         self._name = ""

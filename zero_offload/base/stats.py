@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_offload.base.events import Counters
-from zero_offload.base.spans import Cause, Lane
+from zero_offload.base.spans import Cause, Track
 from zero_offload.base.types import Tier
 
 
@@ -103,7 +103,7 @@ class StatsKeeper:
         self._delta = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._delta["step_s"] = now - self._start
         if (spans := self._counters.spans).on:
-            spans.put(Lane.STEPS, str(step), max(int(self._start * 1e9), spans.begin_ns), int(now * 1e9))
+            spans.put(Track.STEPS, str(step), max(int(self._start * 1e9), spans.begin_ns), int(now * 1e9))
         self._start, self._before = now, totals
         return self._delta
 

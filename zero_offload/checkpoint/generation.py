@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.base_record import (
     base_hashes,
@@ -341,7 +341,7 @@ class GenerationKeeper:
         """
         assert self._store is not None and self._swap is not None
         spans = self._store.counters.spans
-        opened = spans.open(Lane.COMMIT, f"step {record.step}")
+        opened = spans.open(Track.COMMIT, f"step {record.step}")
         with self._store.counters.timed("commit_s"):
             self._commit(record, snapshot or self._store.snapshots.take())
         spans.close(opened)

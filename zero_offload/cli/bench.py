@@ -30,8 +30,8 @@ from zero_offload.storage.files.engines import (
     AIOFILES,
     IO_URING,
     THREADS,
+    EngineRates,
     Pattern,
-    Rates,
     io_uring_problem,
     measure,
     pick,
@@ -137,13 +137,13 @@ def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
     return found, missing
 
 
-def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> list[Rates]:
+def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> list[EngineRates]:
     region = Arena(0).allocate(nbytes)
     with private_directory(path) as place, RunDirectory.look(place) as directory:
         return measure(directory, candidates, region, ROUNDS, LIMIT_S)
 
 
-def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:
+def _print_table(path: Path, nbytes: int, rates: Sequence[EngineRates]) -> None:
     print(f"{path}: {format_bytes(nbytes)} per measurement, GB/s with checksums")
     print(f"{'engine':9} threads in flight request   read  write  mixed CPU ms/GB")
     for each in rates:
@@ -167,6 +167,6 @@ def _checksum_s_per_gb() -> float:
     return (time.process_time() - began) / region.nbytes * 1e9
 
 
-def _as_json(rates: Rates) -> dict[str, Any]:
+def _as_json(rates: EngineRates) -> dict[str, Any]:
     speeds = {f"{pattern.value}_bytes_per_s": speed for pattern, speed in rates.bytes_per_s.items()}
     return asdict(rates.settings) | speeds | {"cpu_s_per_gb": rates.cpu_s_per_gb}

@@ -214,11 +214,11 @@ class Conversation:
     def _streamer(self, show: Any) -> Any:
         from transformers import TextStreamer
 
-        class Words(TextStreamer):
+        class WordStreamer(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 show(text)
 
-        return Words(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        return WordStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 class _Stop:

@@ -33,7 +33,7 @@ from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.hardware.machines import GPUS, Cluster, Drives, find_gpu, parse_drives
 from zero_offload.hardware.probe import resident_bytes
 from zero_offload.plan.forecast import forecast
-from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
+from zero_offload.plan.step_time import TOKENS_UNKNOWN, StepBatch
 from zero_offload.plan.wear import TBW_USUAL
 
 _SETTINGS = {
@@ -191,7 +191,7 @@ def _request(
     sequence = min(args.sequence or SEQUENCE_USUAL, micro)
     # As `train` does it, unless a loop is asked for.
     by_unit = args.accumulate > 1 and recompute and not args.loop and config.overlap != UpdateOverlap.BACKWARD
-    batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
+    batch = StepBatch(micro, args.accumulate, sequence, recompute, by_unit)
     cluster, gpu = Cluster(args.ranks, args.nodes), None if args.gpu is None else find_gpu(args.gpu)[0]
     gpu_here = None if gpu else gpu_here
     program = resident_bytes()[0] if args.ram is None else 0

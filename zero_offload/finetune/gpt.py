@@ -29,7 +29,7 @@ _ROPE_BASE = 10_000.0
 _WEIGHT_STD = 0.02
 
 
-class Recompute(StrEnum):
+class RecomputeMode(StrEnum):
     """The part of a forward that backward computes again instead of keeping its tensors."""
 
     NONE = "none"
@@ -53,12 +53,12 @@ class GPTConfig:
     vocab_size: int = NUM_BYTES
     seq_max: int = 1024
     head: Head = Head.TIED
-    recompute: Recompute = Recompute.NONE
+    recompute: RecomputeMode = RecomputeMode.NONE
 
     def __post_init__(self) -> None:
         # As text in a file, such as the config.json of an export.
         object.__setattr__(self, "head", Head(self.head))
-        object.__setattr__(self, "recompute", Recompute(self.recompute))
+        object.__setattr__(self, "recompute", RecomputeMode(self.recompute))
 
 
 # From gpt125m on, the name is the size with a vocabulary of about 50 000; with bytes it is a little less.
@@ -67,9 +67,9 @@ PRESETS: dict[str, GPTConfig] = {
     "small": GPTConfig(num_layers=6, width=256, num_heads=4),
     "gpt25m": GPTConfig(num_layers=8, width=512, num_heads=8),
     "gpt125m": GPTConfig(num_layers=12, width=768, num_heads=12),
-    "gpt350m": GPTConfig(num_layers=24, width=1024, num_heads=16, recompute=Recompute.BLOCK),
-    "gpt760m": GPTConfig(num_layers=24, width=1536, num_heads=16, recompute=Recompute.BLOCK),
-    "gpt1b3": GPTConfig(num_layers=24, width=2048, num_heads=16, recompute=Recompute.BLOCK),
+    "gpt350m": GPTConfig(num_layers=24, width=1024, num_heads=16, recompute=RecomputeMode.BLOCK),
+    "gpt760m": GPTConfig(num_layers=24, width=1536, num_heads=16, recompute=RecomputeMode.BLOCK),
+    "gpt1b3": GPTConfig(num_layers=24, width=2048, num_heads=16, recompute=RecomputeMode.BLOCK),
 }
 
 
@@ -158,7 +158,7 @@ class GPT(nn.Module):
         rotation = self.rotation[:, : tokens.shape[1]]
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.config.recompute is Recompute.BLOCK and torch.is_grad_enabled():
+            if self.config.recompute is RecomputeMode.BLOCK and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             else:
                 x = block(x, rotation)

@@ -52,7 +52,7 @@ from zero_offload.finetune.outputs import (
     strangers,
 )
 from zero_offload.finetune.settings import TASKS, FinetuneConfig
-from zero_offload.finetune.trainers import Job, StopsWhenAsked, best_of, make_trainer
+from zero_offload.finetune.trainers import FinetuneContext, StopsWhenAsked, best_of, make_trainer
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model.api import need_runtime
@@ -65,7 +65,7 @@ from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
 SHRINKS = "warmup_shrinks"
-"""The entry of `run.json` that says by which rule the run's warm-up is counted, in the words of `Job`."""
+"""The entry of `run.json` that says by which rule the run's warm-up is counted, in the words of `FinetuneContext`."""
 COUNTS = "tokens"
 """The entry that has the counts of its data."""
 MAY_CHANGE = ("epochs", "patience", "samples", "merge")
@@ -215,16 +215,16 @@ def _goes_on(config: FinetuneConfig, run_dir: RunDir, may_change: Sequence[str])
 
 def _read(
     config: FinetuneConfig, folder: ModelFolder, made: Mapping[str, Any], ranks: Ranks, tokens: Path | None
-) -> Job:
+) -> FinetuneContext:
     """The data; `tokens` is where their tokens are kept for the next start."""
     prepared = prepare(config.data, folder, **config.of_data(), cache=tokens)
     if prepared.labels:
         folder = folder.with_labels(prepared.labels)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
-    return Job(config, folder, prepared, ranks, made)
+    return FinetuneContext(config, folder, prepared, ranks, made)
 
 
-def _look(job: Job, run_dir: RunDir, existing: Existing) -> Existing:
+def _look(job: FinetuneContext, run_dir: RunDir, existing: Existing) -> Existing:
     """How this start meets what lies in OUT."""
     if existing is not Existing.DISCARD:
         try:
@@ -257,13 +257,13 @@ def _changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
             yield f"the run had {name}={before:g} and now has {name}={now[name]:g}"
 
 
-def _identity(job: Job) -> dict[str, Any]:
+def _identity(job: FinetuneContext) -> dict[str, Any]:
     """The settings that decide the run, and how far it goes."""
     told = {"steps": job.num_steps, "eval_every": job.eval_every, "ranks": job.ranks.size}
     return job.config.arguments() | told | {"text": job.prepared.key}
 
 
-def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
+def _plan(job: FinetuneContext, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
     """The plan of the run, told to `progress`, and the settings that it is planned with: the first rank's."""
     config = job.config
     found: tuple[dict[str, Any], OffloadConfig] | None = None
@@ -279,7 +279,7 @@ def _plan(job: Job, progress: Progress | None) -> tuple[dict[str, Any], OffloadC
 
 
 def _train(
-    job: Job,
+    job: FinetuneContext,
     offload: OffloadConfig,
     planned: Mapping[str, Any],
     outputs: Mapping[str, Any],
@@ -341,7 +341,7 @@ def _train(
     return _publish(job, chosen, step, evaluations, progress)
 
 
-def _say_where(job: Job, model: nn.Module, progress: Progress) -> None:
+def _say_where(job: FinetuneContext, model: nn.Module, progress: Progress) -> None:
     """Which step the run goes on from. Raises ConfigError where that is beyond its last."""
     owner, steps = need_runtime(model, "finetune"), job.config.steps
     if steps:
@@ -353,7 +353,7 @@ def _say_where(job: Job, model: nn.Module, progress: Progress) -> None:
 # The end
 
 
-def _keep(job: Job, trainer: Any, outputs: Mapping[str, Any]) -> int:
+def _keep(job: FinetuneContext, trainer: Any, outputs: Mapping[str, Any]) -> int:
     """See that the weights which OUT gets are in OUT/best; the step that they are of."""
     best = best_of(trainer.evaluations)
     step: int = trainer.state.global_step if best is None else best["step"]
@@ -370,7 +370,7 @@ def _keep(job: Job, trainer: Any, outputs: Mapping[str, Any]) -> int:
 
 
 def _publish(
-    job: Job,
+    job: FinetuneContext,
     chosen: int,
     last_step: int,
     evaluations: list[dict[str, Any]],
@@ -405,7 +405,7 @@ def _publish(
     return FinetuneResult(Ending.FINISHED, last_step, best, config.out)
 
 
-def _say_if_untrained(job: Job, progress: Progress) -> None:
+def _say_if_untrained(job: FinetuneContext, progress: Progress) -> None:
     rows = (line.row for line in read_lines(job.config.out / METRICS_FILE) if line.row is not None)
     if job.ranks.is_first and not any((row.get("lr") or 0) > 0 and (row.get("grad_norm") or 0) > 0 for row in rows):
         progress.note(
@@ -429,7 +429,7 @@ def _outputs(run_dir: RunDir) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_finished(job: Job, outputs: Mapping[str, Any]) -> bool:
+def _is_finished(job: FinetuneContext, outputs: Mapping[str, Any]) -> bool:
     asked = {name: getattr(job.config, name) for name in _HOW_FAR}
     return outputs.get("asked") == asked and (not job.config.merge or _has_merged(job.config.out))
 

@@ -58,7 +58,7 @@ _Base: Any = object
 
 
 @dataclass(frozen=True)
-class Job:
+class FinetuneContext:
     """The values that are the same in the whole run."""
 
     config: FinetuneConfig
@@ -103,7 +103,7 @@ def best_of(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 class FinetuneMixin(OffloadMixin):
     """Before a Trainer class; `job`, `log` and `progress` are the run's."""
 
-    def __init__(self, *args: Any, job: Job, log: zo.RunLog, progress: Progress, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, job: FinetuneContext, log: zo.RunLog, progress: Progress, **kwargs: Any) -> None:
         self._job, self._log, self._progress = job, log, progress
         self._row: dict[str, Any] = {}
         """The figures of the last step, until they are written."""
@@ -274,7 +274,7 @@ class FinetuneMixin(OffloadMixin):
         return texts
 
 
-def _prompts(job: Job) -> list[list[int]]:
+def _prompts(job: FinetuneContext) -> list[list[int]]:
     """Of the evaluation's first rows, what comes before the words that are learned; of text, its beginning."""
     rows, tokenizer = job.prepared.evaluation, job.folder.tokenizer
     if rows is None or job.folder.task != CAUSAL:
@@ -384,7 +384,9 @@ class FinetuneAdapterDPO(FinetuneMixin, DPOTrainer):  # type: ignore[misc, unuse
         pass
 
 
-def make_trainer(job: Job, model: nn.Module, reference: nn.Module | None, log: zo.RunLog, progress: Progress) -> Any:
+def make_trainer(
+    job: FinetuneContext, model: nn.Module, reference: nn.Module | None, log: zo.RunLog, progress: Progress
+) -> Any:
     """The trainer of the run's method."""
     config, data, tokenizer = job.config, job.prepared, job.folder.tokenizer
     is_host = need_runtime(model, "finetune").device.is_host

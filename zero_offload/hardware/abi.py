@@ -18,7 +18,7 @@ class Isa(IntEnum):
     NEON = 3
 
 
-class Kind(IntEnum):
+class ElementType(IntEnum):
     """Element types. As an optimizer's value, BF16 is the half of a master that a residual completes, FP16 its copy."""
 
     FP32 = 0

@@ -27,7 +27,7 @@ from torch.utils import dlpack
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import warn_user
-from zero_offload.base.spans import SPANS_MAX, Lane, Spans, now
+from zero_offload.base.spans import SPANS_MAX, Spans, Track, now
 from zero_offload.base.types import GIB, format_bytes
 from zero_offload.hardware.accelerators import ACCELERATORS, present_type
 
@@ -203,7 +203,7 @@ def _on(stream: torch.Stream) -> Iterator[None]:
 class _Copy(NamedTuple):
     """A timed copy."""
 
-    lane: Lane
+    lane: Track
     begin: Any
     end: Any
     nbytes: int
@@ -237,26 +237,26 @@ class AcceleratorDevice(Device):
         return str(self._module.get_device_name(self.torch_device))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
-        return Handoff(target, self._copy(Lane.UPLOAD, target, source, after))
+        return Handoff(target, self._copy(Track.UPLOAD, target, source, after))
 
     def download(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
     ) -> Handoff:
-        event = self._copy(Lane.DOWNLOAD, target, source, after)
+        event = self._copy(Track.DOWNLOAD, target, source, after)
         if not keeps_source:
             # The allocator may reuse the source's memory only after this lane has read it.
             source.record_stream(self._downloads)
         return Handoff(target, event)
 
-    def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
-        stream = self._uploads if lane is Lane.UPLOAD else self._downloads
+    def _copy(self, lane: Track, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
+        stream = self._uploads if lane is Track.UPLOAD else self._downloads
         # Memory just resized was last used by kernels launched before: the copy comes after them.
         mark = self.mark() if after is None else after
         mark.let_wait(stream)
         timed = self._spans.on
         with _on(stream):
             begin = self._recorded(stream, timed=True) if timed else None
-            for to, of in self._cut(target, source, host=source if lane is Lane.UPLOAD else target):
+            for to, of in self._cut(target, source, host=source if lane is Track.UPLOAD else target):
                 to.copy_(of, non_blocking=True)
             end = self._recorded(stream, timed=timed)
         if begin is not None:

@@ -37,7 +37,7 @@ DRIVE_BYTES = 2 * 10**12
 """Size of a drive that is named by its speed alone."""
 
 
-class Lane(StrEnum):
+class Resource(StrEnum):
     """Lanes that work side by side; each does one thing after the other."""
 
     COMPUTE = "compute"
@@ -139,38 +139,38 @@ class Machine:
     source: str = ""
     """Where the figures come from: shown with each prediction."""
 
-    def streams(self, lane: Lane) -> float:
+    def streams(self, lane: Resource) -> float:
         """Bytes a second; of compute, through the device's memory."""
-        return float(getattr(self, _RATES[lane][-1 if lane is Lane.COMPUTE else 0]))
+        return float(getattr(self, _RATES[lane][-1 if lane is Resource.COMPUTE else 0]))
 
-    def faster(self, lane: Lane, factor: float) -> Machine:
+    def faster(self, lane: Resource, factor: float) -> Machine:
         """This machine with one lane sped up. A drive that takes turns is one lane."""
         names = list(_RATES[lane])
-        if self.drive_takes_turns and lane in (Lane.READ, Lane.WRITE):
-            names = [*_RATES[Lane.READ], *_RATES[Lane.WRITE]]
+        if self.drive_takes_turns and lane in (Resource.READ, Resource.WRITE):
+            names = [*_RATES[Resource.READ], *_RATES[Resource.WRITE]]
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def with_drives(self, factor: float) -> Machine:
         """This machine with drives that are so many times as fast together."""
         return replace(self, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
 
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[Resource, ...]:
         """Those that are there; of a drive that takes turns the reads stand for both."""
-        there = [lane for lane in Lane if getattr(self, _RATES[lane][0]) > 0]
-        return tuple(lane for lane in there if not (self.drive_takes_turns and lane is Lane.WRITE))
+        there = [lane for lane in Resource if getattr(self, _RATES[lane][0]) > 0]
+        return tuple(lane for lane in there if not (self.drive_takes_turns and lane is Resource.WRITE))
 
-    def title(self, lane: Lane) -> str:
-        return "drives" if self.drive_takes_turns and lane in (Lane.READ, Lane.WRITE) else lane.value
+    def title(self, lane: Resource) -> str:
+        return "drives" if self.drive_takes_turns and lane in (Resource.READ, Resource.WRITE) else lane.value
 
 
-_RATES: Mapping[Lane, tuple[str, ...]] = {
-    Lane.COMPUTE: ("flops", "device_bytes"),
-    Lane.UPLOAD: ("upload_bytes",),
-    Lane.DOWNLOAD: ("download_bytes",),
-    Lane.READ: ("read_bytes",),
-    Lane.WRITE: ("write_bytes",),
-    Lane.HOST: ("host_bytes", "host_bytes_beside"),
-    Lane.NETWORK: ("network_bytes",),
+_RATES: Mapping[Resource, tuple[str, ...]] = {
+    Resource.COMPUTE: ("flops", "device_bytes"),
+    Resource.UPLOAD: ("upload_bytes",),
+    Resource.DOWNLOAD: ("download_bytes",),
+    Resource.READ: ("read_bytes",),
+    Resource.WRITE: ("write_bytes",),
+    Resource.HOST: ("host_bytes", "host_bytes_beside"),
+    Resource.NETWORK: ("network_bytes",),
 }
 
 

@@ -23,6 +23,7 @@ from zero_offload.base.threads import NO_THREAD
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi
 from zero_offload.hardware.abi import (
+    ElementType,
     Fault,
     GradMode,
     IoConfigStruct,
@@ -32,7 +33,6 @@ from zero_offload.hardware.abi import (
     IoStatsStruct,
     IoStatus,
     Isa,
-    Kind,
     UpdateArgsStruct,
 )
 
@@ -147,12 +147,12 @@ def states_encode(
     _check(lib().zo_states_encode(format, signed, fp32, states, scales, numel, num_threads))
 
 
-def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
+def convert(dst: int, dst_kind: ElementType, src: int, src_kind: ElementType, numel: int, num_threads: int) -> None:
     _check(lib().zo_convert(dst_kind, dst, src_kind, src, numel, num_threads))
 
 
 def grad_store(
-    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
+    dst_kind: ElementType, src_kind: ElementType, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
 ) -> GradSum:
     """There is one call for every gradient, so nothing is built for it but the struct, whose order this is."""
     struct = abi.GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, 0, dst, src, numel)
@@ -161,7 +161,7 @@ def grad_store(
     return GradSum(struct.sumsq, bool(struct.finite))
 
 
-def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
+def sumsq(kind: ElementType, values: int, numel: int, num_threads: int) -> GradSum:
     total, finite = C.c_double(), C.c_int32()
     _check(lib().zo_sumsq(kind, values, numel, num_threads, C.byref(total), C.byref(finite)))
     return GradSum(total.value, bool(finite.value))

@@ -34,7 +34,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import MIB
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.plan.model_spec import Experts
+from zero_offload.plan.model_spec import ExpertGroups
 from zero_offload.plan.quantized import is_wrapper
 from zero_offload.runtime.hooks import experts_of, mark_experts
 from zero_offload.runtime.saved.tensors import untraced
@@ -108,7 +108,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
             )
         size = _default_size(module) if group_size is None else group_size
         vars(module)[_DIRECT] = directly[type(module)]
-        mark_experts(module, Experts(int(module.num_experts), min(size, int(module.num_experts))))
+        mark_experts(module, ExpertGroups(int(module.num_experts), min(size, int(module.num_experts))))
     if "peft" in sys.modules:
         wrapper = _wrapper_class()
         inside: Any

@@ -27,9 +27,9 @@ from zero_offload.base.types import MIB
 from zero_offload.checkpoint.hf_files import FileTensor, StoredTensor
 from zero_offload.integrations.gate import read_object
 from zero_offload.model.deferred.from_files import deferred, digest
-from zero_offload.model.deferred.recipe import Recipe, Ref
+from zero_offload.model.deferred.recipe import RecordedRecipe, Ref
 from zero_offload.model.deferred.recorder import unrecorded
-from zero_offload.plan.quantized import Slot, is_wrapper, slots
+from zero_offload.plan.quantized import BoundTensor, is_wrapper, slots
 from zero_offload.standins.owners import keep_recipe
 
 NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
@@ -181,7 +181,7 @@ def _unquantized_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None
 # Recipes of quantized weights
 
 
-class _Kept:
+class _PartCache:
     """Tensors of weights that are asked for later; the oldest are dropped, and made again."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class Quantized:
     """The weight as the files have it, on meta, in the dtype that it is quantized from."""
     parts_of: Callable[[Tensor], dict[str, Tensor]]
     """Its tensors by their names, made of its values."""
-    kept: _Kept
+    kept: _PartCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +256,7 @@ def quantize_layers(
     Raises ConfigError for a model that is not transformers', or has no layer to quantize.
     """
     base = _checked(model, f"quantize={quantize!r}")
-    quantizer, kept = _quantizer(quantize, dtype or base.dtype), _Kept()
+    quantizer, kept = _quantizer(quantize, dtype or base.dtype), _PartCache()
     for layer, weight in _replaced(base, quantizer, undo, dtype or base.dtype, f"quantize={quantize!r}"):
         original = torch.empty(weight.shape, dtype=dtype or weight.dtype, device="meta")
         quantized = _way_of(layer, quantizer.quantization_config)
@@ -292,13 +292,13 @@ def _parts_of(quantized: Callable[[Tensor], nn.Parameter], values: Tensor) -> di
     return {slot.name: slot.tensor.detach() for slot in slots(_holder(quantized(values)))}
 
 
-def _part(whole: Quantized, slot: Slot) -> PartRecipe:
+def _part(whole: Quantized, slot: BoundTensor) -> PartRecipe:
     return PartRecipe(whole, slot.name)
 
 
-def _in_files(slot: Slot) -> Recipe:
+def _in_files(slot: BoundTensor) -> RecordedRecipe:
     """Its values are in files that are not known yet."""
-    return Recipe(None, Ref.of(slot.tensor, 0), is_skipped=True)
+    return RecordedRecipe(None, Ref.of(slot.tensor, 0), is_skipped=True)
 
 
 def _checked(model: nn.Module, what: str) -> Any:
@@ -397,7 +397,7 @@ def _restore(model: Any, undo: contextlib.ExitStack) -> None:
             undo.callback(setattr, config, "_is_quantized", config._is_quantized)
 
 
-def _defer(layer: Any, like: nn.Parameter, recipe_for: Callable[[Slot], Any]) -> None:
+def _defer(layer: Any, like: nn.Parameter, recipe_for: Callable[[BoundTensor], Any]) -> None:
     """Give a layer of the library a quantized weight like this one, on meta, whose tensors are to be made."""
     with unrecorded():
         made: Any = like

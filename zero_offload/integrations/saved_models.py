@@ -99,7 +99,7 @@ def _with_adapters(base: Any, adapters: Mapping[str, Mapping[str, Any]]) -> nn.M
     return model  # type: ignore[no-any-return]
 
 
-class Values:
+class GenerationValues:
     """Parameters of a generation, by their names."""
 
     def __init__(self, saved: SavedGeneration, read: Any) -> None:
@@ -143,7 +143,7 @@ class Values:
 
 
 def write_separate(
-    values: Values,
+    values: GenerationValues,
     about: Mapping[str, Any],
     buffers: Mapping[str, torch.Tensor],
     path: Path,
@@ -174,7 +174,7 @@ def write_separate(
 
 
 def write_merged(
-    values: Values,
+    values: GenerationValues,
     about: Mapping[str, Any],
     buffers: Mapping[str, torch.Tensor],
     path: Path,

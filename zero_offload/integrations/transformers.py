@@ -57,7 +57,7 @@ from zero_offload.storage.files.own_files import (
     LIST_NAME,
     MODEL_NAME,
     STATES_NAME,
-    Kept,
+    ForeignFiles,
     all_files,
     delete,
     drop_empty,
@@ -588,7 +588,7 @@ def _deciding(args: Any) -> dict[str, Any]:
     return {name: plain(getattr(args, name, None)) for name in _DECIDING}
 
 
-def _warn_of(kept: Kept | None) -> None:
+def _warn_of(kept: ForeignFiles | None) -> None:
     if kept is not None:
         warn_user(str(kept))
 

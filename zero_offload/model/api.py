@@ -17,7 +17,7 @@ from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.base.host import host_tensor
 from zero_offload.base.inputs import check_model, number, params_of
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.base.stats import Stats
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.model.updates import check_holds_grads
@@ -164,7 +164,7 @@ def clip_grad_norm_(
     if not owners:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     spans = owners[0][0].store.counters.spans
-    opened = spans.open(Lane.CLIP, "norm")
+    opened = spans.open(Track.CLIP, "norm")
     if ordinary:
         owners[0][0].check_ordinary(call, lambda: squares)
     norm = math.sqrt(math.fsum([squares, *(owner.grad_access.squares(members) for owner, members in owners)]))
@@ -226,7 +226,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
             owner.compare(call, partial(_clip_compared, {"clip_value": clip_value}, owner, params))
     for owner, members in owners:
         spans = owner.store.counters.spans
-        opened = spans.open(Lane.CLIP, "value")
+        opened = spans.open(Track.CLIP, "value")
         owner.grad_access.clamp(members, -clip_value, clip_value)
         spans.close(opened)
     if held := [param for param in ordinary if param.grad is not None]:

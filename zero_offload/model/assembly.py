@@ -10,8 +10,8 @@ from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
 from zero_offload.model.end import ModelEnd
 from zero_offload.model.foundation import Foundation
-from zero_offload.model.params import OptimizerStates, ParamAccess, ParamPlaces
-from zero_offload.model.parts import Parts
+from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates
+from zero_offload.model.parts import ModelParts
 from zero_offload.model.updates import Updates
 from zero_offload.runtime.experts import GroupedExperts
 from zero_offload.runtime.grads.access import GradAccess
@@ -25,18 +25,18 @@ class Assembly:
     """The value that `ModelRuntime` is made of: a foundation, and the parts of a step on it."""
 
     base: Foundation
-    places: ParamPlaces
+    places: ModelPlaces
     grads: Gradients
     grad_access: GradAccess
     commits: Commits
-    states: OptimizerStates
+    states: ModelStates
     updates: Updates
     in_backward: BackwardUpdates | None
     """With overlap="backward"."""
     tracker: PassTracker
     experts: GroupedExperts
-    access: ParamAccess
-    parts: Parts
+    access: ModelParams
+    parts: ModelParts
     stats: StatsKeeper
     end: ModelEnd
 
@@ -45,7 +45,7 @@ def assemble(base: Foundation) -> Assembly:
     """Make the parts. Nothing runs yet, and nothing here has to be undone."""
     store, prefetcher, device, collectives = base.store, base.prefetcher, base.device, base.collectives
     stays = base.stays_in_memory
-    places = ParamPlaces(base.units)
+    places = ModelPlaces(base.units)
     grads = Gradients(
         *(base.units, store, prefetcher.pool, collectives, device), ring=base.grad_ring, stay_in_memory=stays
     )
@@ -61,7 +61,7 @@ def assemble(base: Foundation) -> Assembly:
         base.config.commit_every,
         is_first_rank=base.ranks.rank == 0,
     )
-    states = OptimizerStates(base, places, commits)
+    states = ModelStates(base, places, commits)
     updates = Updates(base, grads, states, commits)
     in_backward = None if base.grad_ring is None else BackwardUpdates(base, base.grad_ring, grads, places, updates)
     elsewhere = None if device.is_host else device.torch_device
@@ -77,8 +77,8 @@ def assemble(base: Foundation) -> Assembly:
         in_backward=in_backward,
         tracker=tracker,
         experts=GroupedExperts(base.expert_groups, prefetcher, tracker, grads),
-        access=ParamAccess(base, places, states, grad_access, tracker),
-        parts=Parts(base, places, states),
+        access=ModelParams(base, places, states, grad_access, tracker),
+        parts=ModelParts(base, places, states),
         stats=StatsKeeper(store.counters, lambda: store.arena.taken),
         end=ModelEnd(base.life, base.errors, grads, commits, store, base.ranks, base.files),
     )

@@ -32,7 +32,7 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.foundation import Foundation
-from zero_offload.model.params import ParamPlaces
+from zero_offload.model.params import ModelPlaces
 from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection, GradState
@@ -48,7 +48,7 @@ class BackwardUpdates:
     thread."""
 
     def __init__(
-        self, base: Foundation, ring: GradRing, grads: Gradients, places: ParamPlaces, updates: Updates
+        self, base: Foundation, ring: GradRing, grads: Gradients, places: ModelPlaces, updates: Updates
     ) -> None:
         """`ring`: that of `base`, which has one."""
         self._units = base.units

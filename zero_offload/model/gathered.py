@@ -16,7 +16,7 @@ from torch import nn
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.inputs import params_of
 from zero_offload.checkpoint.values import read_master
-from zero_offload.model.params import Place
+from zero_offload.model.params import ParamPlace
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.quantized import offloaded_tensors, tensors_of
 from zero_offload.runtime.grads.gradients import check_not_updated
@@ -66,7 +66,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         _one_rank(owner, "params", owner.ranks.world_size)
         owner.store.read_lazy()
         owner.drain()  # a commit under way must not see half of what is written
-    read: dict[str, Callable[[ModelRuntime, Sequence[Place]], Values]] = {
+    read: dict[str, Callable[[ModelRuntime, Sequence[ParamPlace]], Values]] = {
         "master": _masters,
         "grads": _grads,
     }
@@ -82,7 +82,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         yield values
 
 
-def _check_room(owner: ModelRuntime, places: Sequence[Place], mode: str, kind: str) -> None:
+def _check_room(owner: ModelRuntime, places: Sequence[ParamPlace], mode: str, kind: str) -> None:
     """Raise where the host has no memory for the copies that are made."""
     if kind == "params" and (mode == "read" or not owner.device.is_host):
         return
@@ -97,14 +97,14 @@ def _check_room(owner: ModelRuntime, places: Sequence[Place], mode: str, kind: s
 
 
 @contextmanager
-def _params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Values]:
+def _params(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[Values]:
     with _present(owner, places):
         # At rest for all that they are here: so they ask the owner, which lets them be read and no more.
         yield {place.name: place.param for place in places}
 
 
 @contextmanager
-def _changed_params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Values]:
+def _changed_params(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[Values]:
     given: Values = {place.name: place.param for place in places}
     values: Values = {}
     wrong: list[str] = []
@@ -128,7 +128,7 @@ def _changed_params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Va
         )
 
 
-def _taken(places: Sequence[Place], given: Values) -> tuple[Values, list[str]]:
+def _taken(places: Sequence[ParamPlace], given: Values) -> tuple[Values, list[str]]:
     """Copies of what a program has left in these parameters, and what is wrong with some.
 
     Values count as they are, whatever memory they are in: `param.data = values` and `param.set_(values)` replace it.
@@ -150,7 +150,7 @@ def _taken(places: Sequence[Place], given: Values) -> tuple[Values, list[str]]:
 
 
 @contextmanager
-def _writable(places: Sequence[Place]) -> Iterator[None]:
+def _writable(places: Sequence[ParamPlace]) -> Iterator[None]:
     """These parameters are plain, and no others of their units: what is written to those would be lost."""
     units = {place.unit.index: place.unit for place in places}.values()
     named = [(unit, [place.param for place in places if place.unit is unit]) for unit in units]
@@ -166,7 +166,7 @@ def _writable(places: Sequence[Place]) -> Iterator[None]:
 
 
 @contextmanager
-def _present(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[None]:
+def _present(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[None]:
     """The units of these parameters are on the device, and stay."""
     held = []
     try:
@@ -182,7 +182,7 @@ def _present(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[None]:
             unit.close()
 
 
-def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
+def _masters(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:
     # Where nothing is divided every rank has them.
     _one_rank(owner, "master", owner.collectives.num_shards)
     values = {}
@@ -196,7 +196,7 @@ def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
     return {place.name: values[place.name] for place in places}
 
 
-def _grads(owner: ModelRuntime, places: Sequence[Place]) -> Values:
+def _grads(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:
     _one_rank(owner, "grads", owner.ranks.world_size)
     for place in places:
         check_not_updated(owner.grads, place.param, place.name)
@@ -214,7 +214,7 @@ def _one_rank(owner: ModelRuntime, kind: str, num_ranks: int) -> None:
         )
 
 
-def _write_back(owner: ModelRuntime, places: Sequence[Place], values: Values) -> None:
+def _write_back(owner: ModelRuntime, places: Sequence[ParamPlace], values: Values) -> None:
     """Every unit's copy on the device is made again from what was written."""
     for place in places:
         if values[place.name].shape != place.piece.spec.shape:

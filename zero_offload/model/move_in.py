@@ -32,7 +32,7 @@ from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.model.deferred.recorder import DeferredTensor, class_of
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
-from zero_offload.plan.quantized import Holder, Slot, ordinary_buffers_of, prepare, problem_of, slots
+from zero_offload.plan.quantized import BoundTensor, TensorBinding, ordinary_buffers_of, prepare, problem_of, slots
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import CALL
@@ -213,7 +213,7 @@ def move_in(
     for unit in units:
         for section in unit.sections:
             # Taken out: a tensor that a parameter replaces has to give its memory back before the next one.
-            moved = [Moved.of(piece, places.pop(piece.spec.name)) for piece in section.layout.params]
+            moved = [MovedTensor.of(piece, places.pop(piece.spec.name)) for piece in section.layout.params]
             if values_of is not None:
                 _write_values(section, store, values_of, moved)
             undo.callback(_move_out, section, store, moved)
@@ -226,17 +226,17 @@ def move_in(
     return without_values
 
 
-def _places_of(model: nn.Module) -> dict[str, list[Slot]]:
+def _places_of(model: nn.Module) -> dict[str, list[BoundTensor]]:
     """Where each tensor stands, by its first name."""
     first: dict[tuple[int, str], str] = {}
-    places: dict[str, list[Slot]] = {}
+    places: dict[str, list[BoundTensor]] = {}
     for slot in slots(model, remove_duplicate=False):
         places.setdefault(first.setdefault(slot.identity, slot.name), []).append(slot)
     return places
 
 
 @dataclass
-class Moved:
+class MovedTensor:
     """A tensor that becomes a view of its section, and the parameter that it is then.
 
     A plain parameter stays the object that it is. A deferred one, which cannot leave meta, and a tensor that was no
@@ -251,11 +251,11 @@ class Moved:
     dtype: torch.dtype
     device: torch.device
     """Where it has been: the host, or the compute device for what is adopted."""
-    holders: Sequence[Holder]
+    holders: Sequence[TensorBinding]
     """Where it stands."""
 
     @classmethod
-    def of(cls, piece: ParamSlice, places: Sequence[Slot]) -> Moved:
+    def of(cls, piece: ParamSlice, places: Sequence[BoundTensor]) -> MovedTensor:
         tensor = places[0].tensor
         return cls(piece, tensor, recipe_of(tensor), tensor.dtype, tensor.device, [slot.holder for slot in places])
 
@@ -290,7 +290,7 @@ class Moved:
         return self.tensor if isinstance(self.tensor, nn.Parameter) and self.recipe is None else None
 
 
-def _move_out(section: Section, store: ShardStore, moved: Sequence[Moved]) -> None:
+def _move_out(section: Section, store: ShardStore, moved: Sequence[MovedTensor]) -> None:
     """After an error elsewhere: what became a view is a tensor of its own again, since the buffer's pages will go."""
     values, first = None, moved[0].piece.spec.name
     if section.layout.num_shards == 1:
@@ -320,7 +320,7 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[Moved]) -> No
         )
 
 
-def _write_values(section: Section, store: ShardStore, shard_index: int, moved: Sequence[Moved]) -> None:
+def _write_values(section: Section, store: ShardStore, shard_index: int, moved: Sequence[MovedTensor]) -> None:
     recipes = [each.recipe for each in moved]
     if all(recipe is not None and recipe.is_skipped for recipe in recipes):
         return
@@ -328,7 +328,7 @@ def _write_values(section: Section, store: ShardStore, shard_index: int, moved: 
     if rests_in_files(section.layout, sources):
         store.rest_in_base(section.shard, base_spans(section.layout, sources, store.base), shard_index)
         return
-    values = _Values()
+    values = _ElementReader()
     readers = {
         each.piece: functools.partial(values.read, each.piece.spec, each.tensor)
         for each in moved
@@ -340,7 +340,7 @@ def _write_values(section: Section, store: ShardStore, shard_index: int, moved: 
         trim_heap()  # what values were made with, of many sizes
 
 
-class _Values:
+class _ElementReader:
     """Elements of parameters, in any order, best one parameter after the other: a parameter that was made is kept."""
 
     def __init__(self) -> None:

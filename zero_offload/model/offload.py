@@ -69,7 +69,7 @@ from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import Outlook, assign_tiers, place, tier_budget
 from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, wrappers
 from zero_offload.plan.shapes import UnitWork, work_of
-from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
+from zero_offload.plan.step_time import TOKENS_UNKNOWN, StepBatch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_hooks, is_recomputed
@@ -87,7 +87,7 @@ from zero_offload.standins.owners import Owner, owner_of, register, unregister
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
-from zero_offload.storage.memory.resizable import Budget, FrameBudget, ResizableBuffer
+from zero_offload.storage.memory.resizable import FrameAllocator, FrameBudget, ResizableBuffer
 from zero_offload.storage.memory.staging import Staging
 from zero_offload.storage.shards.drive_grads import DriveRoom
 from zero_offload.storage.shards.grad_downloads import GradDownloads
@@ -244,7 +244,7 @@ class Builder:
         device.record_to(self.counters.spans)
         loader: ParamLoader = HostParamLoader(store, collectives.shard_index)
         limit: DeviceLimit | None = None
-        budget: Budget = store.arena
+        budget: FrameAllocator = store.arena
         if not device.is_host:
             staging = Staging(store.arena)
             staging.widen(self.buffers.landing_bytes())
@@ -815,7 +815,7 @@ def plan(
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without, micro_batches)
     each = max(tokens // micro_batches, 1)
-    batch = Batch(
+    batch = StepBatch(
         tokens=each,
         micro_batches=micro_batches,
         sequence=min(each, TOKENS_UNKNOWN),

@@ -55,7 +55,7 @@ from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamPlace:
     """Where a parameter is."""
 
     unit: Unit
@@ -77,11 +77,11 @@ class Place:
         return self.section.layout.in_shard(self.piece, shard_index)
 
 
-class ParamPlaces:
+class ModelPlaces:
     """Implements `standins.owners.ParamPlaces`."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, ParamPlace] = {}
         self._frozen: set[int] = set()
         self.grow(units)
 
@@ -89,11 +89,11 @@ class ParamPlaces:
         """Know the parameters of further units."""
         for unit in units:
             for section, piece, param in unit.placed_params:
-                self._places[id(param)] = Place(unit, section, piece, param)
+                self._places[id(param)] = ParamPlace(unit, section, piece, param)
                 if not section.layout.trainable:
                     self._frozen.add(id(param))
 
-    def __getitem__(self, param: nn.Parameter) -> Place:
+    def __getitem__(self, param: nn.Parameter) -> ParamPlace:
         """Of a parameter that consists of others, the place of the first of them."""
         place = self._places.get(id(param))
         return self._places[id(tensors_of([param])[0])] if place is None else place
@@ -101,7 +101,7 @@ class ParamPlaces:
     def __contains__(self, param: nn.Parameter) -> bool:
         return id(param) in self._places
 
-    def all(self) -> list[Place]:
+    def all(self) -> list[ParamPlace]:
         return list(self._places.values())
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -137,7 +137,7 @@ States = Mapping[str, torch.Tensor]
 _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
 
 
-class OptimizerStates:
+class ModelStates:
     """Optimizers' states of offloaded parameters, as the optimizers see them, and the writes of masters and states.
 
     Implements `standins.owners.OptimizerStates`. Owns how many updates each parameter has had, and what budgets leave
@@ -145,7 +145,7 @@ class OptimizerStates:
     built, and of each section all that its parameters' optimizers keep.
     """
 
-    def __init__(self, base: Foundation, places: ParamPlaces, commits: Commits) -> None:
+    def __init__(self, base: Foundation, places: ModelPlaces, commits: Commits) -> None:
         self._places = places
         self._store = base.store
         self._prefetcher = base.prefetcher
@@ -197,7 +197,7 @@ class OptimizerStates:
         self.change()
         places = [self._places[param] for param in params]
         zeros = host_zeros(1, torch.float32)
-        by_section: dict[int, list[Place]] = {}
+        by_section: dict[int, list[ParamPlace]] = {}
         for place in places:
             by_section.setdefault(id(place.section), []).append(place)
         for of_section in by_section.values():
@@ -324,7 +324,7 @@ class OptimizerStates:
     def reset(self, params: Iterable[nn.Parameter]) -> None:
         self._start_anew(param for param in params if self.step_of(param) is not None)
 
-    def _write(self, place: Place, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
+    def _write(self, place: ParamPlace, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
         """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
         it to the master, as `read` returns it, or nothing: then the master stays as it is."""
         shard, span, zeros = place.section.shard, place.span(self._shard_index), host_zeros(1, torch.float32)
@@ -339,7 +339,7 @@ class OptimizerStates:
         if master is not None and shard.layout.dtype == torch.float16:
             replaced(self._prefetcher, [(place.unit, place.param)])
 
-    def write_masters(self, masters: Sequence[tuple[Place, torch.Tensor]]) -> None:
+    def write_masters(self, masters: Sequence[tuple[ParamPlace, torch.Tensor]]) -> None:
         """Replace masters of some parameters of one section by whole tensors, fp32 or of the compute dtype."""
         edits: Edits = {}
         for place, values in masters:
@@ -347,7 +347,7 @@ class OptimizerStates:
                 edits.setdefault(component, []).append((*place.span(self._shard_index), array))
         self._edit(masters[0][0], edits)
 
-    def _own(self, place: Place, values: torch.Tensor) -> torch.Tensor:
+    def _own(self, place: ParamPlace, values: torch.Tensor) -> torch.Tensor:
         """(n,) of what this rank's shard has of a parameter, of values of its shape."""
         if is_dtensor(values) or place.piece.spec.division:
             raise ZeroOffloadError(
@@ -359,12 +359,12 @@ class OptimizerStates:
         offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
         return place.piece.spec.elements(values.detach())[begin + offset : end + offset]
 
-    def _edit(self, place: Place, edits: Edits) -> None:
+    def _edit(self, place: ParamPlace, edits: Edits) -> None:
         self._life.check_usable()
         place.unit.wait_for_update()
         self.replace_elements(place, edits)
 
-    def replace_elements(self, place: Place, edits: Edits) -> None:
+    def replace_elements(self, place: ParamPlace, edits: Edits) -> None:
         """Change elements of the shard that a parameter is in, after its update."""
         shard = place.section.shard
         source = Edited(self._store, shard, edits)
@@ -408,7 +408,7 @@ def _words_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:
     return [(name, crc32c_of_tensor(each.detach().cpu().contiguous())) for name, each in tensors.items()]
 
 
-class ParamAccess:
+class ModelParams:
     """The data and the gradient of a parameter. Implements `standins.owners.ParamAccess`.
 
     Reads and writes of single parameters go section by section through the store.
@@ -417,8 +417,8 @@ class ParamAccess:
     def __init__(
         self,
         base: Foundation,
-        places: ParamPlaces,
-        states: OptimizerStates,
+        places: ModelPlaces,
+        states: ModelStates,
         grads: GradAccess,
         tracker: PassTracker,
     ) -> None:
@@ -435,7 +435,7 @@ class ParamAccess:
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
         self._copies: dict[int, StateCopy] = {}
-        self._writes: dict[int, list[tuple[Place, torch.Tensor]]] = {}
+        self._writes: dict[int, list[tuple[ParamPlace, torch.Tensor]]] = {}
         """Values that were copied in, by section."""
 
     # Data

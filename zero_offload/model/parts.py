@@ -1,7 +1,7 @@
 """This rank's part of one parameter, element by element: its values, and its optimizer states.
 
 torch.distributed.checkpoint reads and writes it piece by piece (`standins/checkpointed.py`). Nothing moves
-between ranks. `Parts` knows the load that runs now, since two things depend on what else it brings:
+between ranks. `ModelParts` knows the load that runs now, since two things depend on what else it brings:
 
 * A bf16 value and the residual that completes it arrive in any order. So each is written by itself where the load
   brings both. A value that comes alone has the residual 0; a residual that comes alone completes the value there.
@@ -36,7 +36,7 @@ from zero_offload.checkpoint.values import (
     residual_alone,
 )
 from zero_offload.model.foundation import Foundation
-from zero_offload.model.params import OptimizerStates, ParamPlaces, Place
+from zero_offload.model.params import ModelPlaces, ModelStates, ParamPlace
 from zero_offload.optim.state import BESIDE
 from zero_offload.plan.boxes import Box, boxes_of
 from zero_offload.plan.tensor_parallel import is_dtensor
@@ -53,10 +53,10 @@ _HALF = "a checkpoint by torch.distributed.checkpoint.load"
 """The text of `ModelLife.half_loaded`."""
 
 
-class Parts:
+class ModelParts:
     """Implements `standins.owners.Parts`."""
 
-    def __init__(self, base: Foundation, places: ParamPlaces, states: OptimizerStates) -> None:
+    def __init__(self, base: Foundation, places: ModelPlaces, states: ModelStates) -> None:
         self._places = places
         self._states = states
         self._store = base.store
@@ -123,7 +123,7 @@ class Parts:
         place = self._places[part.param]
         load = self._begin_writing()
         place.unit.wait_for_update()
-        change = _Change(self._store, place.section.shard, span, values, put)
+        change = _ElementWrite(self._store, place.section.shard, span, values, put)
         arrays = self._arrays(place, part.name, change, load.planned)
         with ExitStack() as written:
             if Component.VALUE in arrays:
@@ -142,7 +142,7 @@ class Parts:
         self._end_writing((self._places.name_of(param), STEP), 1)
 
     def _arrays(
-        self, place: Place, name: str, change: _Change, planned: Container[Key]
+        self, place: ParamPlace, name: str, change: _ElementWrite, planned: Container[Key]
     ) -> dict[Component, torch.Tensor]:
         """The components that change, of these elements."""
         layout = place.section.layout
@@ -192,7 +192,7 @@ class Parts:
 
 
 @dataclass
-class _Change:
+class _ElementWrite:
     """A write to elements of a shard."""
 
     store: ShardStore
@@ -237,7 +237,7 @@ class _Load:
         return [name for name, kind in self.planned if kind in BESIDE and (name, Component.VALUE) not in self.planned]
 
 
-def _boxes(place: Place, begin: int, end: int) -> list[Box]:
+def _boxes(place: ParamPlace, begin: int, end: int) -> list[Box]:
     """The boxes of elements [begin, end) of what this rank's mesh has of a parameter, in the whole of it."""
     if place.piece.spec.order:
         raise ZeroOffloadError(
@@ -257,7 +257,7 @@ def _boxes(place: Place, begin: int, end: int) -> list[Box]:
 class ShardPart:
     """The part of a parameter in this rank's shard. Implements `checkpointed.Part`."""
 
-    parts: Parts
+    parts: ModelParts
     param: nn.Parameter
     name: str
     dtype: torch.dtype
@@ -289,7 +289,7 @@ class ShardPart:
 class StepPart:
     """A parameter's number of updates, which every rank has. Implements `checkpointed.Part`."""
 
-    parts: Parts
+    parts: ModelParts
     param: nn.Parameter
     dtype: torch.dtype
     boxes: list[Box]

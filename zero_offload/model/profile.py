@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from zero_offload.base.errors import ConfigError, StorageError
-from zero_offload.base.spans import SPANS_MAX, TRANSFERS, Cause, Lane, Sample, Span, Spans, now
+from zero_offload.base.spans import SPANS_MAX, TRANSFERS, Cause, CounterSample, Span, Spans, Track, now
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.system import refuse_other_kinds, replace_file
 
@@ -59,7 +59,7 @@ def step_times(spans: Iterable[Span]) -> list[StepTime]:
     edges.sort(key=lambda edge: edge[:3])
     sums: dict[str, Counter[str]] = {}
     """Nanoseconds in each step of what `_counted` names."""
-    running: Counter[Lane] = Counter()
+    running: Counter[Track] = Counter()
     waits: list[Span] = []
     """Those under way. Waits lie beside or inside each other, so the last is the innermost."""
     step, last_ns = "", 0
@@ -69,21 +69,21 @@ def step_times(spans: Iterable[Span]) -> list[StepTime]:
                 sums[step][name] += at_ns - last_ns
         last_ns = at_ns
         running[span.lane] += 1 if is_begin else -1
-        if span.lane is Lane.WAIT:
+        if span.lane is Track.WAIT:
             (waits.append if is_begin else waits.remove)(span)
-        elif span.lane is Lane.STEPS:
+        elif span.lane is Track.STEPS:
             step = span.name if is_begin else ""
             sums.setdefault(span.name, Counter())
     return [_step_time(int(step), of_step) for step, of_step in sums.items()]
 
 
-def _counted(running: Counter[Lane], waits: Sequence[Span]) -> list[str]:
+def _counted(running: Counter[Track], waits: Sequence[Span]) -> list[str]:
     """The names under which a moment counts, with so many spans of each lane under way."""
-    computes = [lane.value for lane in (Lane.FORWARD, Lane.BACKWARD) if running[lane] and not waits]
+    computes = [lane.value for lane in (Track.FORWARD, Track.BACKWARD) if running[lane] and not waits]
     names = ["step", *computes]
     if waits:
         names.append(f"wait for {waits[-1].name.split(':')[0]}")
-    for name, lanes in (("update", (Lane.UPDATE,)), ("transfer", TRANSFERS)):
+    for name, lanes in (("update", (Track.UPDATE,)), ("transfer", TRANSFERS)):
         if any(running[lane] for lane in lanes):
             names += [name, f"{name} beside compute"] if computes else [name]
     return names
@@ -116,7 +116,7 @@ class Profile:
         self._spans = spans
         self._rank = rank
         self._world_size = world_size
-        self._kept: tuple[list[Span], list[Sample], bool] | None = None
+        self._kept: tuple[list[Span], list[CounterSample], bool] | None = None
         self._origin_ns = now() // _ORIGINS_NS * _ORIGINS_NS
 
     def keep(self) -> None:
@@ -124,7 +124,7 @@ class Profile:
         # Spans under way are still to end, and the next recording drops this one's.
         self._kept = self._recorded()
 
-    def _recorded(self) -> tuple[list[Span], list[Sample], bool]:
+    def _recorded(self) -> tuple[list[Span], list[CounterSample], bool]:
         return self._kept or (self._spans.taken(), self._spans.samples(), self._spans.is_full)
 
     def spans(self) -> list[Span]:
@@ -210,7 +210,7 @@ def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     """Each span with its track."""
     return [
         (number * _TRACKS_PER_LANE + track, span)
-        for number, lane in enumerate(Lane, 1)
+        for number, lane in enumerate(Track, 1)
         for track, span in on_tracks([span for span in spans if span.lane is lane])
     ]
 

@@ -24,7 +24,7 @@ from zero_offload.base.alike import Compared
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user, warning_after
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.base.stats import Stats
 from zero_offload.base.types import Durability, Tier, format_bytes
 from zero_offload.checkpoint.base_record import files_of
@@ -36,7 +36,7 @@ from zero_offload.checkpoint.values import replace_masters
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.assembly import Assembly
-from zero_offload.model.params import OptimizerStates
+from zero_offload.model.params import ModelStates
 from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.groups import Names
 from zero_offload.optim.optimizer import FusedOptimizer
@@ -101,7 +101,7 @@ class ModelRuntime:
         return self.files.keeper
 
     @property
-    def states(self) -> OptimizerStates:
+    def states(self) -> ModelStates:
         """For optimizers."""
         self.life.check_alive()
         return self._states
@@ -316,7 +316,7 @@ class ModelRuntime:
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
         spans = self.store.counters.spans
-        opened = spans.open(Lane.STEP, "")
+        opened = spans.open(Track.STEP, "")
         self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:

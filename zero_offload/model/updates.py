@@ -24,7 +24,7 @@ from zero_offload.hardware.kernels.arguments import STATES, Hyper, Segment, segm
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.model.commits import Commits
 from zero_offload.model.foundation import Foundation
-from zero_offload.model.params import OptimizerStates
+from zero_offload.model.params import ModelStates
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.runtime.grads.gradients import Gradients
@@ -34,7 +34,7 @@ from zero_offload.runtime.grads.section import GradSection
 class Updates:
     """The updates of one model; used by the control thread."""
 
-    def __init__(self, base: Foundation, grads: Gradients, states: OptimizerStates, commits: Commits) -> None:
+    def __init__(self, base: Foundation, grads: Gradients, states: ModelStates, commits: Commits) -> None:
         self._store = base.store
         self._units = base.units
         self._prefetcher = base.prefetcher

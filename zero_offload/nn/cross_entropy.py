@@ -5,8 +5,8 @@ the (tokens, vocabulary) logits exists at a time. Keeps no logits from forward t
 third, and memory holds three times a chunk. Never fetches: an offloaded weight comes because it is touched.
 
 Memory at the peak, beside inputs and outputs, has three chunks of fp32 logits and one slice of a 16-bit product. It
-also has the weight's gradient in fp32 where its dtype has 16 bits. `_Sizes` says how large chunks and slices are, by
-where the tensors are.
+also has the weight's gradient in fp32 where its dtype has 16 bits. `_ChunkSizes` says how large chunks and slices are,
+by where the tensors are.
 
 Calls, in order: `chunked_cross_entropy` -> `_TokenLosses` (a loss per token) -> `_reduce`.
 """
@@ -26,7 +26,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import MIB
 
 
-class _Sizes(NamedTuple):
+class _ChunkSizes(NamedTuple):
     """Sizes of the parts that are computed at a time, unless the caller asks for others."""
 
     chunk_bytes: int
@@ -35,9 +35,9 @@ class _Sizes(NamedTuple):
     """Elements of a weight gradient that a 16-bit product gives, at most."""
 
 
-CPU_SIZES = _Sizes(48 * MIB, 1 << 22)
+CPU_SIZES = _ChunkSizes(48 * MIB, 1 << 22)
 """144 MiB of logits at the peak, and slices of 8 MiB: memory is what a CPU saves, and small products are as fast."""
-DEVICE_SIZES = _Sizes(256 * MIB, 1 << 28)
+DEVICE_SIZES = _ChunkSizes(256 * MIB, 1 << 28)
 """768 MiB of logits at the peak, and slices of 512 MiB. Each chunk reads and writes the weight's whole gradient, and
 each product takes some launches. Take 128k words and 32k tokens: a CPU's sizes make 512 chunks of 126 products, seconds
 of a GPU's time. These sizes make 64 chunks of one or two."""
@@ -210,7 +210,7 @@ def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
     return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
-def _sizes_for(tensor: Tensor) -> _Sizes:
+def _sizes_for(tensor: Tensor) -> _ChunkSizes:
     return CPU_SIZES if tensor.device.type == "cpu" else DEVICE_SIZES
 
 

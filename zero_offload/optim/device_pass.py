@@ -37,7 +37,7 @@ TOGETHER_NUMEL = 1 << 20
 _DIVIDES_BY_EPS = frozenset({Rule.ADAMW, Rule.ADAMW_AMSGRAD, Rule.ADAM, Rule.ADAM_AMSGRAD})
 
 
-class _Landing(NamedTuple):
+class _GradBuffer(NamedTuple):
     """The device's memory for a chunk of gradients, kept, and when the last of them were used."""
 
     memory: torch.Tensor
@@ -50,7 +50,7 @@ class DevicePass:
     def __init__(self, store: ShardStore, device: Device) -> None:
         self._store = store
         self._device = device
-        self._ring: list[_Landing] = []
+        self._ring: list[_GradBuffer] = []
         self._uploads: deque[Handoff] = deque()
         self._from_disk = LazyRegion(store.arena, CHUNK_NUMEL * 4)
         """Where gradients on a drive come to host memory."""
@@ -106,7 +106,7 @@ class DevicePass:
         if not self._ring:
             nbytes, device = CHUNK_NUMEL * 4, self._device.torch_device
             self._ring = [
-                _Landing(torch.empty(nbytes, dtype=torch.uint8, device=device), None)
+                _GradBuffer(torch.empty(nbytes, dtype=torch.uint8, device=device), None)
                 for _ in range(DEVICE_CHUNKS_IN_FLIGHT)
             ]
         landing = self._ring.pop(0)

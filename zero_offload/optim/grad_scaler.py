@@ -27,7 +27,7 @@ INIT_SCALE = 2.0**16
 
 
 @dataclass
-class _Progress:
+class _ScalerRecord:
     """An optimizer between two calls of `update`."""
 
     overflowed: bool
@@ -63,7 +63,7 @@ class GradScaler:
         self._enabled = enabled
         self._growth_tracker = 0
         """Steps without an overflow since the scale last changed."""
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, _ScalerRecord] = {}
         """Progress by the optimizer's id."""
         self._scale = _positive("init_scale", init_scale)
         self.set_growth_factor(growth_factor)
@@ -106,7 +106,7 @@ class GradScaler:
         # The second round tells the first ones what the last one found.
         for owner in owners + owners[:-1]:
             overflowed = owner.unscale(self, overflowed)
-        self._progress[id(optimizer)] = _Progress(overflowed)
+        self._progress[id(optimizer)] = _ScalerRecord(overflowed)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that was not done, then `optimizer.step(*args, **kwargs)`, unless a gradient is not finite."""

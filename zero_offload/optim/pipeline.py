@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zero_offload.base.spans import Lane, Opened
+from zero_offload.base.spans import Opened, Track
 from zero_offload.base.threads import UnitUpdate
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import STATES, SegmentArray
@@ -86,7 +86,7 @@ class UpdatePipeline:
         `updates`: of each unit, by its index. Returns when the last write is complete.
         """
         self._num_threads = num_threads
-        opened = self._spans.open(Lane.UPDATE, "update")
+        opened = self._spans.open(Track.UPDATE, "update")
         self._laps = self._store.counters.laps("update_s")
         self._take_staging(sections)
         tasks = self._tasks(sections)
@@ -104,7 +104,7 @@ class UpdatePipeline:
                 break
             task = reading.popleft()
             if task.first:
-                self._unit = self._spans.open(Lane.UPDATE, task.section.name)
+                self._unit = self._spans.open(Track.UPDATE, task.section.name)
                 delivery = updates[task.section.unit].start()
             self._compute(task, delivery)
             if task.last:
@@ -140,12 +140,12 @@ class UpdatePipeline:
         """Update what was read and launch its writes."""
         chunks, section = task.chunks, task.section
         assert chunks is not None
-        opened = self._spans.open(Lane.UPDATE, "wait for reads")
+        opened = self._spans.open(Track.UPDATE, "wait for reads")
         chunks.wait()
         for wait in task.grad_waits:
             wait()
         self._spans.close(opened)
-        opened = self._spans.open(Lane.UPDATE, "compute")
+        opened = self._spans.open(Track.UPDATE, "compute")
         dtype = section.shard.layout.dtype
         out = 0 if delivery is None else delivery[section.position] + chunks.begin * dtype.itemsize
         if delivery is not None and not section.complete:
@@ -154,7 +154,7 @@ class UpdatePipeline:
         for each in _passes(section, chunks, task.grads, out):
             fused_update(*each, self._num_threads)
         self._spans.close(opened)
-        opened = self._spans.open(Lane.UPDATE, "write")
+        opened = self._spans.open(Track.UPDATE, "write")
         task.writes = self._store.close_chunks(chunks)
         self._spans.close(opened)
         self._writing.append(task)
@@ -186,7 +186,7 @@ class UpdatePipeline:
             self._release(self._writing.popleft())
 
     def _release(self, task: _Task) -> None:
-        opened = self._spans.open(Lane.UPDATE, "wait for writes")
+        opened = self._spans.open(Track.UPDATE, "wait for writes")
         for write in task.writes:
             write.wait()
         self._laps.lap()

@@ -18,7 +18,7 @@ from functools import partial
 from zero_offload.base.threads import LOOK_S, Bell, FirstError, start, through_interrupts
 
 
-class _Job:
+class _QueuedCall:
     """A call, or the thread's own, and what became of it."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class _Job:
             raise self._error
 
 
-class _Jobs:
+class _CallQueue:
     """The queue that submitter and thread share.
 
     It is not a `SimpleQueue`, whose `get` can wait without end in Python 3.11. That happens when a signal comes to the
@@ -54,7 +54,7 @@ class _Jobs:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[_Job | None] = deque()
+        self._queue: deque[_QueuedCall | None] = deque()
         self._filled = Bell()
         # Reentrant: a worker may be dropped, and its thread told so, by whatever collects garbage.
         self._lock = threading.RLock()
@@ -62,7 +62,7 @@ class _Jobs:
         self._ended = False
         """The thread takes no further job."""
 
-    def put(self, job: _Job | None) -> bool:
+    def put(self, job: _QueuedCall | None) -> bool:
         """Queue a job; False if the thread has ended. None asks the thread to end."""
         with self._lock:
             if not self._ended:
@@ -70,7 +70,7 @@ class _Jobs:
                 self._filled.ring()
             return not self._ended
 
-    def get(self) -> _Job | None:
+    def get(self) -> _QueuedCall | None:
         """The next job, or None at the end. On the thread."""
         while not (self._closing and self._end()):
             if not self._queue:
@@ -99,9 +99,9 @@ class Worker:
 
     def __init__(self, errors: FirstError, name: str = "zero_offload-update") -> None:
         self._errors = errors
-        self._jobs = _Jobs()
-        self._unfinished: list[_Job] = []
-        self._end = _Job(partial(_work, self._jobs))
+        self._jobs = _CallQueue()
+        self._unfinished: list[_QueuedCall] = []
+        self._end = _QueuedCall(partial(_work, self._jobs))
         self._thread = threading.Thread(target=self._end.run, name=name)
         start(self._thread)
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -109,7 +109,7 @@ class Worker:
     def submit(self, call: Callable[[], None]) -> None:
         self._errors.check_work()
         self._unfinished = [each for each in self._unfinished if not each.done]
-        job = _Job(partial(self._run, call))
+        job = _QueuedCall(partial(self._run, call))
         if self._jobs.put(job):
             self._unfinished.append(job)
         else:
@@ -144,7 +144,7 @@ class Worker:
         self._thread.join()
 
 
-def _work(jobs: _Jobs) -> None:
+def _work(jobs: _CallQueue) -> None:
     """Holds the queue alone while it waits, so that a `Worker` can be dropped."""
     while (job := jobs.get()) is not None:
         job.run()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_offload.base.types import GIB, Tier
-from zero_offload.hardware.machines import Lane, Machine
+from zero_offload.hardware.machines import Machine, Resource
 from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
-from zero_offload.plan.step_time import Job, Prediction, predict
+from zero_offload.plan.step_time import Prediction, StepWorkload, predict
 
 SPEED_UP = 1.1
 """The bottleneck is the lane that shortens the step most when it is so much faster."""
@@ -28,13 +28,13 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class Bottleneck:
-    lane: Lane
+    lane: Resource
     title: str
     saved_s: float
     """Seconds that the step gains if the lane is `SPEED_UP` times as fast."""
 
 
-def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
+def find_bottleneck(job: StepWorkload, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
     """Speeds up each lane in turn. Of equals it takes the first, so a step that waits for nothing is bound by
     compute."""
     faster = {lane: predict(job, placement, machine.faster(lane, SPEED_UP)).step_s for lane in machine.lanes()}
@@ -42,7 +42,7 @@ def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: fl
     return Bottleneck(lane, machine.title(lane), step_s - faster[lane])
 
 
-def without_offload(job: Job, machine: Machine) -> float:
+def without_offload(job: StepWorkload, machine: Machine) -> float:
     """Seconds of the same step with everything in the device's memory, if it were large enough, and nothing kept."""
     everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
     changes: dict[str, Any] = {"durability": "scratch", "generation": None, "activations": "device", "overlap": "none"}
@@ -51,7 +51,7 @@ def without_offload(job: Job, machine: Machine) -> float:
     return predict(plain, placement, machine).step_s
 
 
-def break_even_tokens(job: Job, placement: Placement, machine: Machine) -> int | None:
+def break_even_tokens(job: StepWorkload, placement: Placement, machine: Machine) -> int | None:
     """Tokens of a rank's step from which on it meets the one without offload; None if 2^24 are not enough.
 
     By bisection, to about 1%: more tokens are more compute for the same transfers of states.
@@ -97,7 +97,7 @@ class Forecast:
     break_even_tokens: int | None
 
 
-def forecast(job: Job, placement: Placement, machine: Machine) -> Forecast:
+def forecast(job: StepWorkload, placement: Placement, machine: Machine) -> Forecast:
     prediction = predict(job, placement, machine)
     return Forecast(
         prediction,
@@ -120,7 +120,7 @@ class Plan(MemoryPlan):
     """Parts of the model's configs that were not understood, and are guessed."""
 
     @classmethod
-    def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
+    def of(cls, memory: MemoryPlan, job: StepWorkload, placement: Placement, machine: Machine) -> Plan:
         step_s = predict(job, placement, machine).step_s
         bottleneck = find_bottleneck(job, placement, machine, step_s)
         return cls(**vars(memory), predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)

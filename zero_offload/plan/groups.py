@@ -17,7 +17,7 @@ GROUPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class ShardPart:
+class ShardRange:
     """The part of one shard: elements [begin, end) of it, inside of whole chunks [first, last)."""
 
     shard: int
@@ -43,7 +43,7 @@ class GroupPart:
     """Its first element in the section's flat buffer."""
     shape: tuple[int, ...]
     """(experts, ...)"""
-    shards: tuple[ShardPart, ...]
+    shards: tuple[ShardRange, ...]
     """In the order of the elements, which lie in memory without gaps."""
 
     @property
@@ -75,16 +75,16 @@ class GroupLayout:
         return cls(tuple(parts), nbytes)
 
 
-def _shard_parts(section: SectionLayout, begin: int, end: int, offset: int) -> tuple[ShardPart, ...]:
+def _shard_parts(section: SectionLayout, begin: int, end: int, offset: int) -> tuple[ShardRange, ...]:
     """The shards' parts of elements [begin, end) of the flat buffer, the first of which lands at `offset` or behind."""
-    found, size, origin = list[ShardPart](), section.shard_numel, 0
+    found, size, origin = list[ShardRange](), section.shard_numel, 0
     for shard in range(begin // size, -(-end // size) if end > begin else 0):
         low, high = max(begin - shard * size, 0), min(end - shard * size, size)
         first, last = low // CHUNK_NUMEL * CHUNK_NUMEL, min(-(-high // CHUNK_NUMEL) * CHUNK_NUMEL, size)
         if not found:
             origin = shard * size + first
         at = offset + (shard * size + first - origin) * section.dtype.itemsize
-        found.append(ShardPart(shard, low, high, first, last, at))
+        found.append(ShardRange(shard, low, high, first, last, at))
     return tuple(found)
 
 

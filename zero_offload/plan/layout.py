@@ -20,7 +20,7 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.dtypes import ComputeDtypes
-from zero_offload.plan.model_spec import Experts, ModelSpec, ParamSpec
+from zero_offload.plan.model_spec import ExpertGroups, ModelSpec, ParamSpec
 
 ALIGN_NUMEL = 256
 SHARD_NUMEL = 4096
@@ -123,7 +123,7 @@ class UnitLayout:
 
     name: str
     sections: tuple[SectionLayout, ...]
-    experts: Experts | None = None
+    experts: ExpertGroups | None = None
     """As `UnitSpec.experts`."""
     is_trained_part: bool = False
     """As in `UnitSpec`."""

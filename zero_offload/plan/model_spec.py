@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.plan.quantized import Record, Slot, module_name, records, slots
+from zero_offload.plan.quantized import BoundTensor, Record, module_name, records, slots
 from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num_copies
 
 SMALL_NUMEL = 1 << 18
@@ -97,7 +97,7 @@ def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertGroups:
     """How a module's experts are used: `size` of them at a time, in order. Along the first dimension of its parameters
     entry i is expert i's."""
 
@@ -119,7 +119,7 @@ class UnitSpec:
 
     name: str
     params: tuple[ParamSpec, ...]
-    experts: Experts | None = None
+    experts: ExpertGroups | None = None
     """Of a unit that no forward fetches whole: its experts come in groups."""
     is_trained_part: bool = False
     """True if the modules that use it use a frozen part too."""
@@ -159,7 +159,7 @@ class ModelSpec:
         root: nn.Module,
         units: UnitChoice | None = None,
         only: Collection[torch.Tensor] | None = None,
-        experts: Mapping[str, Experts] | None = None,
+        experts: Mapping[str, ExpertGroups] | None = None,
     ) -> ModelSpec:
         """Read `root`; `units` names the unit modules (names, classes or modules), else they are found.
 
@@ -176,7 +176,7 @@ class ModelSpec:
             raise ConfigError("\n".join(problems))
         owner = {name: _anchor_of(name, anchors) for name in specs}
         leftover = _leftover_groups(root, [spec for name, spec in specs.items() if owner[name] is None])
-        groups: dict[tuple[str, Experts | None], list[str]] = {}
+        groups: dict[tuple[str, ExpertGroups | None], list[str]] = {}
         for name, spec in specs.items():
             module = name.rpartition(".")[0]
             if (of_module := grouped.get(module)) is not None and spec.shape[:1] == (of_module.num_experts,):
@@ -285,7 +285,7 @@ def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
 
 def _param_specs(root: nn.Module, only: Collection[torch.Tensor] | None) -> dict[str, ParamSpec]:
     """Tensors by first name, in order of definition; ties are one entry with aliases."""
-    found: dict[tuple[int, str], list[Slot]] = {}
+    found: dict[tuple[int, str], list[BoundTensor]] = {}
     chosen = None if only is None else set(map(id, only))
     for slot in slots(root, remove_duplicate=False):
         if chosen is None or id(slot.tensor) in chosen:
@@ -294,7 +294,7 @@ def _param_specs(root: nn.Module, only: Collection[torch.Tensor] | None) -> dict
     return {same[0].name: _param_spec(same, mesh, of_weights.get(same[0].name)) for same in found.values()}
 
 
-def _param_spec(same: Sequence[Slot], mesh: DeviceMesh | None, record: Record | None) -> ParamSpec:
+def _param_spec(same: Sequence[BoundTensor], mesh: DeviceMesh | None, record: Record | None) -> ParamSpec:
     """The tensor that stands in all of these places."""
     name, *aliases = (slot.name for slot in same)
     tensor = same[0].tensor
@@ -341,7 +341,7 @@ def _overlaps(root: nn.Module) -> Iterator[str]:
             )
 
 
-def _half_tied(specs: Iterable[ParamSpec], grouped: Mapping[str, Experts]) -> Iterator[str]:
+def _half_tied(specs: Iterable[ParamSpec], grouped: Mapping[str, ExpertGroups]) -> Iterator[str]:
     """Modules whose experts are in parameters of several modules: groups come from one unit."""
     homes: dict[str, set[str]] = {}
     for spec in specs:

@@ -44,7 +44,7 @@ from zero_offload.plan.memory import (
 )
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork, plain_block
-from zero_offload.plan.step_time import Job, Numbers, Totals, of_unit, predict, step_times
+from zero_offload.plan.step_time import Numbers, StepWorkload, Totals, of_unit, predict, step_times
 
 AUTO_FRACTION = 0.5
 """The share that "auto" fills of memory that has no budget: activations and the program need room too."""
@@ -68,7 +68,7 @@ _CHOICES = tuple(itertools.product(_TIERS, repeat=len(PLACED_KINDS)))
 class Outlook:
     """The grounds on which a placement is judged."""
 
-    job: Job
+    job: StepWorkload
     machine: Machine
 
     @classmethod
@@ -83,7 +83,7 @@ class Outlook:
     ) -> Outlook:
         """By what is known of such a device, without a measurement; without `work` all parameters multiply."""
         known = work or [plain_block(_numel(unit, partition)) for unit in units]
-        job = Job.of(known, config, partition, units=units)
+        job = StepWorkload.of(known, config, partition, units=units)
         cluster, dtype = Cluster(partition.world_size), config.compute_dtype_name
         return cls(job, default_machine(device_name, num_cores, cluster=cluster, dtype=dtype))
 
@@ -306,7 +306,7 @@ class _Search:
             for units in alike.values()
         ]
 
-    def _times(self, job: Job, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
+    def _times(self, job: StepWorkload, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
         """For each candidate, the seconds of a step and of all lanes together."""
         seconds, sizes = np.zeros(1), np.zeros(1)
         for unit, each in counts:
@@ -315,7 +315,7 @@ class _Search:
             sizes = sizes + each @ np.stack([one.sizes for one in found])
         times = step_times(job, Totals(seconds, sizes), self._machine, self._budget)
         step_s, busy_s = times.step_s, times.busy_s.sum(1)
-        if job.batch.by_unit and not (leaves := sizes[:, 0] > 0).all():  # as `Job.as_run`
+        if job.batch.by_unit and not (leaves := sizes[:, 0] > 0).all():  # as `StepWorkload.as_run`
             in_a_loop = self._times(job.in_a_loop(), counts)
             step_s, busy_s = np.where(leaves, step_s, in_a_loop[0]), np.where(leaves, busy_s, in_a_loop[1])
         return step_s, busy_s

@@ -41,7 +41,7 @@ _COMPANIONS = ("scale", "zero")
 
 
 @dataclass(frozen=True, eq=False)
-class Holder:
+class TensorBinding:
     """A place where a tensor stands: an entry of a module's parameters or buffers, or an attribute of an object."""
 
     owner: Any
@@ -55,13 +55,13 @@ class Holder:
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class BoundTensor:
     """A tensor that is offloaded, and where it stands."""
 
     name: str
     """As the state dict says, behind the module's name."""
     tensor: Tensor
-    holder: Holder
+    holder: TensorBinding
     keeps_dtype: bool
     """True if the compute dtype does not apply."""
     held_by: str = ""
@@ -79,7 +79,7 @@ class Slot:
         return (id(self.tensor), "") if isinstance(owner, dict) else (id(owner), key)
 
 
-def slots(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[Slot]:
+def slots(root: nn.Module, *, remove_duplicate: bool = True) -> Iterator[BoundTensor]:
     """Every tensor that is offloaded, module by module; a tied one in the first of its places only, by default."""
     seen: set[tuple[int, str]] = set()
     for path, module in root.named_modules(remove_duplicate=remove_duplicate):
@@ -247,7 +247,7 @@ class _Weight:
     """A quantized parameter that has memory of its own."""
 
     name: str
-    inner: list[Slot]
+    inner: list[BoundTensor]
     record: Record | None
 
 
@@ -295,19 +295,19 @@ def prepare(root: nn.Module, undo: contextlib.ExitStack) -> None:
                 kind.prepare(module, param, undo)
 
 
-def _slots_of(module: nn.Module, prefix: str) -> Iterator[Slot]:
+def _slots_of(module: nn.Module, prefix: str) -> Iterator[BoundTensor]:
     params = [(name, param) for name, param in module._parameters.items() if param is not None]
     companions = _companions({name: param for name, param in params if not param.requires_grad})
     for name, param in params:
         kind = _kind_of(param)
         if kind is None or kind.has_memory:
             keeps = kind is not None or name in companions or param.dtype not in COMPUTE_DTYPES
-            yield Slot(prefix + name, param, Holder(module._parameters, name), keeps)
+            yield BoundTensor(prefix + name, param, TensorBinding(module._parameters, name), keeps)
         if kind is not None:
             yield from kind.inner(module, prefix, prefix + name, param)
     for name in _packed_buffers(module):
         tensor: Any = module._buffers[name]
-        yield Slot(prefix + name, tensor, Holder(module._buffers, name), keeps_dtype=True)
+        yield BoundTensor(prefix + name, tensor, TensorBinding(module._buffers, name), keeps_dtype=True)
 
 
 def _companions(frozen: Mapping[str, Tensor]) -> set[str]:
@@ -324,13 +324,13 @@ def _companions(frozen: Mapping[str, Tensor]) -> set[str]:
 # Libraries
 
 
-class _Kind:
+class _QuantizedFormat:
     """Weights of one class of a library."""
 
     has_memory = True
     """True if the parameter itself is one of its tensors."""
 
-    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[BoundTensor]:
         """Its further tensors. `prefix` is the module's, `name` the parameter's."""
         raise NotImplementedError
 
@@ -346,10 +346,10 @@ class _Kind:
         """See `prepare`."""
 
 
-class _FourBit(_Kind):
+class _FourBit(_QuantizedFormat):
     """bitsandbytes' Params4bit."""
 
-    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[BoundTensor]:
         state = param.quant_state
         found = [("absmax", state, "absmax"), ("quant_map", state, "code")]
         if state.nested:
@@ -359,7 +359,7 @@ class _FourBit(_Kind):
                 (_OFFSET, state, "offset"),
             ]
         for suffix, holder, key in found:
-            yield Slot(f"{name}.{suffix}", getattr(holder, key), Holder(holder, key), keeps_dtype=True)
+            yield BoundTensor(f"{name}.{suffix}", getattr(holder, key), TensorBinding(holder, key), keeps_dtype=True)
 
     def record(self, prefix: str, name: str, param: Any) -> Record | None:
         state, blank = copy.copy(param.quant_state), host_empty(0, torch.float32)
@@ -400,14 +400,14 @@ _REPACKS = "support_avx512bf16_for_cpu"
 """bitsandbytes' attribute of a layer that may repack its weight."""
 
 
-class _EightBit(_Kind):
+class _EightBit(_QuantizedFormat):
     """bitsandbytes' Int8Params."""
 
-    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[BoundTensor]:
         # The first forward of a linear layer moves them from the parameter to the layer's state.
         state = getattr(module, "state", None)
         holder = param if param.SCB is not None or state is None else state
-        yield Slot(f"{prefix}SCB", holder.SCB, Holder(holder, "SCB"), keeps_dtype=True)
+        yield BoundTensor(f"{prefix}SCB", holder.SCB, TensorBinding(holder, "SCB"), keeps_dtype=True)
 
     def record(self, prefix: str, name: str, param: Any) -> Record | None:
         return Record(f"{prefix}weight_format", "0", is_optional=True)
@@ -428,26 +428,26 @@ class _EightBit(_Kind):
                 state.SCB, param.SCB = param.SCB, None
 
 
-class _Wrapper(_Kind):
+class _Wrapper(_QuantizedFormat):
     """A subclass of Tensor that has no memory."""
 
     has_memory = False
 
-    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[Slot]:
+    def inner(self, module: nn.Module, prefix: str, name: str, param: Any) -> Iterator[BoundTensor]:
         for key in param.__tensor_flatten__()[0]:
             tensor = getattr(param, key)
             if is_wrapper(tensor):
                 yield from self.inner(module, prefix, f"{name}.{key}", tensor)
             else:
                 held_by = library_class(param).__name__
-                yield Slot(f"{name}.{key}", tensor, Holder(param, key), keeps_dtype=True, held_by=held_by)
+                yield BoundTensor(f"{name}.{key}", tensor, TensorBinding(param, key), keeps_dtype=True, held_by=held_by)
 
 
-_BITSANDBYTES: Mapping[str, _Kind] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}
+_BITSANDBYTES: Mapping[str, _QuantizedFormat] = {"Params4bit": _FourBit(), "Int8Params": _EightBit()}
 _WRAPPER = _Wrapper()
 
 
-def _kind_of(param: nn.Parameter) -> _Kind | None:
+def _kind_of(param: nn.Parameter) -> _QuantizedFormat | None:
     """The library's kind, of a parameter at rest too; None for plain ones."""
     if type(param) is nn.Parameter:
         return None

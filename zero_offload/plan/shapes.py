@@ -99,7 +99,7 @@ class UnitWork:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoeShape:
     """The feed-forward part of a layer with a mixture of experts."""
 
     count: int
@@ -141,7 +141,7 @@ class Shape:
     qkv_bias: bool = False
     positions: int = 0
     """Trained positions: a GPT-2, which also has a bias in every linear layer and in every norm."""
-    experts: Experts | None = None
+    experts: MoeShape | None = None
     latent: Latent | None = None
 
     def units(self, lora: int = 0) -> tuple[UnitWork, ...]:
@@ -268,7 +268,7 @@ _DEEPSEEK_V3 = Shape(
     heads=128,
     intermediate=18432,
     vocab=129280,
-    experts=Experts(count=256, active=8, intermediate=2048, shared=1, dense_layers=3),
+    experts=MoeShape(count=256, active=8, intermediate=2048, shared=1, dense_layers=3),
     latent=Latent(query_rank=1536, value_rank=512, plain_width=128, rotary_width=64),
 )
 
@@ -293,7 +293,7 @@ SHAPES: dict[str, Shape] = {
     "qwen-32b": _qwen(64, 5120, 40, 8, 27648),
     "qwen-72b": _qwen(80, 8192, 64, 8, 29568),
     "mistral-7b": Shape(32, 4096, 32, 14336, 32000, kv_heads=8),
-    "mixtral-8x7b": Shape(32, 4096, 32, 14336, 32000, kv_heads=8, experts=Experts(8, 2, 14336)),
+    "mixtral-8x7b": Shape(32, 4096, 32, 14336, 32000, kv_heads=8, experts=MoeShape(8, 2, 14336)),
     "deepseek-v3": _DEEPSEEK_V3,
     "mt-nlg-530b": _gpt2(105, 20480, 128, positions=2048),
     "gpt-1t": replace(_gpt2(128, 25600, 160, positions=2048), vocab=51200),
@@ -374,7 +374,7 @@ class ModelWork:
 
 
 @dataclass(frozen=True)
-class _Words:
+class _UnitFacts:
     """Facts of a unit by configs in the words of Hugging Face; 0 where they do not say."""
 
     width: int = 0
@@ -383,7 +383,7 @@ class _Words:
     num_experts: int = 0
 
     @classmethod
-    def of(cls, hints: Hints, layer: int | None) -> _Words:
+    def of(cls, hints: Hints, layer: int | None) -> _UnitFacts:
         number = functools.partial(hints.number, layer=layer)
         width, heads = number("hidden_size"), number("num_attention_heads")
         plain, rotary = number("qk_nope_head_dim"), number("qk_rope_head_dim")
@@ -395,7 +395,7 @@ class _Words:
         return cls(width, heads * (keys + values) // 2, active, number(*EXPERT_COUNTS))
 
     @classmethod
-    def near(cls, configs: ModelHints, unit: UnitSpec) -> _Words:
+    def near(cls, configs: ModelHints, unit: UnitSpec) -> _UnitFacts:
         """By the nearest config that says how wide the model is."""
         found = (cls.of(*each) for each in configs.of_param(unit.params[0].name))
         return next((words for words in found if words.width), cls())
@@ -431,7 +431,7 @@ def _work_of_units(model: nn.Module, spec: ModelSpec, configs: ModelHints) -> tu
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     shared = {name[: match.start()] for unit in spec.units for name in _names(unit) if (match := _SHARED.search(name))}
     return tuple(
-        _work_of_unit(_unquantized(unit, model), tables, _Words.near(configs, unit), shared) for unit in spec.units
+        _work_of_unit(_unquantized(unit, model), tables, _UnitFacts.near(configs, unit), shared) for unit in spec.units
     )
 
 
@@ -458,7 +458,7 @@ def _unquantized(unit: UnitSpec, model: nn.Module) -> UnitSpec:
     return replace(unit, params=tuple(param for param in params if param is not None))
 
 
-def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[str]) -> UnitWork:
+def _work_of_unit(unit: UnitSpec, tables: set[str], words: _UnitFacts, shared: set[str]) -> UnitWork:
     """`shared` has the names of modules with a shared expert behind their experts, which sees every token."""
     trained = sum(param.numel for param in unit.params if param.trainable)
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
@@ -494,7 +494,7 @@ def _work_of_unit(unit: UnitSpec, tables: set[str], words: _Words, shared: set[s
     )
 
 
-def _share_met(param: ParamSpec, unit: UnitSpec, words: _Words) -> float:
+def _share_met(param: ParamSpec, unit: UnitSpec, words: _UnitFacts) -> float:
     """How much of a parameter a token is multiplied with: of experts, and of their adapters, as many as are active."""
     if match := _ONE_EXPERT.match(param.name):
         others = (each for each in unit.params if each.name.startswith(f"{match[1]}."))

@@ -1,7 +1,7 @@
 """How long a step takes and what compute waits for: from bytes, arithmetic and a machine's rates.
 
-First the seconds that each lane spends on each unit (`Job.of`, `unit_seconds`). The order of moves follows the runtime,
-case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, `runtime/grads` for gradients,
+First the seconds that each lane spends on each unit (`StepWorkload.of`, `unit_seconds`). The order of moves follows the
+runtime, case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, `runtime/grads` for gradients,
 `optim/pipeline.py` for states.
 
 A step is a few phases, one after the other. The first forward has the update beside it. Then come each later forward,
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import Durability, StateKind, Tier, UpdateOverlap
-from zero_offload.hardware.machines import Lane, Machine
+from zero_offload.hardware.machines import Machine, Resource
 from zero_offload.plan.memory import (
     PLACED_KINDS,
     Budget,
@@ -76,15 +76,15 @@ class Work(IntEnum):
 
 
 FETCHES = [work for work in Work if work.name.startswith("FETCH")]
-COLUMN = {lane: index for index, lane in enumerate(Lane)}
+COLUMN = {lane: index for index, lane in enumerate(Resource)}
 STALL = len(COLUMN)
 """The column after the lanes': seconds that compute stands still, since a gather is not launched ahead."""
-Amount = tuple[Work, Lane, float]
+Amount = tuple[Work, Resource, float]
 """Bytes on a lane."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """The tokens that one rank computes in a step."""
 
     tokens: int = TOKENS_UNKNOWN
@@ -115,13 +115,13 @@ class Batch:
         return self.micro_batches if self.by_unit else 1
 
 
-def kept_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch, tier: Tier) -> int:
+def kept_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: StepBatch, tier: Tier) -> int:
     """Bytes of what is saved for backward, on this tier at once."""
     numel = batch.tokens * batch.num_together * sum(each.saved_values(batch.recompute) for each in work)
     return int(numel * value_bytes(config) * config.activation_fractions.get(tier, 0.0))
 
 
-def device_activation_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch) -> int:
+def device_activation_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: StepBatch) -> int:
     """The most bytes on the device, without logits: inputs of blocks, of all micro-batches that go through them
     together, and one block's inside."""
     inside = batch.tokens * value_bytes(config) * max(each.inside_values for each in work)
@@ -129,14 +129,14 @@ def device_activation_bytes(work: Sequence[UnitWork], config: OffloadConfig, bat
 
 
 @dataclass(frozen=True)
-class Job:
+class StepWorkload:
     """A step of a model on one rank, whatever the machine."""
 
     work: tuple[UnitWork, ...]
     units: tuple[UnitBytes, ...]
     config: OffloadConfig
     partition: Partition
-    batch: Batch
+    batch: StepBatch
     measured_s: tuple[tuple[float, float], ...] = ()
     """Seconds of each unit's forward and backward, where they are known better than by arithmetic."""
 
@@ -146,23 +146,23 @@ class Job:
         work: Sequence[UnitWork],
         config: OffloadConfig,
         partition: Partition = ONE_RANK,
-        batch: Batch | None = None,
+        batch: StepBatch | None = None,
         units: Sequence[UnitBytes] | None = None,
-    ) -> Job:
+    ) -> StepWorkload:
         """`units` where their bytes are known better than by element counts."""
-        batch = batch or Batch()
+        batch = batch or StepBatch()
         if units is None:
             units = measure_units([each.numel for each in work], config, partition, batch.micro_batches)
         return cls(tuple(work), tuple(units), config, partition, batch)
 
-    def as_run(self, tiers: Sequence[Tiers], machine: Machine) -> Job:
+    def as_run(self, tiers: Sequence[Tiers], machine: Machine) -> StepWorkload:
         """With these tiers: where no unit leaves, `zo.accumulate` is the loop."""
         placed = zip(self.units, tiers, strict=True)
         if not self.batch.by_unit or any(buffer_bytes(self, unit, at, machine) for unit, at in placed):
             return self
         return self.in_a_loop()
 
-    def in_a_loop(self) -> Job:
+    def in_a_loop(self) -> StepWorkload:
         """With micro-batches one after the other."""
         return replace(self, batch=replace(self.batch, by_unit=False))
 
@@ -173,7 +173,7 @@ class Job:
         return replace(unit, name="", in_use_with=()), replace(work, numel=UnitNumel("", 0)), measured
 
 
-def unit_seconds(job: Job, index: int, at: Tiers, machine: Machine) -> Numbers:
+def unit_seconds(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Numbers:
     """(Work, lanes and `STALL`): seconds for one unit with these tiers.
 
     An update on the host has all cores here, and no drive takes any from it.
@@ -191,20 +191,20 @@ def unit_seconds(job: Job, index: int, at: Tiers, machine: Machine) -> Numbers:
     forward_s, backward_s = _compute_seconds(job, index, machine)
     if machine.is_host:  # the thread of backward copies gradients to their places
         backward_s += 2 * _made_bytes(job, unit) / machine.host_bytes
-    found[Work.FORWARD, COLUMN[Lane.COMPUTE]] = forward_s
-    found[Work.BACKWARD, COLUMN[Lane.COMPUTE]] = backward_s
+    found[Work.FORWARD, COLUMN[Resource.COMPUTE]] = forward_s
+    found[Work.BACKWARD, COLUMN[Resource.COMPUTE]] = backward_s
     # A gather is launched ahead where each rank has its part in memory.
-    again = found[[Work.FETCH_AGAIN, Work.FETCH_GROUPS_AGAIN], COLUMN[Lane.READ]].any()
+    again = found[[Work.FETCH_AGAIN, Work.FETCH_GROUPS_AGAIN], COLUMN[Resource.READ]].any()
     if again or job.partition.replicates_params:
-        found[FETCHES, STALL] = found[FETCHES, COLUMN[Lane.NETWORK]]
+        found[FETCHES, STALL] = found[FETCHES, COLUMN[Resource.NETWORK]]
     if batch.num_together > 1:  # they take turns at the unit; its gradients leave once, added up
         groups = [Work.FETCH_GROUPS, Work.FETCH_GROUPS_AGAIN]  # each micro-batch fetches its own
         found[[Work.FORWARD, Work.BACKWARD, Work.SAVE, Work.RESTORE, *groups]] *= batch.num_together
-        found[Work.ADD] = found[Work.GRADS, COLUMN[Lane.HOST]] = 0.0
+        found[Work.ADD] = found[Work.GRADS, COLUMN[Resource.HOST]] = 0.0
     return found
 
 
-def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, float]:
+def _compute_seconds(job: StepWorkload, index: int, machine: Machine) -> tuple[float, float]:
     if job.measured_s:
         return job.measured_s[index]
     work, batch = job.work[index], job.batch
@@ -219,16 +219,16 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
     return forward_s + made_s, passes * forward_s + work.backward_uses(batch.recompute) * made_s
 
 
-def _saved(job: Job, index: int, machine: Machine) -> Iterator[Amount]:
+def _saved(job: StepWorkload, index: int, machine: Machine) -> Iterator[Amount]:
     """Activations of a micro-batch that leave the device and come back."""
     batch, fractions = job.batch, job.config.activation_fractions
     nbytes = batch.tokens * value_bytes(job.config) * job.work[index].saved_values(batch.recompute)
     on_disk = nbytes * fractions.get(Tier.NVME, 0.0)
     away = on_disk + nbytes * fractions.get(Tier.CPU, 0.0)
-    yield Work.SAVE, Lane.DOWNLOAD, away
-    yield Work.SAVE, Lane.WRITE, on_disk
-    yield Work.RESTORE, Lane.READ, on_disk
-    yield Work.RESTORE, Lane.UPLOAD, away
+    yield Work.SAVE, Resource.DOWNLOAD, away
+    yield Work.SAVE, Resource.WRITE, on_disk
+    yield Work.RESTORE, Resource.READ, on_disk
+    yield Work.RESTORE, Resource.UPLOAD, away
 
 
 def _is_in_place(at: Tiers, machine: Machine) -> bool:
@@ -241,7 +241,7 @@ def _is_updated_on_device(at: Tiers, machine: Machine) -> bool:
     return at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host
 
 
-def buffer_bytes(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
+def buffer_bytes(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
     """Bytes of compute memory while the unit is there, whole; 0 if it always is, or comes in groups."""
     if unit.group_bytes:
         return 0
@@ -261,7 +261,7 @@ def _leaves(partition: Partition, at: Tiers, machine: Machine, *, is_trained: bo
     return not (_is_in_place(at, machine) or is_own)
 
 
-def _fetches(job: Job, index: int, at: Tiers, machine: Machine) -> Iterator[Amount]:
+def _fetches(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Iterator[Amount]:
     unit, work = job.units[index], job.work[index]
     if unit.group_bytes:
         # Ranks gather all groups, in order; one rank fetches the experts that its tokens meet.
@@ -276,7 +276,9 @@ def _fetches(job: Job, index: int, at: Tiers, machine: Machine) -> Iterator[Amou
     yield from _fetches_of(job, unit, at, machine, is_trained=False)
 
 
-def _fetches_of(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, is_trained: bool) -> Iterator[Amount]:
+def _fetches_of(
+    job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine, *, is_trained: bool
+) -> Iterator[Amount]:
     nbytes = unit.trained_bytes if is_trained else unit.frozen_bytes
     params, optimizer, partition = at[StateKind.PARAMS], at[StateKind.OPTIMIZER], job.partition
     whole, shards = nbytes * partition.param_shards, partition.optimizer_shards
@@ -285,12 +287,12 @@ def _fetches_of(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, is_tr
     gathered = whole * (shards - 1) / shards
     # This rank's part of the values, from where it rests.
     own: float = nbytes * (leaves and not (on_device and partition.param_shards > 1))
-    again: dict[Lane, float] = {
-        Lane.READ: own * (params is Tier.NVME),
-        Lane.UPLOAD: own * crosses,
-        Lane.NETWORK: gathered * (partition.param_shards > 1),
+    again: dict[Resource, float] = {
+        Resource.READ: own * (params is Tier.NVME),
+        Resource.UPLOAD: own * crosses,
+        Resource.NETWORK: gathered * (partition.param_shards > 1),
         # From a buffer to their place: read and written.
-        Lane.HOST: 2 * own * (params is Tier.NVME and not is_trained) * unit.base_bytes / max(unit.frozen_bytes, 1),
+        Resource.HOST: 2 * own * (params is Tier.NVME and not is_trained) * unit.base_bytes / max(unit.frozen_bytes, 1),
     }
     work, first = Work.FETCH, again
     if not is_trained:
@@ -299,14 +301,14 @@ def _fetches_of(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, is_tr
         # The new values of the states' shard, gathered, and kept where parameters rest.
         own = whole / shards
         first = {
-            Lane.READ: own * (optimizer is params is Tier.NVME and crosses),
-            Lane.UPLOAD: own * (crosses and not on_device),
-            Lane.NETWORK: gathered,
+            Resource.READ: own * (optimizer is params is Tier.NVME and crosses),
+            Resource.UPLOAD: own * (crosses and not on_device),
+            Resource.NETWORK: gathered,
         }
-        yield Work.KEEP, Lane.DOWNLOAD, whole * (crosses and leaves)
-        yield Work.KEEP, Lane.WRITE, whole * (params is Tier.NVME)
+        yield Work.KEEP, Resource.DOWNLOAD, whole * (crosses and leaves)
+        yield Work.KEEP, Resource.WRITE, whole * (params is Tier.NVME)
     elif not leaves and crosses and not on_device:
-        first = {Lane.UPLOAD: whole}
+        first = {Resource.UPLOAD: whole}
     elif machine.is_host and partition.world_size == 1:
         work = Work.FETCH_DELIVERED
     for lane, moved in first.items():
@@ -315,14 +317,14 @@ def _fetches_of(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, is_tr
         yield Work.FETCH_AGAIN, lane, moved
 
 
-def _made_bytes(job: Job, unit: UnitBytes) -> int:
+def _made_bytes(job: StepWorkload, unit: UnitBytes) -> int:
     """Bytes of gradients that one backward writes to where they rest."""
     if job.partition.world_size > 1:
         return unit.trained_numel * 4 // job.partition.grad_shards
     return unit.trained_bytes if job.batch.micro_batches == 1 else unit.grads_bytes
 
 
-def _grads(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+def _grads(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
     tier, partition = at[StateKind.GRADS], job.partition
     world = partition.world_size
     crossing = unit.trained_numel * (4 if job.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
@@ -331,20 +333,20 @@ def _grads(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[A
     out = _made_bytes(job, unit)
     leaves = not machine.is_host and tier is not Tier.DEVICE
     on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
-    yield Work.REDUCE_LATE if partition.defers_reduction else Work.GRADS, Lane.NETWORK, crossing
-    yield Work.GRADS, Lane.DOWNLOAD, out * leaves
+    yield Work.REDUCE_LATE if partition.defers_reduction else Work.GRADS, Resource.NETWORK, crossing
+    yield Work.GRADS, Resource.DOWNLOAD, out * leaves
     if unit.group_bytes and leaves and world > 1 and not partition.defers_reduction:
         # Experts' leave as they are made, and come back to be added up.
         made = unit.trained_bytes * partition.param_shards
-        yield Work.GRADS, Lane.DOWNLOAD, made
-        yield Work.GRADS, Lane.UPLOAD, made
-    yield Work.GRADS, Lane.WRITE, out * on_disk
-    yield Work.ADD, Lane.READ, out * on_disk
+        yield Work.GRADS, Resource.DOWNLOAD, made
+        yield Work.GRADS, Resource.UPLOAD, made
+    yield Work.GRADS, Resource.WRITE, out * on_disk
+    yield Work.ADD, Resource.READ, out * on_disk
     # From staging to where they rest, where the host adds them up: read and written.
-    yield Work.GRADS, Lane.HOST, 2 * out * (leaves and not on_disk and job.batch.micro_batches > 1)
+    yield Work.GRADS, Resource.HOST, 2 * out * (leaves and not on_disk and job.batch.micro_batches > 1)
 
 
-def _update(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+def _update(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
     if unit.trained_numel == 0:
         return
     params, grads, optimizer = (at[kind] for kind in (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER))
@@ -353,11 +355,11 @@ def _update(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[
     grad_reads = unit.grads_bytes * (grads is Tier.NVME)
     every = job.config.commit_every
     if isinstance(every, int) and job.config.effective_durability is not Durability.SCRATCH:
-        yield Work.COMMIT, Lane.WRITE, unit.optimizer_bytes * (optimizer is not Tier.NVME) / every
+        yield Work.COMMIT, Resource.WRITE, unit.optimizer_bytes * (optimizer is not Tier.NVME) / every
     if _is_updated_on_device(at, machine):
-        yield Work.UPDATE_ON_DEVICE, Lane.READ, grad_reads
-        yield Work.UPDATE_ON_DEVICE, Lane.UPLOAD, grad_bytes * (grads is not Tier.DEVICE)
-        yield Work.UPDATE_ON_DEVICE, Lane.COMPUTE, touched
+        yield Work.UPDATE_ON_DEVICE, Resource.READ, grad_reads
+        yield Work.UPDATE_ON_DEVICE, Resource.UPLOAD, grad_bytes * (grads is not Tier.DEVICE)
+        yield Work.UPDATE_ON_DEVICE, Resource.COMPUTE, touched
         return
     on_disk = optimizer is Tier.NVME
     values = unit.trained_numel / job.partition.optimizer_shards * value_bytes(job.config)
@@ -365,13 +367,13 @@ def _update(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[
     copies = values * (params is Tier.NVME and not on_disk and not job.partition.replicates_params)
     # Values that are in memory are not read with the states.
     delivers = values * (on_disk and params is not Tier.NVME)
-    yield Work.UPDATE, Lane.READ, grad_reads + (unit.optimizer_bytes - delivers) * on_disk
-    yield Work.UPDATE, Lane.DOWNLOAD, grad_bytes * (grads is Tier.DEVICE and not machine.is_host)
-    yield Work.UPDATE, Lane.HOST, touched + delivers + copies
-    yield Work.UPDATE, Lane.WRITE, unit.optimizer_bytes * on_disk + copies
+    yield Work.UPDATE, Resource.READ, grad_reads + (unit.optimizer_bytes - delivers) * on_disk
+    yield Work.UPDATE, Resource.DOWNLOAD, grad_bytes * (grads is Tier.DEVICE and not machine.is_host)
+    yield Work.UPDATE, Resource.HOST, touched + delivers + copies
+    yield Work.UPDATE, Resource.WRITE, unit.optimizer_bytes * on_disk + copies
 
 
-COMPUTE, READ, WRITE, HOST = (COLUMN[lane] for lane in (Lane.COMPUTE, Lane.READ, Lane.WRITE, Lane.HOST))
+COMPUTE, READ, WRITE, HOST = (COLUMN[lane] for lane in (Resource.COMPUTE, Resource.READ, Resource.WRITE, Resource.HOST))
 
 
 @dataclass(frozen=True)
@@ -383,13 +385,13 @@ class Prediction:
     """Seconds of the step in which the device computes, updates in its own memory included."""
     tokens_per_s: float
     """Tokens of all ranks."""
-    busy: Mapping[Lane, float]
+    busy: Mapping[Resource, float]
     """Share of the step; a drive that takes turns has both its reads and writes under `READ`."""
     exposed_s: Mapping[Cause, float]
     """Seconds that compute waited for each cause."""
 
 
-def predict(job: Job, placement: Placement, machine: Machine) -> Prediction:
+def predict(job: StepWorkload, placement: Placement, machine: Machine) -> Prediction:
     """Predict a step of `job` with this placement on this machine."""
     job = job.as_run(placement.tiers, machine)
     known: dict[object, Totals] = {}  # blocks are alike
@@ -420,7 +422,7 @@ class Totals(NamedTuple):
     """(3,): bytes of buffers, bytes that rest on a device, and units with gradients or states on drives."""
 
 
-def of_unit(job: Job, index: int, at: Tiers, machine: Machine) -> Totals:
+def of_unit(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Totals:
     unit = job.units[index]
     buffer = buffer_bytes(job, unit, at, machine)
     params, grads, optimizer = (at[kind] for kind in PLACED_KINDS)
@@ -441,7 +443,7 @@ class StepTimes(NamedTuple):
     exposed_s: Mapping[Cause, Numbers]
 
 
-def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> StepTimes:
+def step_times(job: StepWorkload, totals: Totals, machine: Machine, budget: Budget) -> StepTimes:
     """Times of a step of `job` with units' totals under each of the placements."""
     passes, references = job.batch.num_passes, job.batch.num_references
     in_backward = job.config.overlap == UpdateOverlap.BACKWARD
@@ -492,14 +494,14 @@ def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> St
     return StepTimes(least_s, lanes, exposed_s)
 
 
-def _overlaps(job: Job, uses_drives: npt.NDArray[np.bool_], machine: Machine) -> npt.NDArray[np.bool_]:
+def _overlaps(job: StepWorkload, uses_drives: npt.NDArray[np.bool_], machine: Machine) -> npt.NDArray[np.bool_]:
     """True where updates run beside compute: `Updates.overlaps`."""
     if job.config.overlap != UpdateOverlap.AUTO:
         return np.full_like(uses_drives, job.config.overlap != UpdateOverlap.NONE)
     return uses_drives | (not machine.is_host)
 
 
-def _counts(batch: Batch) -> Numbers:
+def _counts(batch: StepBatch) -> Numbers:
     """How often a step does each work."""
     passes, references = batch.num_passes, batch.num_references
     of_pass = {Work.BACKWARD, Work.SAVE, Work.RESTORE, Work.GRADS, Work.FETCH_GROUPS_AGAIN}
@@ -512,7 +514,9 @@ def _counts(batch: Batch) -> Numbers:
     return np.array([passes if work in of_pass else others.get(work, 1) for work in Work], dtype=float)
 
 
-def _as_run(job: Job, totals: Totals, machine: Machine, budget: Budget, is_beside: npt.NDArray[np.bool_]) -> Numbers:
+def _as_run(
+    job: StepWorkload, totals: Totals, machine: Machine, budget: Budget, is_beside: npt.NDArray[np.bool_]
+) -> Numbers:
     """(Work, placements, lanes and `STALL`): without fetches of units that stay; cores are shared."""
     work = totals.seconds.swapaxes(0, 1).copy()
     buffers = totals.sizes[:, 0]
@@ -525,7 +529,7 @@ def _as_run(job: Job, totals: Totals, machine: Machine, budget: Budget, is_besid
     return work
 
 
-def _room_bytes(job: Job, sizes: Numbers, machine: Machine, budget: Budget) -> Numbers:
+def _room_bytes(job: StepWorkload, sizes: Numbers, machine: Machine, budget: Budget) -> Numbers:
     """Room for units on their way through. It is the room of the largest in flight, or the room that a budget leaves
     beside all that rests there. Without a budget for a device it is what activations and a margin leave, as from the
     second step on.
@@ -543,7 +547,7 @@ def _room_bytes(job: Job, sizes: Numbers, machine: Machine, budget: Budget) -> N
     return np.maximum(least, limit - sizes[:, 1])
 
 
-def _share_cores(job: Job, work: Numbers, machine: Machine, is_beside: npt.NDArray[np.bool_]) -> None:
+def _share_cores(job: StepWorkload, work: Numbers, machine: Machine, is_beside: npt.NDArray[np.bool_]) -> None:
     """On a CPU what runs beside compute takes its cores: spread evenly over the passes that it runs beside."""
     passes = job.batch.num_passes
     # The loops of an update beside compute have some of the cores; drives take from any loop.

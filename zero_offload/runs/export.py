@@ -22,7 +22,7 @@ from zero_offload.base.types import user_path
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.hf_export import TensorEntry, export_saved, read_values, saved_buffers
 from zero_offload.checkpoint.saved import SavedGeneration, read_generation
-from zero_offload.integrations.saved_models import Values, config_words, write_merged, write_separate
+from zero_offload.integrations.saved_models import GenerationValues, config_words, write_merged, write_separate
 from zero_offload.runs.locate import alone, described, find_home, read_object
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
@@ -104,7 +104,7 @@ def _write(
     if adapters is not None and not has_adapters:
         raise ConfigError(f"--adapters {adapters} is of a model with adapters of peft, and {generation} has none")
     complete = partial(_complete, sources=sources, is_adapter=has_adapters and adapters != "merged")
-    values = Values(saved, partial(read_values, saved))
+    values = GenerationValues(saved, partial(read_values, saved))
     if not has_adapters:
         count = export_saved(saved, out, dtype, max_shard_bytes, complete)
     elif adapters == "merged":

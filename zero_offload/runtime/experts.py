@@ -8,9 +8,9 @@ Gradients of trained values are made expert by expert too. `Gradients.begin` say
 host memory at once. Autograd gets one gradient of each parameter at the end of the chain, and passes it on.
 
 The chain begins with `_Begin`, which saves hidden states and routing weights, once for all. A checkpointed block that
-saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a `_Group`:
-backward meets it before the experts of the group, and fetches them. Ranks that gather have one for each group, with or
-without rows of their own.
+saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a
+`_GroupBoundary`: backward meets it before the experts of the group, and fetches them. Ranks that gather have one for
+each group, with or without rows of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.recompute import Autocast, keep_result, kept_result
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS
-from zero_offload.runtime.units.groups import Group, GroupReader, is_here
+from zero_offload.runtime.units.groups import ExpertGroup, GroupReader, is_here
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 
@@ -44,7 +44,7 @@ weight, (n, 1). `values` by name, each of shape (1, ...); `more` are the expert'
 
 
 @dataclass
-class _Call:
+class _ExpertsForward:
     """One forward through a unit's experts."""
 
     runtime: object
@@ -135,7 +135,7 @@ class _Call:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, output: Tensor, num_inputs: int, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _ExpertsForward, output: Tensor, num_inputs: int, *inputs: Tensor) -> Tensor:
         """Of `inputs` those behind the first `num_inputs` are the trained parameters, at rest."""
         ctx.mark_dirty(output)
         ctx.save_for_backward(*inputs[:num_inputs])
@@ -161,7 +161,7 @@ class _Begin(Function):
 class _Expert(Function):
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *more: Tensor
+        ctx: Any, call: _ExpertsForward, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *more: Tensor
     ) -> Tensor:
         ctx.mark_dirty(output)
         ctx.call, ctx.expert = call, expert
@@ -197,9 +197,9 @@ class _Expert(Function):
         return None, None, grad, *of_inputs
 
 
-class _Group(Function):
+class _GroupBoundary(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, index: int, output: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _ExpertsForward, index: int, output: Tensor) -> Tensor:
         ctx.mark_dirty(output)
         ctx.call, ctx.index = call, index
         return output
@@ -258,7 +258,7 @@ class GroupedExperts:
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups
-        call = _Call(runtime, self, unit, one, rows, spans, in_groups, autocasts, trained)
+        call = _ExpertsForward(runtime, self, unit, one, rows, spans, in_groups, autocasts, trained)
         kept = kept_result() if has_graph else None
         if kept is not None:
             output, call.spans = kept.detach(), []
@@ -275,13 +275,15 @@ class GroupedExperts:
                     call.add(expert, output, hidden, weights, entries[expert])
                 self.advance(call)
             if has_graph:
-                output = _Group.apply(call, number, output)  # type: ignore[no-untyped-call]
+                output = _GroupBoundary.apply(call, number, output)  # type: ignore[no-untyped-call]
         call.values = {}
         if has_graph and kept is None:
             keep_result(output)
         return output
 
-    def fetch(self, call: _Call, span: range, following: range | None, *, in_backward: bool) -> dict[str, Tensor]:
+    def fetch(
+        self, call: _ExpertsForward, span: range, following: range | None, *, in_backward: bool
+    ) -> dict[str, Tensor]:
         """The values of these experts, when they are here."""
         unit = call.unit
         if in_backward:
@@ -291,10 +293,10 @@ class GroupedExperts:
         else:
             unit.wait_for_update()
         self.num_fetches += 1
-        then = None if following is None else Group(unit, following)
-        return self._reader.values(Group(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
+        then = None if following is None else ExpertGroup(unit, following)
+        return self._reader.values(ExpertGroup(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
 
-    def advance(self, call: _Call) -> None:
+    def advance(self, call: _ExpertsForward) -> None:
         """An expert of this call is computed. Raises ZeroOffloadError where its values were overwritten meanwhile."""
         if call.num_fetches != self.num_fetches and not is_here(call.unit):
             raise ZeroOffloadError(

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
-from zero_offload.plan.model_spec import Experts
+from zero_offload.plan.model_spec import ExpertGroups
 from zero_offload.plan.quantized import take_state
 from zero_offload.runtime.pass_tracker import PassTracker
-from zero_offload.runtime.saved.recompute import Group, Recompute
+from zero_offload.runtime.saved.recompute import Group, RecomputedModule
 from zero_offload.runtime.saved.tensors import untraced
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.checkpointed import INSTEAD, refuse_full, refuse_savers
@@ -92,7 +92,7 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 def _is_mark(hook: object) -> bool:
-    return isinstance(getattr(hook, "__self__", None), Recompute)
+    return isinstance(getattr(hook, "__self__", None), RecomputedModule)
 
 
 def _put_mark_around(module: nn.Module) -> None:
@@ -107,11 +107,11 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
     """Let backward run the module's forward again. Marked already, it stays as it is."""
     marks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     for mark in marks:
-        if isinstance(mark, Recompute):
+        if isinstance(mark, RecomputedModule):
             if mark.group is not group:
                 raise ConfigError(f"{label} was given to zo.checkpoint before, with another group; mark it once")
             return
-    recompute = Recompute(label, group)
+    recompute = RecomputedModule(label, group)
     # The first of all: what other hooks make of the inputs, they make again.
     module.register_forward_pre_hook(recompute.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(recompute.exit, always_call=True)
@@ -120,14 +120,14 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
 class _ExpertsMark:
     """Marks a module whose experts are used in groups, as its first hook. It does nothing."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: ExpertGroups) -> None:
         self.experts = experts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         pass
 
 
-def mark_experts(module: nn.Module, experts: Experts) -> None:
+def mark_experts(module: nn.Module, experts: ExpertGroups) -> None:
     """Let `zo.offload` make the module's parameters, whose entry i is expert i's, a unit that is fetched in groups."""
     for number, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, _ExpertsMark):
@@ -135,13 +135,13 @@ def mark_experts(module: nn.Module, experts: Experts) -> None:
     module.register_forward_pre_hook(_ExpertsMark(experts))
 
 
-def experts_of(module: nn.Module) -> Experts | None:
+def experts_of(module: nn.Module) -> ExpertGroups | None:
     """How the module's experts are used, if it is marked."""
     marks = (hook.experts for hook in module._forward_pre_hooks.values() if isinstance(hook, _ExpertsMark))
     return next(marks, None)
 
 
-def experts_in(root: nn.Module) -> dict[str, Experts]:
+def experts_in(root: nn.Module) -> dict[str, ExpertGroups]:
     """The modules that are marked, by name."""
     found = {name: experts_of(module) for name, module in root.named_modules()}
     return {name: experts for name, experts in found.items() if experts is not None}

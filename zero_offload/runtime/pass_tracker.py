@@ -36,7 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
-from zero_offload.base.spans import Lane, Opened
+from zero_offload.base.spans import Opened, Track
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import MIB, format_bytes
 from zero_offload.runtime.bring import bring
@@ -377,12 +377,12 @@ class PassTracker:
         scope.saving = self._saved.hooks(partial(self._use_in_backward, runtime=runtime), self._reads)
         whole = len(self.forwards) == 1 and self.round is None
         if whole and self._records:
-            names = f"{Lane.FORWARD.value}, {scope.name}" if units else Lane.FORWARD.value
-            scope.opened = self._spans.open(Lane.FORWARD, names)  # with its waits
+            names = f"{Track.FORWARD.value}, {scope.name}" if units else Track.FORWARD.value
+            scope.opened = self._spans.open(Track.FORWARD, names)  # with its waits
         for unit in units:
             self._use(unit)
         if units and not whole and self._records:
-            scope.opened = self._spans.open(Lane.FORWARD, scope.name)
+            scope.opened = self._spans.open(Track.FORWARD, scope.name)
         if units and (self.any_leaves or self._updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.end_backward_through, units))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zero_offload.base.errors import CapacityError
-from zero_offload.base.spans import Cause, Lane
+from zero_offload.base.spans import Cause, Track
 from zero_offload.base.types import FRAME, format_bytes
 from zero_offload.plan.buffers import UNLIMITED_FRAMES
 from zero_offload.runtime.device_limit import DeviceLimit
@@ -27,7 +27,7 @@ from zero_offload.runtime.units.param_loader import DeviceParamLoader, ParamLoad
 from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.memory.resizable import Budget
+from zero_offload.storage.memory.resizable import FrameAllocator
 from zero_offload.storage.shards.drive_grads import DriveRoom
 from zero_offload.storage.shards.shard import Component
 from zero_offload.storage.shards.store import ShardStore
@@ -221,7 +221,7 @@ class MemoryPool:
     def __init__(
         self,
         arena: Arena,
-        budget: Budget,
+        budget: FrameAllocator,
         units: Sequence[Unit],
         evictor: Evictor,
         held_views: HeldViews,
@@ -310,7 +310,7 @@ class ParamPrefetcher:
         store: ShardStore,
         collectives: Collectives,
         loader: ParamLoader,
-        budget: Budget,
+        budget: FrameAllocator,
         device_limit: DeviceLimit | None,
         drive_room: DriveRoom,
         groups: GroupReader,
@@ -623,7 +623,7 @@ class ParamPrefetcher:
             unit.advance(UnitState.PRESENT)
             return
         unit.advance(UnitState.FETCHING)
-        opened = self.spans.open(Lane.FETCH, unit.name)
+        opened = self.spans.open(Track.FETCH, unit.name)
         try:
             self._loader.launch(unit, unit.to_read, urgency)
         except BaseException:

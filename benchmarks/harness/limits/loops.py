@@ -14,7 +14,7 @@ import torch
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
-from zero_offload.hardware.abi import Isa, Kind, Rule
+from zero_offload.hardware.abi import ElementType, Isa, Rule
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,6 +60,8 @@ def stream(
         raise ValueError(f"no loop for {list(counts)} arrays: add it to loops.cpp")
 
 
-def arithmetic(rule: Rule, value: Kind, grad: Kind, states: StateFormat, numel: int, num_threads: int) -> None:
+def arithmetic(
+    rule: Rule, value: ElementType, grad: ElementType, states: StateFormat, numel: int, num_threads: int
+) -> None:
     """The update of `numel` elements that never leave the first-level cache."""
     _library().arithmetic(int(rule), int(value), int(grad), int(states), C.c_int64(numel), num_threads)

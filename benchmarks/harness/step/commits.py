@@ -24,10 +24,10 @@ from harness.rows import Row, row, show, write
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
-from zero_offload.finetune.gpt import GPT, GPTConfig, Recompute, next_token_loss
+from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, next_token_loss
 from zero_offload.model.api import runtime_of
 
-MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=Recompute.BLOCK)
+MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=RecomputeMode.BLOCK)
 BATCH = 4
 STATES = {"on disk": {"params": "nvme", "optimizer": "nvme"}, "in memory": {"params": "cpu", "optimizer": "cpu"}}
 NEVER = 10**9

@@ -29,10 +29,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import zero_offload as zo
-from zero_offload.finetune.gpt import GPT, GPTConfig, Recompute, next_token_loss
+from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, next_token_loss
 
 NUM_UNITS = 48
-MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=Recompute.BLOCK)
+MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=RecomputeMode.BLOCK)
 RANKS, THREADS_PER_RANK = 2, 1
 REACH_HOOKS_US, REACH_FSDP, REACH_FSDP_OFFLOAD, REACH_IMPORT_S = 50.0, 1.0, 0.7, 0.3
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}

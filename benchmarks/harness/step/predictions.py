@@ -29,7 +29,7 @@ from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import assign_tiers, tier_budget
 from zero_offload.plan.shapes import work_of
-from zero_offload.plan.step_time import Batch, Job
+from zero_offload.plan.step_time import StepBatch, StepWorkload
 from zero_offload.plan.step_time import predict as predict_step
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=1024, seq_max=128)
@@ -150,8 +150,8 @@ def predict(settings: dict[str, Any], directory: Path, rates: Sequence[Rates], a
             seconds.append((statistics.mean(p[0] for p in pairs), statistics.mean(p[1] for p in pairs)))
     values = activation_bytes / 4 / TOKENS / len(work)
     work = [replace(unit, inside_values=round(values), boundary_values=0) for unit in work]
-    batch = Batch(TOKENS, 1, TOKENS, recompute=False)
-    job = replace(Job.of(work, config, ONE_RANK, batch), measured_s=tuple(seconds))
+    batch = StepBatch(TOKENS, 1, TOKENS, recompute=False)
+    job = replace(StepWorkload.of(work, config, ONE_RANK, batch), measured_s=tuple(seconds))
     placement = assign_tiers(job.units, config, tier_budget(config, probe_hardware([directory])), ONE_RANK)
     return predict_step(job, placement, machine_of(rates)).step_s
 

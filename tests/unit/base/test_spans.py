@@ -9,7 +9,7 @@ import pytest
 
 from zero_offload.base import events, spans
 from zero_offload.base.events import Counters
-from zero_offload.base.spans import Cause, Lane, Span, Spans
+from zero_offload.base.spans import Cause, Span, Spans, Track
 from zero_offload.base.stats import StatsKeeper
 from zero_offload.base.types import Tier
 
@@ -42,10 +42,10 @@ def test_the_ring_keeps_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Spans()
     recorded.begin()
     for number in range(3):
-        recorded.put(Lane.UPDATE, str(number), spans.now(), spans.now())
+        recorded.put(Track.UPDATE, str(number), spans.now(), spans.now())
     assert not recorded.is_full
     for number in range(3, 10):
-        recorded.put(Lane.UPDATE, str(number), spans.now(), spans.now())
+        recorded.put(Track.UPDATE, str(number), spans.now(), spans.now())
         recorded.sample(str(number), number)
     assert _names(recorded) == ["6", "7", "8", "9"] and recorded.is_full
     assert [sample.value for sample in recorded.samples()] == [7, 8, 9]
@@ -55,9 +55,9 @@ def test_what_began_before_is_left_out_and_a_new_beginning_forgets(clock: list[i
     recorded = Spans()
     recorded.begin()
     clock[0] = 20
-    recorded.put(Lane.UPDATE, "early", 9, spans.now())
-    recorded.put(Lane.UPDATE, "whole", 10, spans.now())
-    assert recorded.taken() == [Span(Lane.UPDATE, "whole", 10, 20)]
+    recorded.put(Track.UPDATE, "early", 9, spans.now())
+    recorded.put(Track.UPDATE, "whole", 10, spans.now())
+    assert recorded.taken() == [Span(Track.UPDATE, "whole", 10, 20)]
     recorded.end()
     recorded.begin()
     assert not recorded.is_full and recorded.taken() == []
@@ -69,7 +69,7 @@ def test_threads_record_beside_each_other() -> None:
 
     def record(name: str) -> None:
         for _ in range(1000):
-            recorded.put(Lane.UPDATE, name, spans.now(), spans.now())
+            recorded.put(Track.UPDATE, name, spans.now(), spans.now())
 
     threads = [threading.Thread(target=record, args=(str(number),)) for number in range(4)]
     for thread in threads:
@@ -96,9 +96,9 @@ def test_an_inner_wait_is_not_the_outer_one_s(clock: list[int]) -> None:
         "exposed.commit": 30,
     }
     assert [span[:4] for span in counters.spans.taken()] == [
-        (Lane.WAIT, "commit", 1210, 1240),
-        (Lane.WAIT, "update", 1010, 1240),
-        (Lane.WAIT, "params: block 0", 10, 5240),
+        (Track.WAIT, "commit", 1210, 1240),
+        (Track.WAIT, "update", 1010, 1240),
+        (Track.WAIT, "params: block 0", 10, 5240),
     ]
 
 
@@ -205,6 +205,6 @@ def test_a_step_of_which_spans_are_missing_is_left_out(monkeypatch: pytest.Monke
         began = clock[0]
         for name in "ab":
             clock[0] += 10
-            recorded.put(Lane.UPDATE, f"{name}{step}", clock[0] - 10, spans.now())
-        recorded.put(Lane.STEPS, str(step), began, spans.now())
+            recorded.put(Track.UPDATE, f"{name}{step}", clock[0] - 10, spans.now())
+        recorded.put(Track.STEPS, str(step), began, spans.now())
     assert _names(recorded) == ["b2", "a3", "b3", "3"] and recorded.is_full

@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.helpers.disk import runtime
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool
-from zero_offload.base.spans import Lane, Spans
+from zero_offload.base.spans import Spans, Track
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -112,10 +112,10 @@ def test_without_all_threads_only_the_programs_own_shows(nvme: Path, tmp_path: P
 
 def test_while_nothing_records_a_site_makes_nothing() -> None:
     spans = Spans()
-    assert spans.open(Lane.UPDATE, "compute") is None
+    assert spans.open(Track.UPDATE, "compute") is None
     spans.close(None)
     with profiler(all_threads=False):
-        assert spans.open(Lane.UPDATE, "compute") is not None
+        assert spans.open(Track.UPDATE, "compute") is not None
     assert spans.taken() == []  # for torch alone
 
 

@@ -11,7 +11,7 @@ from zero_offload.finetune.gpt import (
     PRESETS,
     GPTConfig,
     Head,
-    Recompute,
+    RecomputeMode,
     generate,
     next_token_loss,
     num_parameters,
@@ -94,7 +94,7 @@ def test_positions_matter() -> None:
 
 def test_recompute_changes_no_gradient() -> None:
     gradients = []
-    for recompute in Recompute:
+    for recompute in RecomputeMode:
         model = GPT(replace(SMALL, recompute=recompute))
         next_token_loss(model(_tokens()), _tokens(1)).backward()
         gradients.append([weight.grad for weight in model.parameters()])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zero_offload.base.problems import warn_user
-from zero_offload.base.spans import Lane, Spans
+from zero_offload.base.spans import Spans, Track
 from zero_offload.base.types import GIB
 from zero_offload.hardware import device
 from zero_offload.hardware.accelerators import ACCELERATORS, Accelerator
@@ -354,5 +354,5 @@ def test_copies_are_timed_on_the_gpu_during_a_recording(gpus: _Gpus, monkeypatch
     gpu.tell_copies()
     # The third upload ended 1 ms before the clocks were read, the download 4.
     told = [(span.lane, (5 * 10**9 - span.begin_ns) / 1e6, (5 * 10**9 - span.end_ns) / 1e6) for span in spans.taken()]
-    assert told == [(Lane.UPLOAD, 10, 7), (Lane.DOWNLOAD, 7, 4)]
+    assert told == [(Track.UPLOAD, 10, 7), (Track.DOWNLOAD, 7, 4)]
     assert {span.nbytes for span in spans.taken()} == {16}

@@ -18,7 +18,7 @@ from tests.helpers.disk import runtime
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool
 from zero_offload.base import spans as spans_module
-from zero_offload.base.spans import Lane, Span, now
+from zero_offload.base.spans import Span, Track, now
 from zero_offload.model import profile as profile_file
 from zero_offload.model.profile import Profile
 from zero_offload.storage.shards.store import OpenChunks, ShardStore
@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: zo.AdamW, num_steps: int) -> None:
         optimizer.zero_grad()
 
 
-def on(lane: Lane, recorded: Profile) -> list[Span]:
+def on(lane: Track, recorded: Profile) -> list[Span]:
     return [span for span in recorded.spans() if span.lane is lane]
 
 
@@ -57,7 +57,7 @@ def test_every_unit_appears_once_per_step(nvme: Path) -> None:
         train(model, optimizer, 3)
         runtime(model).drain()
     zo.close(model)
-    for lane in (Lane.FORWARD, Lane.BACKWARD):
+    for lane in (Track.FORWARD, Track.BACKWARD):
         found = on(lane, recorded)
         counts = Counter(span.name for span in found)
         assert {name: counts[name] for name in (*BLOCKS, lane.value)} == dict.fromkeys((*BLOCKS, lane.value), 3)
@@ -67,11 +67,11 @@ def test_every_unit_appears_once_per_step(nvme: Path) -> None:
         span.name for span in sorted(recorded.spans(), key=lambda s: s.begin_ns) if span.lane in ("forward", "backward")
     ]
     assert [name for name in order if name in BLOCKS] == [*BLOCKS, *BLOCKS[::-1]] * 3
-    assert [span.name for span in on(Lane.STEP, recorded)] == ["3", "4", "5"]
-    updates = Counter(span.name for span in on(Lane.UPDATE, recorded))
+    assert [span.name for span in on(Track.STEP, recorded)] == ["3", "4", "5"]
+    updates = Counter(span.name for span in on(Track.UPDATE, recorded))
     assert {name: updates[name] for name in ("update", *BLOCKS)} == dict.fromkeys(("update", *BLOCKS), 3)
     assert updates["compute"] == updates["write"] == 3 * 4  # a chunk per unit
-    assert [span.name for span in on(Lane.COMMIT, recorded)] == ["step 3", "step 4", "step 5"]
+    assert [span.name for span in on(Track.COMMIT, recorded)] == ["step 3", "step 4", "step 5"]
 
 
 def test_frozen_units_have_their_turn_in_backward(nvme: Path) -> None:
@@ -81,7 +81,7 @@ def test_frozen_units_have_their_turn_in_backward(nvme: Path) -> None:
     with zo.profile(model) as recorded:
         train(model, optimizer, 1)
     zo.close(model)
-    names = [span.name for span in on(Lane.BACKWARD, recorded)]
+    names = [span.name for span in on(Track.BACKWARD, recorded)]
     assert [name for name in names if name in BLOCKS] == BLOCKS[::-1]
 
 
@@ -116,7 +116,7 @@ def test_time_between_units_belongs_to_no_unit(nvme: Path) -> None:
     with zo.profile(model) as recorded:
         model(tokens_of(0)).backward()
     zo.close(model)
-    blocks = [span for span in on(Lane.BACKWARD, recorded) if span.name in BLOCKS]
+    blocks = [span for span in on(Track.BACKWARD, recorded) if span.name in BLOCKS]
     after, before = Between.times[1:], blocks[:-1]  # after a block, before the next one
     assert len(before) == len(after) == 2
     assert all(span.end_ns <= time for span, time in zip(before, after, strict=True))
@@ -127,7 +127,7 @@ def test_spans_of_a_lane_lie_beside_or_inside_each_other(nvme: Path) -> None:
     with zo.profile(model) as recorded:
         train(model, optimizer, 3)
     zo.close(model)
-    for lane in (Lane.FORWARD, Lane.BACKWARD, Lane.WAIT, Lane.STEP, Lane.UPDATE, Lane.COMMIT, Lane.STEPS):
+    for lane in (Track.FORWARD, Track.BACKWARD, Track.WAIT, Track.STEP, Track.UPDATE, Track.COMMIT, Track.STEPS):
         running: list[Span] = []
         for span in sorted(on(lane, recorded), key=lambda s: (s.begin_ns, -s.end_ns)):
             while running and running[-1].end_ns <= span.begin_ns:
@@ -150,7 +150,7 @@ def test_drives_are_seen_with_their_bytes(nvme: Path) -> None:
             pass
     after = counters.snapshot()
     zo.close(model)
-    for lane, name in ((Lane.READ, "read.nvme"), (Lane.WRITE, "written.nvme")):
+    for lane, name in ((Track.READ, "read.nvme"), (Track.WRITE, "written.nvme")):
         assert sum(span.nbytes for span in on(lane, recorded)) == after[name] - before[name] > 0
 
 
@@ -162,7 +162,7 @@ def test_after_the_end_nothing_is_recorded(nvme: Path) -> None:
     before, ended_ns = recorded.spans(), now()
     train(model, optimizer, 2)
     # What was under way, or waited for a drive, is seen to end, and is not this recording's.
-    assert all(span.begin_ns < ended_ns or span.lane in (Lane.READ, Lane.WRITE) for span in spans.taken())
+    assert all(span.begin_ns < ended_ns or span.lane in (Track.READ, Track.WRITE) for span in spans.taken())
     with zo.profile(model):
         train(model, optimizer, 1)
     zo.close(model)
@@ -193,8 +193,8 @@ def test_an_update_beside_forward_is_seen_there(nvme: Path, monkeypatch: pytest.
         handle.remove()
         optimizer.step()
     zo.close(model)
-    forward = [span for span in on(Lane.FORWARD, recorded) if span.name == "blocks.0"][-1]
-    updates = [span for span in on(Lane.UPDATE, recorded) if span.name == "blocks.1"]
+    forward = [span for span in on(Track.FORWARD, recorded) if span.name == "blocks.0"][-1]
+    updates = [span for span in on(Track.UPDATE, recorded) if span.name == "blocks.1"]
     assert any(span.begin_ns < forward.end_ns and forward.begin_ns < span.end_ns for span in updates)
     first, second = recorded.steps()
     assert not first.update_overlap
@@ -212,7 +212,7 @@ def test_an_update_inside_of_step_is_exposed(nvme: Path) -> None:
         assert step.update_s > 0 and step.update_overlap == 0
         assert step.exposed_s["update"] + step.exposed_s["commit"] >= step.update_s
     assert stats.exposed_s["update"] + stats.exposed_s["commit"] >= stats.update_s > 0
-    calls, updates = on(Lane.STEP, recorded), [s for s in on(Lane.UPDATE, recorded) if s.name == "update"]
+    calls, updates = on(Track.STEP, recorded), [s for s in on(Track.UPDATE, recorded) if s.name == "update"]
     assert [sum(inside(update, call) for call in calls) for update in updates] == [1, 1]
 
 
@@ -221,7 +221,7 @@ def test_what_does_not_wait_has_no_exposed_time() -> None:
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     with zo.profile(model) as recorded:
         train(model, optimizer, 2)
-    counts = Counter(span.name for span in on(Lane.BACKWARD, recorded))
+    counts = Counter(span.name for span in on(Track.BACKWARD, recorded))
     assert {name: counts[name] for name in BLOCKS} == dict.fromkeys(BLOCKS, 2)  # though none of them ever leaves
     exposed = zo.stats(model).exposed_s
     assert [cause for cause, wait_s in exposed.items() if wait_s] == ["update"]
@@ -243,7 +243,7 @@ def test_the_trace_has_what_viewers_need(nvme: Path, tmp_path: Path) -> None:
     assert kinds["X"] == len(recorded.spans())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     elsewhere = {"gather", "reduce", "exposed wait", "fetch", "upload", "download"}  # several ranks, a GPU, no luck
-    assert {lane.value for lane in Lane} - elsewhere <= set(tracks.values())
+    assert {lane.value for lane in Track} - elsewhere <= set(tracks.values())
     ends: dict[int, list[float]] = {}
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
         assert event["pid"] == 0 and event["dur"] >= 0 and event["name"]
@@ -293,7 +293,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(name: st
 
 
 def test_transfers_that_overlap_get_tracks() -> None:
-    spans = [Span(Lane.READ, name, begin, end) for name, begin, end in (("a", 0, 5), ("b", 1, 3), ("c", 3, 9))]
+    spans = [Span(Track.READ, name, begin, end) for name, begin, end in (("a", 0, 5), ("b", 1, 3), ("c", 3, 9))]
     assert [(track, span.name) for track, span in profile_file.on_tracks(spans)] == [(0, "a"), (1, "b"), (1, "c")]
 
 
@@ -319,10 +319,10 @@ def test_ranks_write_a_file_each(tmp_path: Path, pool: RankPool) -> None:
 def test_forwards_that_take_turns_have_tracks_of_their_own() -> None:
     """Two spans of a track that overlap in part make a viewer drop the second."""
     ends = {"whole": (0, 100), "a": (10, 40), "b": (20, 60), "inside b": (30, 50), "late": (60, 70)}
-    spans = [Span(Lane.FORWARD, name, *at) for name, at in ends.items()]
+    spans = [Span(Track.FORWARD, name, *at) for name, at in ends.items()]
     placed = {span.name: track for track, span in profile_file.on_tracks(spans)}
     assert placed == {"whole": 0, "a": 0, "b": 1, "inside b": 1, "late": 0}
-    transfers = [span._replace(lane=Lane.READ) for span in spans]
+    transfers = [span._replace(lane=Track.READ) for span in spans]
     placed = {span.name: track for track, span in profile_file.on_tracks(transfers)}
     assert placed == {"whole": 0, "a": 1, "b": 2, "inside b": 3, "late": 1}
 
@@ -335,7 +335,7 @@ def test_times_keep_their_nanoseconds_after_a_year(tmp_path: Path, monkeypatch: 
     recorded.begin()
     made = Profile(recorded, 0, 1)
     for index in range(1000):
-        recorded.put(Lane.BACKWARD, str(index), year_ns + 333 * index, year_ns + 333 * (index + 1))
+        recorded.put(Track.BACKWARD, str(index), year_ns + 333 * index, year_ns + 333 * (index + 1))
     events = json.loads(made.export_chrome_trace(tmp_path / "trace.json").read_text())["traceEvents"]
     found = [event for event in events if event["ph"] == "X"]
     begins = [round(event["ts"] * 1000) for event in found]

@@ -7,31 +7,31 @@ from collections.abc import Iterable
 
 import pytest
 
-from zero_offload.base.spans import TRANSFERS, Lane, Span
+from zero_offload.base.spans import TRANSFERS, Span, Track
 from zero_offload.model.profile import step_times
 
 S = 10**9
 
 
-def _span(lane: Lane, name: str, begin_s: float, end_s: float) -> Span:
+def _span(lane: Track, name: str, begin_s: float, end_s: float) -> Span:
     return Span(lane, name, int(begin_s * S), int(end_s * S))
 
 
 STEPS = [
-    _span(Lane.STEPS, "7", 0, 10),
-    _span(Lane.FORWARD, "forward", 1, 4),
-    _span(Lane.FORWARD, "a", 2, 3),
-    _span(Lane.WAIT, "update", 1, 1.5),
-    _span(Lane.WAIT, "params: a", 1, 2),
-    _span(Lane.BACKWARD, "backward", 4, 8),
-    _span(Lane.WAIT, "grads: a", 7, 8),
-    _span(Lane.UPDATE, "update", 0.5, 2.5),
-    _span(Lane.UPDATE, "a", 0.5, 2.5),
-    _span(Lane.READ, "x", 2, 3),
-    _span(Lane.READ, "y", 2.5, 7.5),
-    _span(Lane.WAIT, "commit", 9, 9.25),
-    _span(Lane.STEPS, "8", 10, 12),
-    _span(Lane.WAIT, "update", 9.75, 10.5),
+    _span(Track.STEPS, "7", 0, 10),
+    _span(Track.FORWARD, "forward", 1, 4),
+    _span(Track.FORWARD, "a", 2, 3),
+    _span(Track.WAIT, "update", 1, 1.5),
+    _span(Track.WAIT, "params: a", 1, 2),
+    _span(Track.BACKWARD, "backward", 4, 8),
+    _span(Track.WAIT, "grads: a", 7, 8),
+    _span(Track.UPDATE, "update", 0.5, 2.5),
+    _span(Track.UPDATE, "a", 0.5, 2.5),
+    _span(Track.READ, "x", 2, 3),
+    _span(Track.READ, "y", 2.5, 7.5),
+    _span(Track.WAIT, "commit", 9, 9.25),
+    _span(Track.STEPS, "8", 10, 12),
+    _span(Track.WAIT, "update", 9.75, 10.5),
 ]
 
 
@@ -53,32 +53,32 @@ def test_the_order_of_spans_does_not_matter() -> None:
 
 
 def test_without_steps_there_is_nothing() -> None:
-    assert step_times([]) == step_times([_span(Lane.FORWARD, "a", 0, 1)]) == []
+    assert step_times([]) == step_times([_span(Track.FORWARD, "a", 0, 1)]) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_intervals_are_sets_of_points(seed: int) -> None:
     """Spans with ends in whole seconds are sets of seconds."""
     draw = random.Random(seed)
-    lanes = (Lane.FORWARD, Lane.BACKWARD, Lane.UPDATE, Lane.READ, Lane.WRITE)
+    lanes = (Track.FORWARD, Track.BACKWARD, Track.UPDATE, Track.READ, Track.WRITE)
     spans = [_span(lane, "", *_interval(draw, 40)) for lane in lanes for _ in range(draw.randrange(8))]
     outer = [(begin, begin + 10) for begin in range(0, 40, 10) if draw.random() < 0.5]
     inner = [_interval(draw, 10, begin) for begin, _ in outer]
-    steps = [_span(Lane.STEPS, "1", 0, 20), _span(Lane.STEPS, "2", 20, 50)]
-    waits = [_span(Lane.WAIT, "params: a", *at) for at in outer] + [_span(Lane.WAIT, "update", *at) for at in inner]
+    steps = [_span(Track.STEPS, "1", 0, 20), _span(Track.STEPS, "2", 20, 50)]
+    waits = [_span(Track.WAIT, "params: a", *at) for at in outer] + [_span(Track.WAIT, "update", *at) for at in inner]
     points = {lane: _points(span for span in spans if span.lane is lane) for lane in lanes}
     waiting = _points(waits)
-    compute = (points[Lane.FORWARD] | points[Lane.BACKWARD]) - waiting
+    compute = (points[Track.FORWARD] | points[Track.BACKWARD]) - waiting
     transfers = set().union(*(points[lane] for lane in TRANSFERS if lane in points))
     for found, step in zip(step_times([*spans, *waits, *steps]), steps, strict=True):
         whole = _points([step])
         assert (found.step, found.step_s) == (int(step.name), len(whole))
-        assert found.forward_s == len((points[Lane.FORWARD] - waiting) & whole)
-        assert found.backward_s == len((points[Lane.BACKWARD] - waiting) & whole)
+        assert found.forward_s == len((points[Track.FORWARD] - waiting) & whole)
+        assert found.backward_s == len((points[Track.BACKWARD] - waiting) & whole)
         assert found.exposed_s["update"] == len(_points(waits[len(outer) :]) & whole)
         assert sum(found.exposed_s.values()) == len(waiting & whole)
         for seconds, overlap, moments in (
-            (found.update_s, found.update_overlap, points[Lane.UPDATE] & whole),
+            (found.update_s, found.update_overlap, points[Track.UPDATE] & whole),
             (found.transfer_s, found.transfer_overlap, transfers & whole),
         ):
             assert seconds == len(moments)

@@ -11,7 +11,7 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import StateKind, Tier
-from zero_offload.hardware.machines import Lane, Machine
+from zero_offload.hardware.machines import Machine, Resource
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.groups import GROUPS_IN_FLIGHT
 from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
@@ -24,17 +24,17 @@ from zero_offload.plan.memory import (
     estimate_memory,
     measure_units,
 )
-from zero_offload.plan.model_spec import Experts, ModelSpec
+from zero_offload.plan.model_spec import ExpertGroups, ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork, plain_block, work_of
-from zero_offload.plan.step_time import Batch, Job, Work, predict, unit_seconds
+from zero_offload.plan.step_time import StepBatch, StepWorkload, Work, predict, unit_seconds
 
 GPU = Machine(False, 1e14, 1e12, 25e9, 25e9, 50e9, 50e9, 10e9, 5e9, True, 0.0)
 NUMEL = 10**8
 ON_NVME = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.DEVICE, StateKind.OPTIMIZER: Tier.DEVICE}
 ROOMY = Budget(1 << 40, 1 << 40, 1 << 40, False)
 UPDATE_BYTES = CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4
-READ, UPLOAD, DOWNLOAD = map(list(Lane).index, (Lane.READ, Lane.UPLOAD, Lane.DOWNLOAD))
+READ, UPLOAD, DOWNLOAD = map(list(Resource).index, (Resource.READ, Resource.UPLOAD, Resource.DOWNLOAD))
 
 
 def config(**settings: Any) -> OffloadConfig:
@@ -46,12 +46,12 @@ def frozen(**numel: Any) -> UnitWork:
     return replace(unit, numel=replace(unit.numel, **numel))
 
 
-def read_s(work: UnitWork, batch: Batch) -> float:
+def read_s(work: UnitWork, batch: StepBatch) -> float:
     """Seconds that drives read for a step of several such units, none of which stays."""
-    job = Job.of([work] * 8, config(device_memory="1GiB"), ONE_RANK, batch)
+    job = StepWorkload.of([work] * 8, config(device_memory="1GiB"), ONE_RANK, batch)
     placement = Placement((ON_NVME,) * 8, replace(ROOMY, device_bytes=1 << 30))
     found = predict(job, placement, GPU)
-    return found.busy[Lane.READ] * found.step_s / 8
+    return found.busy[Resource.READ] * found.step_s / 8
 
 
 @pytest.mark.parametrize("durability", ["scratch", "process"])
@@ -76,7 +76,7 @@ def test_a_base_in_its_files_takes_a_buffer_and_nothing_of_drives(durability: st
 def test_experts_in_groups_are_fetched_for_each_forward_and_backward() -> None:
     sizes = {"sizes": (0, 2 * NUMEL, 0), "group_bytes": NUMEL // 4}
     experts = replace(frozen(**sizes), in_groups=True, attention_width=0, share_met=1 / 16)
-    whole_s, many = 2 * NUMEL / GPU.read_bytes, Batch(2048, 1, 2048)
+    whole_s, many = 2 * NUMEL / GPU.read_bytes, StepBatch(2048, 1, 2048)
     assert read_s(experts, many) == pytest.approx(2 * whole_s)
     assert read_s(experts, replace(many, recompute=False)) == pytest.approx(2 * whole_s)
     assert read_s(experts, replace(many, micro_batches=3)) == pytest.approx(6 * whole_s)
@@ -90,7 +90,7 @@ def test_trained_experts_in_groups_are_fetched_too() -> None:
     numel = UnitNumel("0", NUMEL, 0, group_bytes=NUMEL // 4)
     work = replace(frozen(), numel=numel, in_groups=True, attention_width=0, share_met=1 / 16)
     at = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: Tier.CPU}
-    job = Job.of([work], config(), ONE_RANK, Batch(2048, 1, 2048))
+    job = StepWorkload.of([work], config(), ONE_RANK, StepBatch(2048, 1, 2048))
     found = unit_seconds(job, 0, at, GPU)[:, READ]
     assert found.sum() == pytest.approx(2 * 2 * NUMEL / GPU.read_bytes)
 
@@ -101,7 +101,7 @@ def test_ranks_fetch_what_has_left_to_add_it_up() -> None:
     at = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: Tier.CPU}
     found = list[Any]()
     for each in (work, replace(work, numel=replace(numel, group_bytes=0), in_groups=False)):
-        job = Job.of([each], config(), Partition(3, 2), Batch(2048, 1, 2048))
+        job = StepWorkload.of([each], config(), Partition(3, 2), StepBatch(2048, 1, 2048))
         found.append(unit_seconds(job, 0, at, GPU)[Work.GRADS, [UPLOAD, DOWNLOAD]])
     assert found[0] - found[1] == pytest.approx([2 * NUMEL / GPU.upload_bytes, 2 * NUMEL / GPU.download_bytes])
     assert found[1] == pytest.approx([0, 4 * NUMEL // 2 / GPU.download_bytes])
@@ -113,7 +113,7 @@ def test_few_tokens_touch_few_experts() -> None:
     assert experts.share_touched(16) == pytest.approx(1 - (15 / 16) ** 16)
     assert experts.share_touched(512) == pytest.approx(1.0)
     groups = replace(experts, in_groups=True, numel=replace(experts.numel, group_bytes=NUMEL))
-    one, many = (read_s(groups, Batch(tokens, 1, tokens)) for tokens in (1, 512))
+    one, many = (read_s(groups, StepBatch(tokens, 1, tokens)) for tokens in (1, 512))
     assert one == pytest.approx(many / 16, rel=1e-3)
 
 
@@ -147,11 +147,11 @@ def test_gradients_of_trained_experts_leave_a_gpu_group_by_group(
 
 def test_a_quantized_weight_is_made_for_each_use() -> None:
     plain, quantized = frozen(), replace(frozen(), quantized_numel=float(NUMEL))
-    batch = Batch(2048, 1, 2048)
+    batch = StepBatch(2048, 1, 2048)
 
     def seconds(work: UnitWork, recompute: bool) -> Any:
-        job = Job.of([work], config(), ONE_RANK, replace(batch, recompute=recompute))
-        return unit_seconds(job, 0, ON_NVME, GPU)[:2, list(Lane).index(Lane.COMPUTE)]
+        job = StepWorkload.of([work], config(), ONE_RANK, replace(batch, recompute=recompute))
+        return unit_seconds(job, 0, ON_NVME, GPU)[:2, list(Resource).index(Resource.COMPUTE)]
 
     made_s = 2 * 2 * NUMEL / GPU.device_bytes
     assert seconds(quantized, True) - seconds(plain, True) == pytest.approx([made_s, 2 * made_s])
@@ -198,7 +198,7 @@ def test_work_of_a_quantized_layer_is_that_of_what_it_stands_for() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_work_of_experts_in_groups(shared: bool) -> None:
     model = Named(Mixture(shared), Mixture(shared))
-    experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
+    experts = {f"blocks.{index}.experts": ExpertGroups(8, 2) for index in range(2)}
     spec = ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts)
     found = {work.numel.name: work for work in work_of(model, spec).units}["blocks.0.experts"]
     assert found.in_groups and found.keeps_output is shared and found.share_met == 2 / 8
@@ -211,6 +211,6 @@ def test_work_of_experts_in_groups(shared: bool) -> None:
 def test_backward_of_trained_experts_makes_gradients_of_them_too() -> None:
     model = Named(Mixture(False), Mixture(False))
     model.blocks[1].requires_grad_(True)
-    experts = {f"blocks.{index}.experts": Experts(8, 2) for index in range(2)}
+    experts = {f"blocks.{index}.experts": ExpertGroups(8, 2) for index in range(2)}
     found = work_of(model, ModelSpec.from_module(model, ["blocks.0", "blocks.1"], experts=experts)).units
     assert [work.backward_share(128) for work in found] == [1.0, 2.0]

@@ -13,7 +13,7 @@ from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement, UnitBytes,
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import ALONE_STEPS, Outlook, UnitTiers, assign_tiers, spread_order
 from zero_offload.plan.shapes import equal_blocks
-from zero_offload.plan.step_time import Batch, Job, predict
+from zero_offload.plan.step_time import StepBatch, StepWorkload, predict
 
 GPU = Machine(False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
 CPU = Machine(True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
@@ -24,8 +24,8 @@ NUMEL = 10_000_000
 
 def outlook_of(machine: Machine, count: int = 8, tokens: int = 256, **settings: Any) -> Outlook:
     config = OffloadConfig(**({"params": "auto", "grads": "auto", "optimizer": "auto", "nvme": "x"} | settings))
-    batch = Batch(tokens, 1, min(tokens, 256), True)
-    return Outlook(Job.of(equal_blocks(count * NUMEL, count), config, ONE_RANK, batch), machine)
+    batch = StepBatch(tokens, 1, min(tokens, 256), True)
+    return Outlook(StepWorkload.of(equal_blocks(count * NUMEL, count), config, ONE_RANK, batch), machine)
 
 
 def placed(outlook: Outlook, device: int = ROOMY, cpu: int = ROOMY) -> tuple[UnitTiers, ...]:
@@ -96,7 +96,7 @@ def adapted(machine: Machine, count: int = 32, **settings: Any) -> Outlook:
         frozen = replace(block.numel, trained=0, frozen=NUMEL)
         part = UnitNumel(f"{block.numel.name} (trained)", NUMEL // 100, is_trained_part=True)
         work += [replace(block, numel=frozen), replace(block, numel=part, matmul_numel=NUMEL / 100)]
-    return replace(outlook, job=Job.of(work, outlook.job.config, ONE_RANK, outlook.job.batch))
+    return replace(outlook, job=StepWorkload.of(work, outlook.job.config, ONE_RANK, outlook.job.batch))
 
 
 FROZEN, PARTS = slice(0, None, 2), slice(1, None, 2)

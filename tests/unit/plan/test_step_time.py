@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import GIB, StateKind, Tier
-from zero_offload.hardware.machines import Cluster, Lane, Machine, parse_drives, share_of_rank
+from zero_offload.hardware.machines import Cluster, Machine, Resource, parse_drives, share_of_rank
 from zero_offload.plan.forecast import (
     MEETS,
     break_even_tokens,
@@ -22,25 +22,27 @@ from zero_offload.plan.forecast import (
 from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import SHAPES, equal_blocks
-from zero_offload.plan.step_time import Batch, Job, Prediction, predict
+from zero_offload.plan.step_time import Prediction, StepBatch, StepWorkload, predict
 
 CPU = Machine(True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
 GPU = Machine(False, 1e12, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
-BATCH = Batch(tokens=64, sequence=64, recompute=False)
+BATCH = StepBatch(tokens=64, sequence=64, recompute=False)
 NUMEL = 10_000_000
 
 
-def job_of(config: OffloadConfig, count: int = 4, **changes: Any) -> Job:
-    job = Job.of(equal_blocks(count * NUMEL, count), config, changes.pop("partition", ONE_RANK), BATCH)
+def job_of(config: OffloadConfig, count: int = 4, **changes: Any) -> StepWorkload:
+    job = StepWorkload.of(equal_blocks(count * NUMEL, count), config, changes.pop("partition", ONE_RANK), BATCH)
     return replace(job, **changes)
 
 
-def with_overlap(job: Job, overlap: str) -> Job:
+def with_overlap(job: StepWorkload, overlap: str) -> StepWorkload:
     """With the units' bytes as they are."""
     return replace(job, config=replace(job.config, overlap=overlap))
 
 
-def placement_of(job: Job, tiers: tuple[Tier, Tier, Tier], *, shared: bool, device_bytes: int = 1 << 60) -> Placement:
+def placement_of(
+    job: StepWorkload, tiers: tuple[Tier, Tier, Tier], *, shared: bool, device_bytes: int = 1 << 60
+) -> Placement:
     at = dict(zip(PLACED_KINDS, tiers, strict=True))
     return Placement(tuple(at for _ in job.units), Budget(device_bytes, 1 << 60, 1 << 60, shared))
 
@@ -57,7 +59,7 @@ def test_everything_in_the_memory_of_a_cpu_is_compute_and_then_the_update() -> N
     assert found.step_s == pytest.approx(compute_s + update_s)
     assert found.exposed_s == {"update": pytest.approx(update_s)}
     assert found.tokens_per_s == pytest.approx(64 / found.step_s)
-    assert found.busy[Lane.COMPUTE] == pytest.approx(compute_s / found.step_s)
+    assert found.busy[Resource.COMPUTE] == pytest.approx(compute_s / found.step_s)
 
 
 def test_what_moves_beside_a_cpu_takes_its_time() -> None:
@@ -92,7 +94,7 @@ def test_a_drive_slower_than_all_else_is_the_step() -> None:
     # Values are in memory: written with the states, and not read with them.
     moved_s = 4 * NUMEL * (10 / 2e8 + 12 / 1e8)
     assert found.step_s == pytest.approx(moved_s, rel=0.02)
-    assert found.busy[Lane.READ] == pytest.approx(1.0, abs=0.02)
+    assert found.busy[Resource.READ] == pytest.approx(1.0, abs=0.02)
     assert find_bottleneck(job, placement, slow, found.step_s).title == "drives"
 
 
@@ -125,7 +127,7 @@ def test_several_ranks_gather_and_reduce() -> None:
     # A gather in each direction, but for what stays in frames; gradients cross once in fp32.
     assert found.step_s == pytest.approx(4 * one + (2 + 2 * (4 - 3) / 4 + 1.5) * 0.5 * one, rel=0.25)
     assert find_bottleneck(job, placement_of(job, (HOST, HOST, HOST), shared=False), machine, found.step_s).lane is (
-        Lane.NETWORK
+        Resource.NETWORK
     )
 
 
@@ -148,13 +150,13 @@ def test_parameters_that_have_room_on_a_gpu_come_once_a_step() -> None:
         for nbytes in (80 * GIB, 0)
     )
     once = 8 * 2 * NUMEL / 20e9
-    assert seconds_of(roomy, Lane.UPLOAD) == pytest.approx(once)
-    assert seconds_of(tight, Lane.UPLOAD) > 1.5 * once
+    assert seconds_of(roomy, Resource.UPLOAD) == pytest.approx(once)
+    assert seconds_of(tight, Resource.UPLOAD) > 1.5 * once
     given = replace(job, config=replace(job.config, device_memory=80 * GIB))
     assert predict(given, placement_of(job, (HOST, HOST, HOST), shared=False), GPU) == roomy
 
 
-def seconds_of(found: Prediction, lane: Lane) -> float:
+def seconds_of(found: Prediction, lane: Resource) -> float:
     return found.busy[lane] * found.step_s
 
 
@@ -168,11 +170,11 @@ def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
         return predict(replace(job, batch=batch), placement, replace(GPU, drive_takes_turns=False))
 
     few, many, loop = of(2, by_unit=True), of(8, by_unit=True), of(8, by_unit=False)
-    for lane in (Lane.READ, Lane.WRITE, Lane.UPLOAD, Lane.DOWNLOAD):
+    for lane in (Resource.READ, Resource.WRITE, Resource.UPLOAD, Resource.DOWNLOAD):
         assert seconds_of(many, lane) == pytest.approx(seconds_of(few, lane))
         assert seconds_of(loop, lane) > 2 * seconds_of(many, lane)
-    assert seconds_of(many, Lane.COMPUTE) == pytest.approx(4 * seconds_of(few, Lane.COMPUTE))
-    assert seconds_of(many, Lane.COMPUTE) == pytest.approx(seconds_of(loop, Lane.COMPUTE))
+    assert seconds_of(many, Resource.COMPUTE) == pytest.approx(4 * seconds_of(few, Resource.COMPUTE))
+    assert seconds_of(many, Resource.COMPUTE) == pytest.approx(seconds_of(loop, Resource.COMPUTE))
     assert many.tokens_per_s == pytest.approx(8 * 64 / many.step_s)
 
 
@@ -184,7 +186,7 @@ def test_micro_batches_by_unit_keep_all_their_activations() -> None:
         for count in (1, 4)
     )
     saved_s = 64 * 2 * sum(each.boundary_values for each in job.work) / GPU.upload_bytes
-    assert seconds_of(four, Lane.UPLOAD) - seconds_of(one, Lane.UPLOAD) == pytest.approx(3 * saved_s)
+    assert seconds_of(four, Resource.UPLOAD) - seconds_of(one, Resource.UPLOAD) == pytest.approx(3 * saved_s)
 
 
 def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
@@ -196,8 +198,8 @@ def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
         for count, by_unit in ((2, True), (4, True), (4, False))
     )
     reduced_s = 4 * 4 * NUMEL * 3 / 4 / 1e8
-    assert seconds_of(four, Lane.NETWORK) == pytest.approx(seconds_of(two, Lane.NETWORK))
-    assert seconds_of(loop, Lane.NETWORK) > seconds_of(four, Lane.NETWORK) + 2.9 * reduced_s
+    assert seconds_of(four, Resource.NETWORK) == pytest.approx(seconds_of(two, Resource.NETWORK))
+    assert seconds_of(loop, Resource.NETWORK) > seconds_of(four, Resource.NETWORK) + 2.9 * reduced_s
 
 
 def test_where_no_unit_leaves_by_unit_is_the_loop() -> None:
@@ -243,7 +245,7 @@ def test_a_faster_lane_never_makes_a_step_slower_and_no_lane_is_longer_than_a_st
     machine = Machine(host, 10 * flops, dram, crossing, crossing, dram, dram / 2, read, write, turns, many, 1e-10)
     config = OffloadConfig(nvme="x", activations=activations.value, device_memory=budget)
     batch = replace(BATCH, micro_batches=micro_batches)
-    job = Job.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)
+    job = StepWorkload.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)
     job = with_overlap(job, overlap)
     at = tuple(dict(zip(PLACED_KINDS, each, strict=True)) for each in tiers)
     placement = Placement(at, Budget(1 << 60, 1 << 60, 1 << 60, host))
@@ -284,7 +286,7 @@ def test_more_memory_is_asked_for_until_it_helps() -> None:
 
 def test_a_trillion_parameters_are_predicted_quickly() -> None:
     config = OffloadConfig(params="nvme", grads="nvme", optimizer="nvme", nvme="x")
-    job = Job.of(SHAPES["gpt-1t"].units(), config, Partition(3, 64), Batch(8192, 1, 2048))
+    job = StepWorkload.of(SHAPES["gpt-1t"].units(), config, Partition(3, 64), StepBatch(8192, 1, 2048))
     drives = parse_drives(["8x7GB/s"])
     assert drives is not None
     machine = share_of_rank("h100", drives, Cluster(64, 8))
@@ -299,7 +301,7 @@ def test_a_trillion_parameters_are_predicted_quickly() -> None:
 # Frozen parameters
 
 
-def with_adapters(config: OffloadConfig, *, trained: int = 100_000) -> Job:
+def with_adapters(config: OffloadConfig, *, trained: int = 100_000) -> StepWorkload:
     """Blocks of which only so many parameters are trained."""
     work = [
         replace(
@@ -310,7 +312,7 @@ def with_adapters(config: OffloadConfig, *, trained: int = 100_000) -> Job:
         )
         for each in equal_blocks(4 * NUMEL, 4)
     ]
-    return Job.of(work, config, ONE_RANK, BATCH)
+    return StepWorkload.of(work, config, ONE_RANK, BATCH)
 
 
 def test_backward_makes_no_gradient_of_a_frozen_parameter() -> None:
@@ -328,7 +330,7 @@ def test_on_a_cpu_frozen_values_are_read_for_forward_and_backward_and_trained_on
     states = 4 * 12 * 100_000
     read = leaves * 4 * 2 * (2 * NUMEL + 100_000) + states
     drive_s = read / CPU.read_bytes + states / CPU.write_bytes
-    assert found.busy[Lane.READ] * found.step_s == pytest.approx(drive_s, rel=1e-6)
+    assert found.busy[Resource.READ] * found.step_s == pytest.approx(drive_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
@@ -337,7 +339,7 @@ def test_a_gpu_that_updates_adapters_gets_the_frozen_values_from_where_they_rest
     tier = Tier(where)
     found = predict(job, placement_of(job, (tier, DEVICE, DEVICE), shared=False), GPU)
     moved = 2 * 4 * 2 * NUMEL if tier is HOST else 0
-    assert found.busy[Lane.UPLOAD] * found.step_s == pytest.approx(moved / GPU.upload_bytes)
+    assert found.busy[Resource.UPLOAD] * found.step_s == pytest.approx(moved / GPU.upload_bytes)
 
 
 def test_a_reference_is_one_more_forward_of_each_micro_batch() -> None:
@@ -348,5 +350,7 @@ def test_a_reference_is_one_more_forward_of_each_micro_batch() -> None:
         plain = predict(replace(job, batch=batch), placement, GPU)
         found = predict(replace(job, batch=replace(batch, has_reference=True)), placement, GPU)
         assert found.compute_s == pytest.approx(plain.compute_s * 4 / 3)
-        more = (found.busy[Lane.UPLOAD] * found.step_s - plain.busy[Lane.UPLOAD] * plain.step_s) * GPU.upload_bytes
+        more = (
+            found.busy[Resource.UPLOAD] * found.step_s - plain.busy[Resource.UPLOAD] * plain.step_s
+        ) * GPU.upload_bytes
         assert more == pytest.approx(micro_batches * 4 * 2 * NUMEL, rel=1e-6)

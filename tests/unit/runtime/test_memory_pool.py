@@ -15,11 +15,11 @@ from zero_offload.model.api import runtime_of
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.prefetcher import Evictor, FetchSchedule, MemoryPool
 from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
-from zero_offload.storage.memory.resizable import Budget, FrameBudget
+from zero_offload.storage.memory.resizable import FrameAllocator, FrameBudget
 from zero_offload.storage.shards.drive_grads import DriveRoom
 
 
-def pool_of(arena: Arena, budget: Budget, drive_room: DriveRoom | None = None) -> MemoryPool:
+def pool_of(arena: Arena, budget: FrameAllocator, drive_room: DriveRoom | None = None) -> MemoryPool:
     """Without units: none moves, so nothing that moves them is asked."""
     held_views, nothing = HeldViews([], 1), cast(Any, None)
     evictor = Evictor([], FetchSchedule(), held_views, nothing, None, None, 1)

@@ -20,7 +20,7 @@ from zero_offload.finetune.data.counts import Counts
 from zero_offload.finetune.data.methods import MAKERS, SFT, Maker, method_of
 from zero_offload.finetune.data.packing import PACKED, PackedRows
 from zero_offload.finetune.data.sources import Known, kinds_of, read_forms
-from zero_offload.finetune.data.token_files import Part, TokenFiles, Use
+from zero_offload.finetune.data.token_files import RowSplit, TokenFiles, Use
 from zero_offload.finetune.model.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -77,15 +77,15 @@ def prepare(
     known, left = read_forms(data)
     chosen = method_of(known, method, folder.task)
     packs = packing and chosen == SFT and folder.config.model_type in PACKED
-    uses = [Use("train", known, Part(split, seed, is_kept=False), packs)]
+    uses = [Use("train", known, RowSplit(split, seed, is_kept=False), packs)]
     others: list[Known] = []
     if split:
-        uses.append(Use("eval", known, Part(split, seed, is_kept=True), False))
+        uses.append(Use("eval", known, RowSplit(split, seed, is_kept=True), False))
     elif eval_data:
         others, more_left = read_forms(eval_data)
         left += more_left
         method_of(others, chosen, folder.task)
-        uses.append(Use("eval", others, Part(0.0, seed, is_kept=False), False))
+        uses.append(Use("eval", others, RowSplit(0.0, seed, is_kept=False), False))
     maker = MAKERS[chosen](folder, seq, known, {each.form.kind for each in [*known, *others]})
     if cache is None:
         cache = Path(tempfile.mkdtemp(prefix="zero_offload-data-"))

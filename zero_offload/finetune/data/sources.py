@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """One file, or one dataset of the hub, whose rows are in its split "train"."""
 
     name: str
@@ -95,7 +95,7 @@ def digests(words: Sequence[str]) -> list[str]:
     return [source.digest()[:32] for source in find_sources(words)[0]]
 
 
-def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
+def find_sources(words: Sequence[str]) -> tuple[list[RowSource], list[str]]:
     """The files that `words` name, in order, and those of folders that are left out: their names say evaluation."""
     found, left = [], []
     for word in words:
@@ -107,12 +107,12 @@ def find_sources(words: Sequence[str]) -> tuple[list[Source], list[str]]:
         elif path.exists():
             if _ending(path) not in SUFFIXES:
                 raise ConfigError(f"{path} has none of the endings {', '.join(SUFFIXES)}; convert it to one of them")
-            found.append(Source(str(path), path))
+            found.append(RowSource(str(path), path))
         elif _ending(path) in SUFFIXES or not _HUB_NAME.fullmatch(word):
             what = f"give a file ({', '.join(SUFFIXES)}) or a folder of such files"
             raise ConfigError(f"{path} does not exist; {_near(word) or what}")
         else:
-            found.append(Source(word, None))
+            found.append(RowSource(word, None))
     return found, left
 
 
@@ -129,7 +129,7 @@ def _near(word: str) -> str:
     return did_you_mean(named[0] if named else path.name, beside, word.removesuffix(path.name)).strip()
 
 
-def _of_folder(folder: Path) -> tuple[list[Source], list[str]]:
+def _of_folder(folder: Path) -> tuple[list[RowSource], list[str]]:
     paths = [path for path in sorted(folder.rglob("*")) if _ending(path) in SUFFIXES and path.is_file()]
     paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     if not paths:
@@ -138,14 +138,14 @@ def _of_folder(folder: Path) -> tuple[list[Source], list[str]]:
     left = [path for path in paths if words[path] & _FOR_EVALUATION and "train" not in words[path]]
     if len(left) == len(paths):
         left = []
-    return [Source(str(path), path) for path in paths if path not in left], [str(path) for path in left]
+    return [RowSource(str(path), path) for path in paths if path not in left], [str(path) for path in left]
 
 
 @dataclass(frozen=True)
 class Known:
     """A source, and how its rows are read."""
 
-    source: Source
+    source: RowSource
     form: Form
     columns: tuple[str, ...]
 

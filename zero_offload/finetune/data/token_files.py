@@ -27,7 +27,7 @@ from zero_offload.finetune.data.counts import Counts, Tally
 from zero_offload.finetune.data.methods import Maker
 from zero_offload.finetune.data.packing import pack
 from zero_offload.finetune.data.rows import Form, row_at
-from zero_offload.finetune.data.sources import Known, Row, Source
+from zero_offload.finetune.data.sources import Known, Row, RowSource
 from zero_offload.storage.files.own_files import add_to_list, delete, read_list, write_list
 from zero_offload.storage.files.system import naming_errors
 
@@ -42,7 +42,7 @@ _BATCH = 1000
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSplit:
     """Which rows a use takes: of every 1 / split one is kept for evaluation, which one is drawn."""
 
     split: float
@@ -71,7 +71,7 @@ class Use:
 
     name: str
     known: Sequence[Known]
-    part: Part
+    part: RowSplit
     is_packed: bool
 
     def rows(self) -> Iterator[tuple[str, Row, Form]]:
@@ -88,7 +88,7 @@ class TokenFiles:
     def __init__(self, folder: Path, maker: Maker, seq: int) -> None:
         self._folder, self._maker, self._seq = folder, maker, seq
         self._words = [_VERSION, type(maker).__name__, seq, maker.labels, _tokenizer_digest(maker.tokenizer)]
-        self._digests: dict[Source, str] = {}
+        self._digests: dict[RowSource, str] = {}
 
     def key(self, use: Use) -> str:
         """The name of a use's file."""

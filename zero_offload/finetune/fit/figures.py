@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Tier, format_bytes
 from zero_offload.finetune.fit.job import FolderJob
-from zero_offload.finetune.fit.request import Offer, Planned, Request, drive_wear
+from zero_offload.finetune.fit.request import Planned, Request, Upgrade, drive_wear
 from zero_offload.plan.forecast import Bottleneck, Forecast
 from zero_offload.plan.step_time import Prediction
 from zero_offload.plan.table import ACTIVATIONS, GPU, MEMORY, NVME, PROGRAM, REFERENCE, PlanTable, by_place, shortage
@@ -26,7 +26,7 @@ _MUCH_WEAR, _FEW_DAYS = 0.05, 90
 
 
 @dataclass(frozen=True)
-class Place:
+class FileSystemNeed:
     """A file system, and what a run needs of it."""
 
     name: str
@@ -63,7 +63,7 @@ class FolderPlan:
     num_drives: int
     activations: dict[Tier, int]
     """The most at once, of one rank."""
-    places: tuple[Place, ...]
+    places: tuple[FileSystemNeed, ...]
     program_bytes: int
     """Memory of the host that the process takes without a model."""
     host_bytes: int
@@ -216,7 +216,7 @@ class ModelPlan:
     """None where the plan does not fit."""
     ways: Sequence[str]
     """Ways to make it fit, where it does not."""
-    offers: Sequence[Offer]
+    offers: Sequence[Upgrade]
     tbw: float
     given_step_s: float | None
     recommended: int | None

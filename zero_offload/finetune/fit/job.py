@@ -13,7 +13,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.finetune.model.folder import Lora, ModelFolder
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.hardware.machines import Drives
-from zero_offload.plan.step_time import Batch
+from zero_offload.plan.step_time import StepBatch
 from zero_offload.plan.wear import TBW_USUAL
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class FolderJob:
     def is_elsewhere(self) -> bool:
         return self.gpu is not None or self.ram is not None or self.drives is not None
 
-    def micro_batch(self) -> Batch:
+    def micro_batch(self) -> StepBatch:
         # Samples that share a row are told apart by a mask: attention computes all of it.
         sequence, has_reference = max(round(self.mean_length), 1), self.method == "dpo"
-        return Batch(self.tokens, self.accumulate, sequence, self.recompute, has_reference=has_reference)
+        return StepBatch(self.tokens, self.accumulate, sequence, self.recompute, has_reference=has_reference)

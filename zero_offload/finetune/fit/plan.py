@@ -22,7 +22,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Durability, HardwareProfile, StateKind, Tier, parse_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
-from zero_offload.finetune.fit.figures import BESIDE_BYTES, FolderPlan, Place
+from zero_offload.finetune.fit.figures import BESIDE_BYTES, FileSystemNeed, FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import (
     GPU_SHARE,
@@ -315,17 +315,17 @@ class Planner:
         is_shared = self._out is None or _device(self._out) in shares
         return nvme_free_bytes(paths) + reusable_bytes(paths) - outputs * is_shared
 
-    def _places(self, planned: Planned) -> tuple[Place, ...]:
+    def _places(self, planned: Planned) -> tuple[FileSystemNeed, ...]:
         job, swap = self._job, planned.memory.used_bytes(Tier.NVME) * self._here
         kept = self._activations[Tier.NVME] * self._here
         if job.drives is not None:
             needed = {"swap files": swap, "activations": kept, **self._outputs}
-            return (Place("drives", needed, job.drives.count * DRIVE_BYTES),)
-        places: dict[int, Place] = {}
+            return (FileSystemNeed("drives", needed, job.drives.count * DRIVE_BYTES),)
+        places: dict[int, FileSystemNeed] = {}
 
         def add(path: Path, what: dict[str, int], reusable: int = 0) -> None:
             key = _device(path)
-            known = places.get(key) or Place(f"disk of {path}", {}, nvme_free_bytes([path]))
+            known = places.get(key) or FileSystemNeed(f"disk of {path}", {}, nvme_free_bytes([path]))
             sums = {name: known.needed.get(name, 0) + what.get(name, 0) for name in (*known.needed, *what)}
             places[key] = replace(known, needed=sums, free_bytes=known.free_bytes + reusable)
 

@@ -36,9 +36,9 @@ from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import AUTO_FRACTION, Outlook, Variant, assign_tiers, tier_budget, ways_to_fit
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
 from zero_offload.plan.step_time import (
-    Batch,
-    Job,
     Prediction,
+    StepBatch,
+    StepWorkload,
     device_activation_bytes,
     kept_bytes,
     predict,
@@ -88,7 +88,7 @@ class Request:
     vocab: int
     config: OffloadConfig
     cluster: Cluster
-    batch: Batch
+    batch: StepBatch
     gpu: str | None
     """The GPU by its name in the plan's table."""
     gpu_here: GpuHere | None
@@ -238,7 +238,7 @@ def find_work(model: str, lora: int = 0) -> tuple[tuple[UnitWork, ...], int, boo
             matrices=2,
             tied=tied,
         )
-        return shape.units(lora), preset.vocab_size, preset.recompute is gpt.Recompute.BLOCK
+        return shape.units(lora), preset.vocab_size, preset.recompute is gpt.RecomputeMode.BLOCK
     if match := _COUNT.fullmatch(model):
         numel = int(float(match[1]) * _MULTIPLE[match[2].lower()])
         if numel == 0:
@@ -252,7 +252,7 @@ def find_work(model: str, lora: int = 0) -> tuple[tuple[UnitWork, ...], int, boo
 class Planned:
     """The placement of a request, and the figures that follow from it."""
 
-    job: Job
+    job: StepWorkload
     """The job as it runs with this placement."""
     placement: Placement
     machine: Machine
@@ -262,7 +262,7 @@ class Planned:
 def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     """`machine` where it is another than the request's."""
     config, partition, machine = request.config, request.partition, machine or request.machine()
-    job = Job.of(request.work, config, partition, request.batch)
+    job = StepWorkload.of(request.work, config, partition, request.batch)
     budget = tier_budget(config, request.hardware())
     placement = assign_tiers(job.units, config, budget, partition, Outlook(job, machine))
     job = job.as_run(placement.tiers, machine)
@@ -287,14 +287,14 @@ def _variants(request: Request) -> Iterator[Variant]:
     compact = replace(config.numerics, states="compact")
     if config.numerics != compact:
         smaller = replace(config, precision=compact)
-        units = Job.of(request.work, smaller, partition, batch).units
+        units = StepWorkload.of(request.work, smaller, partition, batch).units
         words = f"--states compact (precision=zo.Precision({compact.compute!r}, states='compact'))"
         yield Variant(words, units, smaller)
     if request.lora:
         return
     frozen = [replace(each, numel=_with_adapters(each.numel)) for each in request.work]
     words = "LoRA, parameters frozen and adapters of 1% of them trained (peft.get_peft_model, then zo.offload)"
-    yield Variant(words, Job.of(frozen, config, partition, batch).units, config)
+    yield Variant(words, StepWorkload.of(frozen, config, partition, batch).units, config)
 
 
 def _with_adapters(numel: UnitNumel) -> UnitNumel:
@@ -324,7 +324,7 @@ def drive_wear(request: Request, memory: MemoryPlan) -> Wear:
 
 
 @dataclass(frozen=True)
-class Offer:
+class Upgrade:
     """Something that money buys, and the step with it; None where it changes nothing."""
 
     title: str
@@ -332,7 +332,7 @@ class Offer:
     prediction: Prediction | None
 
 
-def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offer]:
+def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Upgrade]:
     """More memory, one more drive, one more GPU: each planned anew."""
     config, here = request.config, request.cluster.ranks_per_node
     where = " in each machine" if request.cluster.nodes > 1 else ""
@@ -346,15 +346,17 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offe
             return _predict(replace(request, config=larger))
 
         gib, found = next_memory(now.step_s, with_more, MORE_GIB_MAX)
-        yield Offer(f"GiB more RAM{where}", gib, found)
+        yield Upgrade(f"GiB more RAM{where}", gib, found)
     if config.nvme_dirs:
         count = (request.drives or remembered_drives(config.nvme_dirs)[0]).count
         found = _predict(request, planned.machine.with_drives((count + 1) / count))
-        yield Offer(f"more drive{where}", 1, found if found and found.step_s < now.step_s * NOTICED else None)
+        yield Upgrade(f"more drive{where}", 1, found if found and found.step_s < now.step_s * NOTICED else None)
     if request.has_gpu:
         larger = request.with_one_more_gpu()
         found = _predict(larger)
-        yield Offer(f"more GPU{where}", 1, found if found and found.tokens_per_s * NOTICED > now.tokens_per_s else None)
+        yield Upgrade(
+            f"more GPU{where}", 1, found if found and found.tokens_per_s * NOTICED > now.tokens_per_s else None
+        )
 
 
 def _predict(request: Request, machine: Machine | None = None) -> Prediction | None:

@@ -15,7 +15,7 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.finetune.fit.figures import FolderPlan, ModelPlan
 from zero_offload.finetune.fit.job import FolderJob
-from zero_offload.finetune.fit.request import Offer, Planned, is_automatic
+from zero_offload.finetune.fit.request import Planned, Upgrade, is_automatic
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.memory import PLACED_KINDS
 from zero_offload.plan.table import TIER_PLACES, Row, table_lines
@@ -305,7 +305,7 @@ def _break_even(plan: ModelPlan, found: Forecast) -> str:
     return then
 
 
-def _offer_text(offer: Offer, found: Forecast) -> str:
+def _offer_text(offer: Upgrade, found: Forecast) -> str:
     now, then = found.prediction, offer.prediction
     if then is None:
         return "no gain" if offer.amount == 1 else "no gain, nor of less"

@@ -34,15 +34,17 @@ PlanOf = Callable[[FolderJob], FolderPlan]
 
 
 @dataclass(frozen=True)
-class _Change:
+class _SettingsChange:
     """Other settings of a job and of its `offload`, and the flags that give them."""
 
     flags: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
 
-    def __add__(self, other: _Change) -> _Change:
-        return _Change(self.flags + other.flags, {**self.settings, **other.settings}, {**self.offload, **other.offload})
+    def __add__(self, other: _SettingsChange) -> _SettingsChange:
+        return _SettingsChange(
+            self.flags + other.flags, {**self.settings, **other.settings}, {**self.offload, **other.offload}
+        )
 
     def of(self, job: FolderJob) -> FolderJob:
         return replace(job, **self.settings, offload=replace(job.offload, **self.offload))
@@ -58,41 +60,41 @@ def find_ways(job: FolderJob, plan_of: PlanOf) -> Iterator[Way]:
             yield Way((*(states if word == _MORE else word for word in flags), *smaller), plan)
 
 
-def _changes(job: FolderJob) -> Iterator[list[_Change]]:
+def _changes(job: FolderJob) -> Iterator[list[_SettingsChange]]:
     """Kinds of change, the least first. Of a kind the first that makes the run fit is taken."""
     config, folder = job.offload, job.folder
     is_adapter = job.lora is not None or folder.adapter is not None
     tiers = _automatic_tiers(config)
 
-    def also_with_tiers(change: _Change) -> list[_Change]:
+    def also_with_tiers(change: _SettingsChange) -> list[_SettingsChange]:
         return [change, tiers + change] if tiers.flags else [change]
 
-    yield [_Change()]
+    yield [_SettingsChange()]
     if tiers.flags:
         yield [tiers]
     if config.cpu_memory is not None:
-        yield [_Change(("--cpu-memory", _MORE), offload={"cpu_memory": None})]
+        yield [_SettingsChange(("--cpu-memory", _MORE), offload={"cpu_memory": None})]
     if folder.has_experts and folder.group_size != 1 and is_adapter:
-        yield [_Change(("--group-size", "1"), {"folder": replace(folder, group_size=1)})]
+        yield [_SettingsChange(("--group-size", "1"), {"folder": replace(folder, group_size=1)})]
     activations = "cpu" if job.gpu is not None or find_gpu_here() is not None else "nvme"
     if set(config.activation_fractions) == {Tier.DEVICE} and (activations == "cpu" or config.nvme_dirs):
-        yield [_Change(("--activations-tier", activations), offload={"activations": activations})]
+        yield [_SettingsChange(("--activations-tier", activations), offload={"activations": activations})]
     compact = replace(config.numerics, states="compact")
     if config.numerics != compact:
-        yield also_with_tiers(_Change(("--states", "compact"), offload={"precision": compact}))
-    lora = _Change() if is_adapter else _Change(("--lora", str(_LORA.rank)), {"lora": _LORA})
+        yield also_with_tiers(_SettingsChange(("--states", "compact"), offload={"precision": compact}))
+    lora = _SettingsChange() if is_adapter else _SettingsChange(("--lora", str(_LORA.rank)), {"lora": _LORA})
     kinds = () if folder.is_quantized or find_missing(NF4) else _QUANTIZED
-    quantized = [_Change(("--quantize", kind), {"folder": replace(folder, quantize=kind)}) for kind in kinds]
+    quantized = [_SettingsChange(("--quantize", kind), {"folder": replace(folder, quantize=kind)}) for kind in kinds]
     # Quantized where adapters alone do not fit.
     if less := [*([] if is_adapter else also_with_tiers(lora)), *(lora + each for each in quantized)]:
         yield less
 
 
-def _automatic_tiers(config: OffloadConfig) -> _Change:
+def _automatic_tiers(config: OffloadConfig) -> _SettingsChange:
     """The tiers that were given are left to the plan. No change without drives: none is better then."""
     given = [kind.value for kind in PLACED_KINDS if not is_automatic(config, kind)] if config.nvme_dirs else []
     flags = tuple(word for kind in given for word in (f"--{kind}-tier", "auto"))
-    return _Change(flags, offload=dict.fromkeys(given, "auto"))
+    return _SettingsChange(flags, offload=dict.fromkeys(given, "auto"))
 
 
 def _first_that_fits(job: FolderJob, plan_of: PlanOf) -> tuple[tuple[str, ...], FolderPlan] | None:

@@ -67,7 +67,7 @@ class BatchShape:
     seed: int
 
 
-class _Source(NamedTuple):
+class _TextFile(NamedTuple):
     name: str
     path: Path
 
@@ -119,26 +119,26 @@ def _windows(text: Text, shape: BatchShape, counter: npt.NDArray[np.uint64], str
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def _standard_library() -> list[_Source]:
+def _standard_library() -> list[_TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = _SKIPPED_DIRS | _TEST_DIRS
-    found = [_Source(name.as_posix(), root / name) for name in _walk(root, skipped) if name.suffix == ".py"]
+    found = [_TextFile(name.as_posix(), root / name) for name in _walk(root, skipped) if name.suffix == ".py"]
     if not found:
         raise ConfigError(f"no Python sources in {root}; give your own text with --data FILE or DIR")
     return found
 
 
-def _find_sources(paths: Sequence[Path]) -> list[_Source]:
-    found: list[_Source] = []
+def _find_sources(paths: Sequence[Path]) -> list[_TextFile]:
+    found: list[_TextFile] = []
     problems = []
     for path in paths:
         if path.is_dir():
             names = [name for name in _walk(path, _SKIPPED_DIRS) if _is_text(path / name)]
-            found += [_Source(name.as_posix(), path / name) for name in names]
+            found += [_TextFile(name.as_posix(), path / name) for name in names]
             if not names:
                 problems.append(f"--data {path}: the directory holds no text file")
         elif path.is_file():
-            found.append(_Source(path.name, path))
+            found.append(_TextFile(path.name, path))
             if path.stat().st_size == 0:
                 problems.append(f"--data {path}: the file is empty")
         else:
@@ -187,7 +187,7 @@ def _split_by_position(text: Text) -> tuple[Text, Text]:
     return text[:cut], text[cut:]
 
 
-def _split_by_file(sources: Sequence[_Source], texts: Sequence[Text]) -> tuple[Text, Text]:
+def _split_by_file(sources: Sequence[_TextFile], texts: Sequence[Text]) -> tuple[Text, Text]:
     """A file's side depends on its name alone, so adding files moves no other file."""
     held_out = [_name_fraction(source.name) < _VALIDATION_SHARE for source in sources]
     train = [text for text, held in zip(texts, held_out, strict=True) if not held]
@@ -199,7 +199,7 @@ def _name_fraction(name: str) -> float:
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
 
 
-def _require_sequence(train: Text, validation: Text, seq: int, sources: Sequence[_Source]) -> None:
+def _require_sequence(train: Text, validation: Text, seq: int, sources: Sequence[_TextFile]) -> None:
     where = f"{len(sources)} files" if len(sources) > 1 else str(sources[0].path)
     if min(len(train), len(validation)) <= seq:
         least_bytes = math.ceil((seq + 1) / _VALIDATION_SHARE)
@@ -222,7 +222,7 @@ def _entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def _fingerprint(sources: Sequence[_Source], texts: Sequence[Text], counts: npt.NDArray[np.int64]) -> str:
+def _fingerprint(sources: Sequence[_TextFile], texts: Sequence[Text], counts: npt.NDArray[np.int64]) -> str:
     digest = hashlib.sha256(counts.astype("<i8").tobytes())
     for source, text in zip(sources, texts, strict=True):
         digest.update(os.fsencode(f"{source.name}:{len(text)}\n"))  # names need not be text

@@ -23,7 +23,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import Existing, user_path
 from zero_offload.checkpoint.run_dir import offload_settings
-from zero_offload.finetune.gpt import PRESETS, GPTConfig, Recompute, preset
+from zero_offload.finetune.gpt import PRESETS, GPTConfig, RecomputeMode, preset
 from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
 
 
@@ -81,7 +81,7 @@ class TrainConfig:
 
     def gpt(self) -> GPTConfig:
         config = preset(self.model, seq_max=self.seq)
-        return replace(config, recompute=Recompute(self.recompute)) if self.recompute else config
+        return replace(config, recompute=RecomputeMode(self.recompute)) if self.recompute else config
 
     def arguments(self) -> dict[str, Any]:
         """Plain values that decide the run, flat; two runs are the same run where these are equal."""
@@ -134,7 +134,7 @@ def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
             yield f"{name}={value!r} is not a positive number"
     if not (is_real(config.weight_decay) and config.weight_decay >= 0):
         yield f"weight_decay={config.weight_decay!r} is not a number from 0 up"
-    if config.recompute not in ("", *(choice.value for choice in Recompute)):
+    if config.recompute not in ("", *(choice.value for choice in RecomputeMode)):
         yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
     yield from out_problems(config.out)
     if isinstance(config.offload, OffloadConfig):

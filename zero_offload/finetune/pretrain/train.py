@@ -30,7 +30,7 @@ from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
 from zero_offload.finetune.fit.request import GpuHere, Request, find_work
-from zero_offload.finetune.gpt import GPT, GPTConfig, Recompute, generate, next_token_loss
+from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, generate, next_token_loss
 from zero_offload.finetune.pretrain.corpus import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.hardware.machines import Cluster
@@ -38,7 +38,7 @@ from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model.api import need_runtime
 from zero_offload.model.run_log import planned_memory
-from zero_offload.plan.step_time import Batch
+from zero_offload.plan.step_time import StepBatch
 from zero_offload.plan.table import MEMORY, PlanTable
 from zero_offload.runs.locate import described
 from zero_offload.runs.progress import Progress
@@ -68,7 +68,7 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _PretrainContext:
     """The objects that every step needs."""
 
     config: TrainConfig
@@ -131,7 +131,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
 
 def _set_up(
     config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing
-) -> tuple[_Job, dict[str, Any], dict[str, Any]]:
+) -> tuple[_PretrainContext, dict[str, Any], dict[str, Any]]:
     """Build and offload the model; nothing is written before the storage tier's lock is held.
 
     Also returns what the run is, and what else `run.json` says of it.
@@ -146,8 +146,8 @@ def _set_up(
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = peak_resident_bytes()
     with zo.deferred_init():
-        model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
-    if gpt.recompute is Recompute.BLOCK:
+        model = GPT(replace(gpt, recompute=RecomputeMode.NONE), config.seed)
+    if gpt.recompute is RecomputeMode.BLOCK:
         zo.checkpoint(model.blocks)
     # Without a directory for generations a second start begins anew, whatever lies in the run's.
     has_generations = existing is not Existing.RESUME or config.offload.nvme_dirs
@@ -161,7 +161,7 @@ def _set_up(
     optimizer = zo.AdamW(groups, lr=config.lr, betas=_BETAS, eps=1e-8)
     scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
     scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
-    job = _Job(config, corpus, ranks, model, optimizer, scheduler, scaler)
+    job = _PretrainContext(config, corpus, ranks, model, optimizer, scheduler, scaler)
     about = {
         "gpt": asdict(gpt),
         "unigram_nats": corpus.unigram_nats,
@@ -190,7 +190,7 @@ def _check_model(out: Path, existing: Existing, gpt: GPTConfig) -> None:
         )
 
 
-def _schedule_text(job: _Job) -> str:
+def _schedule_text(job: _PretrainContext) -> str:
     """How long the run is, and at which rates it learns."""
     config = job.config
     highest_at = min(max(config.warmup, 1), config.steps)
@@ -211,9 +211,9 @@ def _planned(config: TrainConfig, model: GPT, ranks: Ranks, program_bytes: int) 
     """One rank's plan, as `zero-offload plan --model` says it, of the model that is here."""
     owner = need_runtime(model, "train")
     work, vocab, _ = find_work(config.model)
-    recompute = config.gpt().recompute is Recompute.BLOCK
+    recompute = config.gpt().recompute is RecomputeMode.BLOCK
     by_unit = config.accumulate > 1 and recompute
-    batch = Batch(config.batch * config.seq, config.accumulate, config.seq, recompute, by_unit)
+    batch = StepBatch(config.batch * config.seq, config.accumulate, config.seq, recompute, by_unit)
     gpu = None if owner.device.is_host else GpuHere(owner.device.name, 0)
     request = Request(config.model, work, vocab, config.offload, Cluster(ranks.size), batch, None, gpu, None)
     memory = planned_memory(owner, config.accumulate)
@@ -223,7 +223,7 @@ def _planned(config: TrainConfig, model: GPT, ranks: Ranks, program_bytes: int) 
     return replace(request, program_bytes=program_bytes).table(memory)
 
 
-def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> None:
+def _resume(job: _PretrainContext, progress: Progress, before: Mapping[str, Any]) -> None:
     """Restore the generation found, of a run that was `before`."""
     resumed = zo.resume(job.model, job.optimizer, job.scaler)
     if resumed is None:
@@ -254,7 +254,7 @@ def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> None:
         )
 
 
-def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
+def _restore_schedule(job: _PretrainContext, state: dict[str, Any]) -> None:
     """Go on at that step of this run's curve, which may have another height or last step than the state's had."""
     scheduler = job.scheduler
     scheduler.load_state_dict(state | {"base_lrs": [job.config.lr] * len(job.optimizer.param_groups)})
@@ -263,7 +263,7 @@ def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
 
 
 def _train_steps(
-    job: _Job, log: zo.RunLog, stop: StopRequest, trace: StepTrace, progress: Progress
+    job: _PretrainContext, log: zo.RunLog, stop: StopRequest, trace: StepTrace, progress: Progress
 ) -> tuple[int, float | None]:
     """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
     non_finite_steps = 0
@@ -306,7 +306,7 @@ def _train_steps(
     return step, val_loss
 
 
-def _train_step(job: _Job, step: int) -> Row:
+def _train_step(job: _PretrainContext, step: int) -> Row:
     """Forward, backward and update on this step's micro-batches; numbers are means over ranks."""
     losses = _micro_batches(job, step)
     lr = job.optimizer.param_groups[0]["lr"]
@@ -325,7 +325,7 @@ def _train_step(job: _Job, step: int) -> Row:
     }
 
 
-def _micro_batches(job: _Job, step: int) -> list[float]:
+def _micro_batches(job: _PretrainContext, step: int) -> list[float]:
     """Forward and backward of this step's micro-batches; their losses."""
     losses = [host_empty(0, torch.float32)] * job.config.accumulate
 
@@ -335,7 +335,7 @@ def _micro_batches(job: _Job, step: int) -> list[float]:
         losses[micro] = loss.detach()
         return job.scaler.scale(loss / job.config.accumulate)
 
-    if job.config.gpt().recompute is Recompute.BLOCK:
+    if job.config.gpt().recompute is RecomputeMode.BLOCK:
         zo.accumulate(job.model, range(job.config.accumulate), loss_of)
     else:  # one micro-batch's activations at a time
         for micro in range(job.config.accumulate):
@@ -343,13 +343,13 @@ def _micro_batches(job: _Job, step: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def _commit(job: _Job, step: int) -> None:
+def _commit(job: _PretrainContext, step: int) -> None:
     # The data position is the step: a batch is a function of (seed, step, rank, micro-batch).
     zo.commit(job.model, job.optimizer, extra={"step": step, "scheduler": job.scheduler.state_dict()})
 
 
 @torch.no_grad()
-def _validation_loss(job: _Job) -> float:
+def _validation_loss(job: _PretrainContext) -> float:
     """Mean loss over a fixed set of validation batches, dealt to the ranks."""
     job.model.eval()
     losses = []
@@ -361,7 +361,9 @@ def _validation_loss(job: _Job) -> float:
     return job.ranks.mean(sum(losses) / len(losses))
 
 
-def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress) -> TrainResult:
+def _finish(
+    job: _PretrainContext, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress
+) -> TrainResult:
     config, unigram_nats = job.config, job.corpus.unigram_nats
     # A sample of a large model takes as many forwards as it has bytes: a run that is asked to stop does not write it.
     if job.ranks.any(stop.requested) or last_step < config.steps:

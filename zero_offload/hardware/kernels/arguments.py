@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi
-from zero_offload.hardware.abi import STATE_BLOCK, Kind, Rule
+from zero_offload.hardware.abi import STATE_BLOCK, ElementType, Rule
 
 CHUNK = 16384
 """Elements: kChunk of csrc/util/chunks.h, what one thread takes at once; sums depend on it."""
@@ -28,12 +28,12 @@ SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
 SegmentArray = npt.NDArray[np.void]
 
 
-class _Kinds(dict[torch.dtype, Kind]):
-    def __missing__(self, dtype: torch.dtype) -> Kind:
+class _Kinds(dict[torch.dtype, ElementType]):
+    def __missing__(self, dtype: torch.dtype) -> ElementType:
         raise ConfigError(f"the kernels take torch.float32, torch.bfloat16 and torch.float16, not {dtype}")
 
 
-_KINDS = _Kinds({torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16, torch.float16: Kind.FP16})
+_KINDS = _Kinds({torch.float32: ElementType.FP32, torch.bfloat16: ElementType.BF16, torch.float16: ElementType.FP16})
 FLOATS = tuple(_KINDS)
 kind_of = _KINDS.__getitem__
 """The kernel kind of a dtype. Raises ConfigError for any but float32, bfloat16 and float16. Twice for each gradient, so

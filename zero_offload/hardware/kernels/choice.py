@@ -16,7 +16,7 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
-from zero_offload.hardware.abi import GradMode, Kind, UpdateArgsStruct
+from zero_offload.hardware.abi import ElementType, GradMode, UpdateArgsStruct
 from zero_offload.hardware.accelerators import ACCELERATORS
 
 
@@ -39,13 +39,22 @@ class Kernels(Protocol):
         self, format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
     ) -> None: ...
 
-    def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None: ...
+    def convert(
+        self, dst: int, dst_kind: ElementType, src: int, src_kind: ElementType, numel: int, num_threads: int
+    ) -> None: ...
 
     def grad_store(
-        self, dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
+        self,
+        dst_kind: ElementType,
+        src_kind: ElementType,
+        mode: GradMode,
+        num_threads: int,
+        dst: int,
+        src: int,
+        numel: int,
     ) -> native.GradSum: ...
 
-    def sumsq(self, kind: Kind, values: int, numel: int, num_threads: int) -> native.GradSum: ...
+    def sumsq(self, kind: ElementType, values: int, numel: int, num_threads: int) -> native.GradSum: ...
 
     def crc32c(self, seed: int, address: int, nbytes: int) -> int: ...
 

@@ -30,7 +30,7 @@ BLOCK_CHUNKS = 256
 """Torch's operations take so many chunks at once: their squares, and the running sums of these, are 32 MiB each."""
 
 # Looking up a member of an enumeration takes a tenth of a microsecond.
-_FP32, _OVERWRITE, _ACCUMULATE = abi.Kind.FP32, abi.GradMode.OVERWRITE, abi.GradMode.ACCUMULATE
+_FP32, _OVERWRITE, _ACCUMULATE = abi.ElementType.FP32, abi.GradMode.OVERWRITE, abi.GradMode.ACCUMULATE
 
 
 def store_grad(

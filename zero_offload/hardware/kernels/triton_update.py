@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_offload.base.types import StateFormat
-from zero_offload.hardware.abi import MAX_STATES, STATE_BLOCK, Kind, Rule
+from zero_offload.hardware.abi import MAX_STATES, STATE_BLOCK, ElementType, Rule
 from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors, check_update, kind_of
 from zero_offload.hardware.kernels.fallback import rules
 from zero_offload.hardware.kernels.fallback.codec import random_key, turns
@@ -29,7 +29,7 @@ OPTIONS = {"enable_fp_fusion": False}
 """Options of the compiler: a product is not fused with the sum behind it."""
 
 # A kernel reads no globals but those that it may take for constants.
-_FP32, _BF16 = tl.constexpr(int(Kind.FP32)), tl.constexpr(int(Kind.BF16))
+_FP32, _BF16 = tl.constexpr(int(ElementType.FP32)), tl.constexpr(int(ElementType.BF16))
 _WHOLE, _HALVES = tl.constexpr(int(StateFormat.FP32)), tl.constexpr(int(StateFormat.BF16))
 _COMPACT = tl.constexpr(int(StateFormat.COMPACT))
 _STATE_BLOCK = tl.constexpr(STATE_BLOCK)
@@ -142,8 +142,8 @@ def update_elements(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block; `c` are the scalars of `rules.scalars_of`. VALUE is a Kind and FORMAT a StateFormat; `beside` has the
-    residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before` and
+    """One block; `c` are the scalars of `rules.scalars_of`. VALUE is an ElementType, FORMAT a StateFormat. `beside` has
+    the residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before` and
     `between` are the key of random words."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel

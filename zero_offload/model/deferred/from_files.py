@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_offload.checkpoint.hf_files import FileTensor
-from zero_offload.model.deferred.recipe import Recipe
+from zero_offload.model.deferred.recipe import RecordedRecipe
 from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.standins.owners import keep_recipe, recipe_of
@@ -63,7 +63,7 @@ def make_what_came_later(root: nn.Module) -> None:
     for module in filter(None, planned.values()):
         for _, tensor in offloaded_tensors(module):
             recipe = recipe_of(tensor)
-            if isinstance(recipe, Recipe) and recipe.is_skipped and recipe.value is not None:
+            if isinstance(recipe, RecordedRecipe) and recipe.is_skipped and recipe.value is not None:
                 keep_recipe(tensor, replace(recipe, is_skipped=False))
 
 

@@ -181,7 +181,7 @@ def _kept_state() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class RecordedRecipe:
     """How the values of one parameter are made."""
 
     value: Value | None

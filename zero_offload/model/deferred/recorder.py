@@ -43,7 +43,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.types import MIB
-from zero_offload.model.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
+from zero_offload.model.deferred.recipe import (
+    TEMPORARY_BYTES,
+    Node,
+    OwnGenerator,
+    RecordedRecipe,
+    Ref,
+    Value,
+    blank,
+    replay,
+)
 from zero_offload.standins.guard import converts_module, name_of
 from zero_offload.standins.owners import keep_recipe, recipe_of
 from zero_offload.storage.memory.heap import HeapTrimmer
@@ -275,7 +284,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            return self.tracer.run(Call(func, args, kwargs or {}))
+            return self.tracer.run(DispatchedOp(func, args, kwargs or {}))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -433,7 +442,7 @@ KEPT_BYTES = 16 * MIB
 
 
 @dataclass(eq=False)
-class _Slot:
+class _RecordedStorage:
     """One storage of the program."""
 
     key: int
@@ -457,7 +466,7 @@ class Tracer:
         self.skips_values = skips_values
         self._slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Storage, real or meta -> slot."""
-        self._kept: dict[_Slot, torch.UntypedStorage] = {}
+        self._kept: dict[_RecordedStorage, torch.UntypedStorage] = {}
         """Real values of faces, the last used last."""
         self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
         self._keys = itertools.count()
@@ -493,28 +502,28 @@ class Tracer:
         if has_storage(tensor) and not tensor.is_meta:
             self._slots.pop(tensor.untyped_storage(), None)
 
-    def recipe(self, face: Tensor) -> Recipe:
+    def recipe(self, face: Tensor) -> RecordedRecipe:
         """How the values of a face are made, as far as the program has come."""
         slot = self._slots[face.untyped_storage()]
         is_known = not slot.unknown or (slot.can_be_made and not slot.value.is_blank)
         made = slot.value if is_known else None
-        return Recipe(made, Ref.of(face, slot.key), is_skipped=slot.unknown)
+        return RecordedRecipe(made, Ref.of(face, slot.key), is_skipped=slot.unknown)
 
-    def _slot(self, tensor: Tensor) -> _Slot | None:
-        slot: _Slot | None = self._slots.get(tensor.untyped_storage()) if has_storage(tensor) else None
+    def _slot(self, tensor: Tensor) -> _RecordedStorage | None:
+        slot: _RecordedStorage | None = self._slots.get(tensor.untyped_storage()) if has_storage(tensor) else None
         return slot
 
-    def _follow(self, tensor: Tensor) -> _Slot:
+    def _follow(self, tensor: Tensor) -> _RecordedStorage:
         """Begin with a storage whose values were made elsewhere: they are copied."""
         storage = tensor.untyped_storage()
         key = next(self._keys)
-        slot = _Slot(key, storage.nbytes(), Value(key, data=storage.clone()), weakref.ref(storage))
+        slot = _RecordedStorage(key, storage.nbytes(), Value(key, data=storage.clone()), weakref.ref(storage))
         self._slots[storage] = slot
         return slot
 
     # Operations
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: DispatchedOp) -> Any:
         """Do an operation, and note it."""
         faces = [tensor for tensor in call.tensors if self.is_face(tensor)]
         if call.only_renames:
@@ -545,7 +554,7 @@ class Tracer:
             self._note(node, call, filled, results, is_unknown=is_unknown)
         return self._with_faces(call, faces, reals, results)
 
-    def _defer(self, call: Call, filled: Sequence[Tensor]) -> None:
+    def _defer(self, call: DispatchedOp, filled: Sequence[Tensor]) -> None:
         """Note what would fill unknown values, without doing it: a parameter may turn out to be in no file.
 
         The program's generator stays as it is. Numbers are drawn from one of each operation's own, seeded by both.
@@ -560,7 +569,7 @@ class Tracer:
         for tensor in call.written:
             self._slots[tensor.untyped_storage()].can_be_made = False
 
-    def _move(self, call: Call) -> Any:
+    def _move(self, call: DispatchedOp) -> Any:
         """A face becomes a face of another storage."""
         target, *sources = call.tensors
         if call.func is not torch.ops.aten.set_.source_Tensor or not self.is_face(target):
@@ -568,7 +577,7 @@ class Tracer:
         source = sources[0] if self.is_face(sources[0]) else self.face(sources[0])
         return call.func(target, source)
 
-    def _node(self, call: Call, filled: Sequence[Tensor]) -> Node:
+    def _node(self, call: DispatchedOp, filled: Sequence[Tensor]) -> Node:
         reads = []
         unread = {id(self._slot(tensor)) for tensor in filled}
 
@@ -588,7 +597,9 @@ class Tracer:
         dtype = torch.get_default_dtype()
         return Node(next(self._orders), call.func, args, kwargs, call.generator_state(), dtype, tuple(reads), [])
 
-    def _note(self, node: Node, call: Call, filled: Sequence[Tensor], results: Any, *, is_unknown: bool) -> None:
+    def _note(
+        self, node: Node, call: DispatchedOp, filled: Sequence[Tensor], results: Any, *, is_unknown: bool
+    ) -> None:
         refilled = {id(self._slot(tensor)) for tensor in filled}
         for tensor in call.written:
             slot = self._slot(tensor)
@@ -609,7 +620,7 @@ class Tracer:
                 self._trimmer.freed(storage.nbytes())
                 key = next(self._keys)
                 node.makes.append((index, key))
-                self._slots[storage] = _Slot(
+                self._slots[storage] = _RecordedStorage(
                     key, storage.nbytes(), Value(key, node), weakref.ref(storage), None, is_unknown, can_be_made
                 )
 
@@ -629,7 +640,7 @@ class Tracer:
             reals[id(face)] = Ref.of(face, slot.key).on(storage)
         return reals
 
-    def _storage(self, slot: _Slot, *, is_filled: bool = False) -> torch.UntypedStorage:
+    def _storage(self, slot: _RecordedStorage, *, is_filled: bool = False) -> torch.UntypedStorage:
         """The values of a slot; `is_filled`: they are not read before they are filled."""
         storage = slot.real() if slot.real is not None else None
         if storage is None:
@@ -643,7 +654,7 @@ class Tracer:
             self._slots[storage] = slot
         return storage
 
-    def _make_room(self, used: set[_Slot]) -> None:
+    def _make_room(self, used: set[_RecordedStorage]) -> None:
         """Drop values of faces that were not used for long."""
         others = [slot for slot in self._kept if slot not in used]
         surplus = sum(slot.nbytes for slot in others) - KEPT_BYTES
@@ -652,7 +663,7 @@ class Tracer:
                 del self._kept[slot]
                 surplus -= slot.nbytes
 
-    def _with_faces(self, call: Call, faces: Sequence[Tensor], reals: dict[int, Tensor], results: Any) -> Any:
+    def _with_faces(self, call: DispatchedOp, faces: Sequence[Tensor], reals: dict[int, Tensor], results: Any) -> Any:
         """Results with the faces that were given, faces for other views of their values, and else what they are."""
         given = {id(reals[id(face)]): face for face in faces}
         slots = {self._slots[face.untyped_storage()] for face in faces}
@@ -684,7 +695,7 @@ def has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
-class Call:
+class DispatchedOp:
     """An operator and its arguments, as torch's dispatcher hands it over: what it reads, writes, draws and returns."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

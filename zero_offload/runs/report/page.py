@@ -112,7 +112,7 @@ def page_data(run: Run, tbw: float = TBW_USUAL) -> dict[str, Any]:
     summary = summarize(run)
     rows = _thinned(run.rows)
     steps = [row["step"] for row in rows]
-    wear = _Wear.of(run, tbw)
+    wear = _DriveWear.of(run, tbw)
     panels = [
         _loss_panel(run, rows),
         _line_panel("learning rate", rows, "lr", _BLUE),
@@ -340,7 +340,7 @@ def _is_figure(name: str, value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class _Wear:
+class _DriveWear:
     """Bytes that rank 0 has written to its drives: as far as the rows tell, and at the rate of the last start."""
 
     total: float
@@ -349,7 +349,7 @@ class _Wear:
     tbw: float
 
     @classmethod
-    def of(cls, run: Run, tbw: float) -> _Wear | None:
+    def of(cls, run: Run, tbw: float) -> _DriveWear | None:
         written = [_written(row) for row in run.rows]
         if not any(written):
             return None
@@ -375,7 +375,7 @@ def _written(row: Row) -> float:
     return float(row["written_bytes"].get(Tier.NVME.value, 0)) * int(row.get(NUM_STEPS, 1))
 
 
-def _wear_panel(wear: _Wear | None, rows: Sequence[Row]) -> Panel | None:
+def _wear_panel(wear: _DriveWear | None, rows: Sequence[Row]) -> Panel | None:
     if wear is None:
         return None
     total, values = 0.0, []
@@ -483,7 +483,7 @@ def _lanes(run: Run, rows: Sequence[Row], events: Sequence[Mapping[str, Any]]) -
 # Figures and tables
 
 
-def _headline(run: Run, summary: Mapping[str, Any], wear: _Wear | None) -> Iterator[tuple[str, str, str]]:
+def _headline(run: Run, summary: Mapping[str, Any], wear: _DriveWear | None) -> Iterator[tuple[str, str, str]]:
     """A label, a figure and what belongs to it."""
     step, planned = summary["steps"], summary["steps_planned"]
     state = state_of(run)

@@ -28,7 +28,7 @@ GONE_S = 10.0
 _HOSTS = ("127.0.0.1", "localhost")
 
 
-class Source:
+class PageData:
     """The page's data, read again where the run's files have changed."""
 
     def __init__(self, path: Path, tbw: float) -> None:
@@ -75,7 +75,7 @@ class _Server(ThreadingHTTPServer):
 
 def watch(path: Path, tbw: float, port: int | None, tell: Callable[[str], None]) -> None:
     """Serve the page until the run ends. Raises ConfigError if the port is taken or `path` is not a run directory."""
-    source = Source(path, tbw)
+    source = PageData(path, tbw)
     while not _has_rows(source):
         time.sleep(EVERY_S / 4)
     if source.has_ended:
@@ -92,7 +92,7 @@ def watch(path: Path, tbw: float, port: int | None, tell: Callable[[str], None])
             thread.join()
 
 
-def _follow(source: Source, path: Path, tell: Callable[[str], None]) -> None:
+def _follow(source: PageData, path: Path, tell: Callable[[str], None]) -> None:
     """Follow a run, or another in its place, until it ends. Raises errors of reading that last for `GONE_S` seconds."""
     failing_since: float | None = None
     is_waiting = False
@@ -114,7 +114,7 @@ def _follow(source: Source, path: Path, tell: Callable[[str], None]) -> None:
             tell(f"another run has taken the place of the one in {path}; the page follows it")
 
 
-def _has_rows(source: Source) -> bool:
+def _has_rows(source: PageData) -> bool:
     """False while the run has not come to a row."""
     try:
         source.read()
@@ -125,7 +125,7 @@ def _has_rows(source: Source) -> bool:
     return True
 
 
-def _serve(source: Source, port: int | None) -> _Server:
+def _serve(source: PageData, port: int | None) -> _Server:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # Another site's page may reach this server by a name of its own: it gets nothing.

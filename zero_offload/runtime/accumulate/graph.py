@@ -49,7 +49,7 @@ _Leaf = _functions.AccumulateGrad
 _Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
-class _Cut(torch.autograd.Function):
+class _GraphInput(torch.autograd.Function):
     """Makes a tensor an input of the graph that may be changed in place."""
 
     @staticmethod
@@ -67,11 +67,11 @@ class _Cut(torch.autograd.Function):
         return None, None
 
 
-_cut: Callable[[Tensor, Tensor], Tensor] = _Cut.apply
+_cut: Callable[[Tensor, Tensor], Tensor] = _GraphInput.apply
 
 
 @dataclass(eq=False)
-class Part:
+class GraphPart:
     """Nodes of the graph, from number `first` up to the next part's."""
 
     units: tuple[Unit, ...]
@@ -101,8 +101,8 @@ class MicroGraph:
         self._store = store
         self.region: object = None
         """The pack hook of the recomputed region that the forward is inside of; None outside of such a region."""
-        self.parts = [Part((), 0, 0)]
-        self.left: list[Part] = []
+        self.parts = [GraphPart((), 0, 0)]
+        self.left: list[GraphPart] = []
         """Parts that are still to run, in this order."""
         self._cuts: dict[Node, Edge] = {}
         """By a node of this graph: the edge that it was cut off from."""
@@ -136,7 +136,7 @@ class MicroGraph:
             self._given[edge], self._hooks[edge] = weakref.ref(tensor), _hooks_on(tensor)
 
     def begin_part(self, units: tuple[Unit, ...], visit: int) -> None:
-        self.parts.append(Part(units, visit, _autograd._get_sequence_nr()))
+        self.parts.append(GraphPart(units, visit, _autograd._get_sequence_nr()))
 
     def _edge_of(self, tensor: Tensor) -> Edge:
         edge = get_gradient_edge(tensor)
@@ -185,23 +185,23 @@ class MicroGraph:
                 "loss_fn(model, batch).backward()"
             )
 
-    def _part_of(self, edge: Edge) -> Part:
+    def _part_of(self, edge: Edge) -> GraphPart:
         index = bisect_right(self.parts, edge[0]._sequence_nr(), key=lambda part: part.first)
         return self.parts[max(index - 1, 0)]
 
     def _stops(self, node: Node) -> bool:
         return isinstance(node, _Leaf) or node in self._cuts
 
-    def _find_ends(self, part: Part, inside: Mapping[Node, None]) -> tuple[Edge, ...]:
+    def _find_ends(self, part: GraphPart, inside: Mapping[Node, None]) -> tuple[Edge, ...]:
         ends = dict.fromkeys(root for root in part.roots if self._stops(root[0]))
         return tuple(ends | {edge: None for node in inside for edge in _next_edges(node) if edge[0] not in inside})
 
-    def _nodes_of(self, part: Part) -> dict[Node, None]:
+    def _nodes_of(self, part: GraphPart) -> dict[Node, None]:
         """The nodes that run in this part."""
         begin = [node for node, _ in part.roots if not self._stops(node)]
         return _reachable(begin, lambda node: not self._stops(node) and node._sequence_nr() >= part.first)
 
-    def _find_beyond(self, part: Part) -> list[Node]:
+    def _find_beyond(self, part: GraphPart) -> list[Node]:
         """Nodes of earlier parts that autograd will run: those between one end and another."""
         nodes = {node for node, _ in part.ends}
         behind = _reachable((node for node, _ in part.taken), lambda node: not self._stops(node))
@@ -234,7 +234,7 @@ class MicroGraph:
                 del self._waiting[leaf]
         return complete
 
-    def _take_hooked(self, part: Part, begins: dict[Edge, Tensor]) -> dict[Edge, Tensor]:
+    def _take_hooked(self, part: GraphPart, begins: dict[Edge, Tensor]) -> dict[Edge, Tensor]:
         """Add up what flows into ends as autograd would, and let it see nothing of that."""
         sums = {end: begins.pop(end) for end in part.taken if end in begins}
 
@@ -338,7 +338,7 @@ def _backward(begins: Mapping[Edge, Tensor], ends: Iterable[Edge], *, keep: bool
     return {edge: grad for edge, grad in zip(ends, grads, strict=True) if grad is not None}
 
 
-def _refuses_parts(part: Part) -> ZeroOffloadError:
+def _refuses_parts(part: GraphPart) -> ZeroOffloadError:
     where = ", ".join(unit.name for unit in part.units) or "the first unit"
     return ZeroOffloadError(
         f"zo.accumulate runs backward unit by unit, which torch.utils.checkpoint(use_reentrant=True), used behind "

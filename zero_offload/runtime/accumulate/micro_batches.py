@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.hardware.device import Device
-from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
+from zero_offload.runtime.accumulate.graph import GraphPart, MicroGraph, leaf_of
 from zero_offload.runtime.accumulate.relay import Forks, Relay, Runner, Surroundings
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.pass_tracker import PassTracker, Scope, changed_in_forward
@@ -71,7 +71,7 @@ class MicroBatches:
     def forward(self) -> list[Tensor]:
         """Run all forwards; the losses, without their graphs."""
         tracker, spans = self._tracker, self._prefetcher.spans
-        opened = spans.open(Lane.FORWARD, Lane.FORWARD.value)
+        opened = spans.open(Track.FORWARD, Track.FORWARD.value)
         relay = self._relay
         assert relay is not None
         tracker.reset_forwards()
@@ -186,7 +186,7 @@ class MicroBatches:
             with self._forks.turn(graph.number):
                 self._run_part(graph, part)
 
-    def _run_part(self, graph: MicroGraph, part: Part) -> None:
+    def _run_part(self, graph: MicroGraph, part: GraphPart) -> None:
         self._tracker.begin_part()
         complete = graph.run()
         for group in part.completes:

@@ -225,7 +225,7 @@ _SEEDS = 2**32
 """As many as NumPy takes."""
 
 
-class _Kind(NamedTuple):
+class _GeneratorFamily(NamedTuple):
     """Generators that are read, written and seeded together."""
 
     read: Callable[[], Any]
@@ -236,19 +236,19 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind(
+    _GeneratorFamily(
         generators,
         set_generators,
         lambda count: host_empty(count, torch.int64).random_(_SEEDS).tolist(),
         torch.manual_seed,
     ),
-    _Kind(
+    _GeneratorFamily(
         random.getstate,
         random.setstate,
         lambda count: [random.randrange(_SEEDS) for _ in range(count)],
         random.seed,
     ),
-    _Kind(
+    _GeneratorFamily(
         np.random.get_state,
         np.random.set_state,
         lambda count: [int(seed) for seed in np.random.randint(_SEEDS, size=count, dtype=np.int64)],

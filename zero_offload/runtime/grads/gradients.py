@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.memory import (
@@ -138,7 +138,7 @@ class Gradients:
             grad = _plain(grad)
         if section.unit.update is not None:
             section.unit.wait_for_update()  # it may still read the last step's gradients
-        opened = self._spans.open(Lane.GRADS, section.store.unit)
+        opened = self._spans.open(Track.GRADS, section.store.unit)
         takes_turns = bool(self.coming) and self.reduces
         if self._collectives.world_size == 1:
             section.unreduced.add(index, grad, adds=index in section.holding)

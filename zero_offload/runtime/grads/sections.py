@@ -16,7 +16,7 @@ from zero_offload.plan.memory import (
     sliced_grad_bytes,
     staged_grad_bytes,
 )
-from zero_offload.plan.model_spec import Experts
+from zero_offload.plan.model_spec import ExpertGroups
 from zero_offload.runtime.grads.section import DevicePartial, FreshGrads, GradSection, HostPartial, StagedPartial
 from zero_offload.runtime.prefetcher import MemoryPool
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -56,7 +56,9 @@ class GradSections:
         fresh = None if downloads is None else FreshGrads(local or store, self._device, downloads)
         return GradSection(unit, section, store, local, fresh, self._new_partial(section, unit.layout.experts))
 
-    def _new_partial(self, section: Section, experts: Experts | None) -> HostPartial | DevicePartial | StagedPartial:
+    def _new_partial(
+        self, section: Section, experts: ExpertGroups | None
+    ) -> HostPartial | DevicePartial | StagedPartial:
         layout, downloads = section.layout, self._downloads
         if self._device.is_host or downloads is None:
             return HostPartial(layout, self._memory.store.arena, self._attach)

@@ -25,7 +25,7 @@ from zero_offload.base.alike import Compared
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.events import Counters
 from zero_offload.base.host import host_tensor
-from zero_offload.base.spans import Lane, now
+from zero_offload.base.spans import Track, now
 from zero_offload.base.types import Branches, GradReduction
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup, all_gather, reduce_scatter
@@ -229,8 +229,8 @@ class Collectives:
         if self._gathers is None:
             return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        what, moved = f"the gather of parameters of {unit}", (Lane.GATHER, unit, flat.nbytes)
-        opened = self.counters.spans.open(Lane.FETCH, f"{Lane.GATHER.value} {unit}")
+        what, moved = f"the gather of parameters of {unit}", (Track.GATHER, unit, flat.nbytes)
+        opened = self.counters.spans.open(Track.FETCH, f"{Track.GATHER.value} {unit}")
         wait = self._watched(lambda exchange: exchange.gather(flat), self._gathers, what, moved)
         self.counters.spans.close(opened)
         return wait
@@ -247,7 +247,7 @@ class Collectives:
             waits = [exchange.spread(piece, source) for piece, source in pieces]
             return lambda: [wait() for wait in waits].clear()
 
-        return self._watched(launch, self._gathers, f"the gather of {what}", (Lane.GATHER, what, nbytes))
+        return self._watched(launch, self._gathers, f"the gather of {what}", (Track.GATHER, what, nbytes))
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.
@@ -263,12 +263,12 @@ class Collectives:
         one_shard = self.num_shards == 1
         # An all-reduce is a reduce-scatter and a gather of the sums.
         self.counters.add("reduced", sent.nbytes + sent.numel() * self._reduce_dtype.itemsize * one_shard)
-        opened = self.counters.spans.open(Lane.GRADS, f"{Lane.REDUCE.value} {unit}")
+        opened = self.counters.spans.open(Track.GRADS, f"{Track.REDUCE.value} {unit}")
         wait = self._watched(
             lambda exchange: (exchange.all_reduce if one_shard else exchange.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
             what,
-            (Lane.REDUCE, unit, sent.nbytes),
+            (Track.REDUCE, unit, sent.nbytes),
         )
         self.counters.spans.close(opened)
 
@@ -289,7 +289,7 @@ class Collectives:
         launch: Callable[[Exchange], Callable[[], T]],
         exchange: Exchange,
         what: str,
-        moved: tuple[Lane, str, int] | None = None,
+        moved: tuple[Track, str, int] | None = None,
     ) -> Callable[[], T]:
         """Launch `what`; the wait. `moved`, lane, unit and bytes, is drawn as a transfer."""
         spans = self.counters.spans

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from zero_offload.hardware import native
-from zero_offload.runtime.ranks.watch import Place, time_limit
+from zero_offload.runtime.ranks.watch import RankProcess, time_limit
 
 _PAGE_WORDS = 512
 _POSTED, _LEFT = 0, 1
@@ -39,7 +39,7 @@ class Page:
 
     rank: int
     """The program's number."""
-    place: Place
+    place: RankProcess
     words: Words
 
     def address(self, word: int) -> int:
@@ -89,11 +89,11 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _PageAddress:
     """Where other ranks look for a rank's page, and the first word by which they know it."""
 
     rank: int
-    place: Place
+    place: RankProcess
     fd: int
     secret: int
 
@@ -108,7 +108,7 @@ def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> Channel | 
     try:
         secret = secrets.randbits(62)
         mine[0] = secret
-        offers = _all_gather(_Offer(rank, Place.here(), fd, secret), group, len(members))
+        offers = _all_gather(_PageAddress(rank, RankProcess.here(), fd, secret), group, len(members))
         pages = {each.rank: mine if each.rank == rank else _find(each) for each in offers}
         # No rank closes a file that another still looks for, nor posts a turn over its secret.
         reaches_all = _all_gather(all(words is not None for words in pages.values()), group, len(members))
@@ -125,10 +125,10 @@ def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> Channel | 
     return Channel(found, list(members).index(rank))
 
 
-def _find(offer: _Offer) -> Words | None:
+def _find(offer: _PageAddress) -> Words | None:
     """Map another rank's page, if the system lets this process."""
     # Without the library nothing here can post a word or wait for one.
-    if offer.place[:2] != Place.here()[:2] or not native.available():
+    if offer.place[:2] != RankProcess.here()[:2] or not native.available():
         return None
     try:
         with open(f"/proc/{offer.place.pid}/fd/{offer.fd}", "r+b", buffering=0) as file:

@@ -37,7 +37,7 @@ _LOOK_EVERY_S = 0.05
 _TEXT_MAX = 2000
 
 
-class Place(NamedTuple):
+class RankProcess(NamedTuple):
     """A process."""
 
     host: str
@@ -46,12 +46,12 @@ class Place(NamedTuple):
     pid: int
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> RankProcess:
         return cls(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
 
     def state(self) -> str:
         """The state of the process by the system: "gone", "stopped", "running", or "" when it is on another machine."""
-        here = Place.here()
+        here = RankProcess.here()
         if (self.host, self.namespace) != (here.host, here.namespace):
             return ""
         try:
@@ -68,7 +68,7 @@ class Witness:
     """Knowledge about another rank."""
 
     rank: int
-    place: Place | None = None
+    place: RankProcess | None = None
     failed: str = ""
     """Its own error."""
     waits: str = ""
@@ -120,7 +120,7 @@ class RankWatch:
         self._others = tuple(member for member in members if member != self.rank)
         # A connection of its own: the default group's may be gone before the last word.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._say("at", json.dumps(Place.here()))
+        self._say("at", json.dumps(RankProcess.here()))
         for kind in ("failed", "waits", "ended"):
             self._say(kind, "")
         # At the end of the interpreter, and of multiprocessing's children, which do not run atexit's functions. Held
@@ -271,7 +271,7 @@ def _hear(store: Any, witness: Witness) -> None:
         return bytes(store.get(key)).decode(errors="replace") if store.check([key]) else ""
 
     if witness.place is None and (place := read("at")):
-        witness.place = Place(*json.loads(place))
+        witness.place = RankProcess(*json.loads(place))
     # In this order: a process that is gone has said all it had to say.
     witness.state = "" if witness.place is None else witness.place.state()
     witness.failed, witness.waits, witness.ended = read("failed"), read("waits"), read("ended")

@@ -125,7 +125,7 @@ class _Remains(weakref.ref[Stored]):
         self.copy = stored.copy
 
 
-class Away(NamedTuple):
+class OffloadedActivation(NamedTuple):
     """A saved tensor whose memory is stored."""
 
     stored: Stored
@@ -188,7 +188,7 @@ class Activations:
         self._kept.clear()
         self._in_parts = False
 
-    def pack(self, tensor: Tensor) -> Away | None:
+    def pack(self, tensor: Tensor) -> OffloadedActivation | None:
         """Launch the way out; None when the tensor stays."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
@@ -217,7 +217,7 @@ class Activations:
                 return None
             stored = self._put(self._tiers[tier], storage, tensor.device, key)
         stored.num_saved += 1
-        return Away(
+        return OffloadedActivation(
             stored, VersionCheck(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
@@ -244,7 +244,7 @@ class Activations:
                 del self._by_key[remains.key]
             remains.copy.release()
 
-    def unpack(self, away: Away) -> Tensor:
+    def unpack(self, away: OffloadedActivation) -> Tensor:
         """The tensor, for compute launched from now on."""
         self._give_back()
         away.check.raise_if_changed()

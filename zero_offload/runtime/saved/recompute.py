@@ -1,9 +1,10 @@
 """Forwards that are run again in backward instead of what they saved: `zo.checkpoint`. Offloaded or not.
 
-Owns the marked modules' forwards. While one runs, each tensor that autograd saves becomes a `Slot`, an empty place. The
-first slot that a backward asks for runs the forward again, with its generators and autocast, and fills all slots. Every
-later hook of the module runs again with it. The calls: `Recompute.enter` and `exit` around each forward; `Region.pack`
-and `unpack` by autograd; `drop_stale` when a forward may have been left without its hooks.
+Owns the marked modules' forwards. While one runs, each tensor that autograd saves becomes a `RecomputedTensor`, an
+empty place. The first slot that a backward asks for runs the forward again, with its generators and autocast, and fills
+all slots. Every later hook of the module runs again with it. The calls: `RecomputedModule.enter` and `exit` around each
+forward; `RecomputedForward.pack` and `unpack` by autograd; `drop_stale` when a forward may have been left without its
+hooks.
 
 [Note: kept inputs]
 A forward that saves nothing is never run again, so its inputs are kept when it first saves a tensor. Floating tensors
@@ -48,15 +49,15 @@ Group = dist.ProcessGroup
 class _Refilled(Exception):
     """All slots of a region are full."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: RecomputedForward) -> None:
         super().__init__("what zero_offload runs again in backward ends here; let this exception pass")
         self.region = region
 
 
-class Slot:
+class RecomputedTensor:
     """The place of one saved tensor; filled between a recompute and its use."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: RecomputedForward) -> None:
         self.region = region
         self.value: Tensor | None = None
         self.backward = -1
@@ -89,20 +90,20 @@ class _Entered(NamedTuple):
     """A forward that runs, and the hooks it entered for a region, if any."""
 
     caller: FrameType
-    region: Region | None
+    region: RecomputedForward | None
     hooks: saved_tensors_hooks | None
     thread: int
     """Forwards of micro-batches run on threads of their own, and take turns."""
 
 
-class Recompute:
+class RecomputedModule:
     """One marked module."""
 
     def __init__(self, label: str, group: Group | None) -> None:
         """`group`: ranks with equal inputs, which keep a part of them each."""
         self._label = label
         self.group = group
-        self.again: Region | None = None
+        self.again: RecomputedForward | None = None
         """Its forward is the next one."""
         self._entered: list[_Entered] = []
 
@@ -116,7 +117,7 @@ class Recompute:
             region.restart_generators()
             hooks = saved_tensors_hooks(region.refill, KEPT_AS_IT_IS[1])
         elif torch.is_grad_enabled() and module.training:
-            region = Region(module, self, (args, kwargs), f"{self._label}{_name_of(module)}")
+            region = RecomputedForward(module, self, (args, kwargs), f"{self._label}{_name_of(module)}")
             hooks = saved_tensors_hooks(region.pack, region.unpack)
         caller = sys._getframe(1)
         if region is not None and hooks is not None:
@@ -149,10 +150,10 @@ class _KeptInput(NamedTuple):
     """Its shape, if the ranks of a group have a part each."""
 
 
-class Region:
+class RecomputedForward:
     """One forward, and what it takes to run it again."""
 
-    def __init__(self, module: nn.Module, recompute: Recompute, arguments: tuple[Any, ...], label: str) -> None:
+    def __init__(self, module: nn.Module, recompute: RecomputedModule, arguments: tuple[Any, ...], label: str) -> None:
         self._module = module
         self._recompute = recompute
         self._label = label
@@ -172,7 +173,7 @@ class Region:
         self.caller: FrameType | None = None
         """Runs as long as the forward does, the first or again."""
         # Weak: a slot lives as long as the node that has it, and keeps the region.
-        self._slots: list[weakref.ref[Slot]] = []
+        self._slots: list[weakref.ref[RecomputedTensor]] = []
         self._forms: list[_Form] = []
         self._num_refilled = 0
         self._results: list[tuple[_KeptInput | None, int]] = []
@@ -192,12 +193,12 @@ class Region:
             num_slots = len(self._slots)
             self._results = [(kept if before < num_slots else None, before) for kept, before in self._results]
 
-    def pack(self, tensor: Tensor) -> Slot:
+    def pack(self, tensor: Tensor) -> RecomputedTensor:
         """Autograd saves a tensor."""
         if not self._slots:
             for index, check in self._checks.items():
                 self._inputs[index] = self._keep(self._inputs[index], check)
-        slot = Slot(self)
+        slot = RecomputedTensor(self)
         self._slots.append(weakref.ref(slot))
         self._forms.append(_form_of(tensor))
         return slot
@@ -221,7 +222,7 @@ class Region:
 
     # Backward
 
-    def unpack(self, slot: Slot) -> Tensor:
+    def unpack(self, slot: RecomputedTensor) -> Tensor:
         """Autograd wants it back."""
         backward = torch._C._current_graph_task_id()
         twice = torch.is_grad_enabled()
@@ -309,7 +310,9 @@ class Region:
 
 def drop_stale() -> None:
     """Leave the hooks of forwards that were left without theirs, as Ctrl-C does."""
-    while (hooks := saving_hooks()) is not None and isinstance(region := getattr(hooks[0], "__self__", None), Region):
+    while (hooks := saving_hooks()) is not None and isinstance(
+        region := getattr(hooks[0], "__self__", None), RecomputedForward
+    ):
         if region.caller is not None and runs(region.caller):
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -327,11 +330,11 @@ def kept_result() -> Tensor | None:
     return region.give() if region is not None and runs_again(saving_hooks()) else None
 
 
-def _running() -> Region | None:
+def _running() -> RecomputedForward | None:
     """The innermost marked forward that runs and saves here."""
     hooks = saving_hooks()
     region = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return region if isinstance(region, Region) else None
+    return region if isinstance(region, RecomputedForward) else None
 
 
 Generators = tuple[Tensor, list[Tensor]]

@@ -7,7 +7,8 @@ its result, `start` launches the way back as far as there is room, `finish` give
 On a GPU both ways go over the copy lanes. A tensor keeps its memory on the device until its download is done. So a host
 that launches ahead of the GPU waits for downloads: else all of forward would be there at once. On the way to a file
 bytes pass through page-aligned host memory of constant size, `ACTIVATION_BLOCKS_OUT` blocks. On the way back to a GPU
-they take `ACTIVATION_BLOCKS_BACK`, and more for larger tensors. A CPU computes on what they were read to (`Landing`).
+they take `ACTIVATION_BLOCKS_BACK`, and more for larger tensors. A CPU computes on what they were read to
+(`ActivationStaging`).
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ class DiskTier:
         self.landing = _Blocks(arena)
         """Blocks on the way to a GPU."""
         self._num_landing = 0
-        self._slabs = Landing(arena)
+        self._slabs = ActivationStaging(arena)
         """Slabs, used where a CPU computes."""
         self.free: deque[_DiskPiece] = deque()
         """Whose extents are leased again."""
@@ -376,12 +377,12 @@ class DiskTier:
 class _ReadToHost:
     """Bytes in the file; they are read to where a CPU computes."""
 
-    def __init__(self, tier: DiskTier, landing: Landing, pieces: Sequence[_DiskPiece]) -> None:
+    def __init__(self, tier: DiskTier, landing: ActivationStaging, pieces: Sequence[_DiskPiece]) -> None:
         self._tier = tier
         self._landing = landing
         self._pieces = pieces
         self._nbytes = sum(piece.nbytes for piece in pieces)
-        self._lease: Lease | None = None
+        self._lease: TensorLease | None = None
 
     def start(self) -> bool:
         # Nothing is waited for ahead of time.
@@ -390,7 +391,7 @@ class _ReadToHost:
         self._start(Urgency.NORMAL)
         return True
 
-    def _start(self, urgency: Urgency) -> Lease:
+    def _start(self, urgency: Urgency) -> TensorLease:
         if self._lease is None or None in self._lease.reads:  # an unrecorded read may be under way there
             self._lease = self._landing.lease(self._nbytes)
         region, reads = self._lease
@@ -493,7 +494,7 @@ class _ReadToDevice:
 # Memory where a CPU computes on what came back from a file
 
 
-class Lease(NamedTuple):
+class TensorLease(NamedTuple):
     """Memory for one tensor."""
 
     region: Region
@@ -512,7 +513,7 @@ class _Leased(NamedTuple):
         return self.life() is None and all(read is not None and read.done() for read in self.reads)
 
 
-class Landing:
+class ActivationStaging:
     """Staging for tensors: the most that was in use at once.
 
     The C library's heap would do, but tensors of all sizes leave holes there. Those are given back to the system, and
@@ -524,11 +525,11 @@ class Landing:
         self._staging = Staging(arena, _NEED, slab_bytes=LANDING_SLAB_BYTES)
         self._leased: list[_Leased] = []
 
-    def lease(self, nbytes: int) -> Lease:
+    def lease(self, nbytes: int) -> TensorLease:
         """(nbytes,), sector-aligned, up to the end of its last sector."""
         for leased in [each for each in self._leased if each.is_over]:
             self._leased.remove(leased)
             self._staging.give_back(leased)
         region, reads = self._staging.lease(nbytes), list[Transfer | None]()
         self._leased.append(_Leased(region.address, region.nbytes, weakref.ref(region.owner), reads))
-        return Lease(region, reads)
+        return TensorLease(region, reads)

@@ -21,7 +21,7 @@ from torch import Tensor
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.hardware.device import Device, Event, Handoff
-from zero_offload.plan.groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, ShardPart
+from zero_offload.plan.groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, ShardRange
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
@@ -32,7 +32,7 @@ from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.store import ShardStore
 
 
-class Group(NamedTuple):
+class ExpertGroup(NamedTuple):
     """A range of a unit's experts."""
 
     unit: Unit
@@ -47,10 +47,10 @@ class GroupMemory:
     """Of the host: where reads end. A CPU computes on it."""
     device: Tensor | None = None
     """(bytes,) in a device's memory, once it is used."""
-    group: Group | None = None
+    group: ExpertGroup | None = None
     """The group that it holds, or that is on its way."""
     layout: GroupLayout | None = None
-    arriving: list[tuple[GroupPart, ShardPart]] = field(default_factory=list)
+    arriving: list[tuple[GroupPart, ShardRange]] = field(default_factory=list)
     """Parts that come to `landing`; those of a device are uploaded then."""
     reads: list[Transfer] = field(default_factory=list)
     """On their way from a drive."""
@@ -92,9 +92,9 @@ class GroupReader:
         self._device = device
         self._nbytes = nbytes
         self._memory = self._new_memory()
-        self._last: tuple[Group, bool] | None = None
+        self._last: tuple[ExpertGroup, bool] | None = None
         """The group used last, and whether a backward used it."""
-        self._next: dict[tuple[Group, bool], Group] = {}
+        self._next: dict[tuple[ExpertGroup, bool], ExpertGroup] = {}
         """By group and direction: the group used after it in the last cycle."""
 
     def _new_memory(self) -> list[GroupMemory]:
@@ -117,7 +117,7 @@ class GroupReader:
         return self._collectives.num_shards > 1
 
     def values(
-        self, group: Group, following: Group | None, *, in_backward: bool, keeps_order: bool
+        self, group: ExpertGroup, following: ExpertGroup | None, *, in_backward: bool, keeps_order: bool
     ) -> dict[str, Tensor]:
         """The values of these experts, each of shape (experts, ...), by the last part of the parameter's name; valid
         until the next call. The unit's update is over.
@@ -142,7 +142,7 @@ class GroupReader:
         whole = self._whole(memory)
         return {_name_of(part.piece): _view(whole, part) for part in memory.layout.parts}
 
-    def _here(self, group: Group) -> dict[str, Tensor]:
+    def _here(self, group: ExpertGroup) -> dict[str, Tensor]:
         """Views of the unit's own buffers."""
         first, last = group.experts.start, group.experts.stop
         return {
@@ -164,7 +164,7 @@ class GroupReader:
             if memory.group is not None and memory.group.unit in changed:
                 memory.cancel()
 
-    def _bring(self, group: Group) -> GroupMemory:
+    def _bring(self, group: ExpertGroup) -> GroupMemory:
         memory = next((each for each in self._memory if each.group == group), None)
         if memory is None:
             memory = next((each for each in self._memory if each.group is None), self._memory[0])
@@ -178,7 +178,7 @@ class GroupReader:
         self._memory = [*(each for each in self._memory if each is not memory), memory]
         return memory
 
-    def _launch(self, memory: GroupMemory, group: Group, urgency: Urgency) -> None:
+    def _launch(self, memory: GroupMemory, group: ExpertGroup, urgency: Urgency) -> None:
         """Begin to fill the memory with this rank's part of a group."""
         memory.cancel()
         if not self._device.is_host:
@@ -280,7 +280,7 @@ def _name_of(piece: ParamSlice) -> str:
     return piece.spec.name.rpartition(".")[2]
 
 
-def _stretch(memory: Tensor | None, part: GroupPart, piece: ShardPart) -> Tensor:
+def _stretch(memory: Tensor | None, part: GroupPart, piece: ShardRange) -> Tensor:
     """A shard's elements of a part, (elements,), where they land."""
     assert memory is not None
     at, itemsize = piece.place(part.section.dtype.itemsize), part.section.dtype.itemsize

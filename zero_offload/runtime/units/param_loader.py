@@ -138,7 +138,7 @@ class UnitStreams:
 
 
 @dataclass
-class _Landing:
+class _UnitUpload:
     """One unit's values on their way through a landing region; `uploads` is empty until the reads are done."""
 
     region: Region | None
@@ -170,7 +170,7 @@ class DeviceParamLoader:
         self._device = device
         self._staging = staging
         self._shard_index = shard_index
-        self._flying: dict[int, _Landing] = {}
+        self._flying: dict[int, _UnitUpload] = {}
         self._keeping: dict[int, list[_Keeping]] = {}
         self.streams = UnitStreams(device)
 
@@ -180,7 +180,7 @@ class DeviceParamLoader:
         return self._staging.fits(self._landing_bytes(unit.sections))
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
-        landing = self._flying[unit.index] = _Landing(None, self.streams.of(unit))
+        landing = self._flying[unit.index] = _UnitUpload(None, self.streams.of(unit))
         self.streams.catch_up(landing.streams)
         offset, nbytes = 0, self._landing_bytes(sections)
         mark: Event | None = None  # one for all: nothing that uses the targets is launched meanwhile
@@ -306,7 +306,7 @@ class DeviceParamLoader:
             keeping.write.wait()
             self._staging.give_back(keeping.region)
 
-    def _upload(self, landing: _Landing) -> None:
+    def _upload(self, landing: _UnitUpload) -> None:
         if not landing.reads:
             return
         self.streams.catch_up(landing.streams)
@@ -349,7 +349,7 @@ class DeviceParamLoader:
                 if keeping.region is not None and keeping.write is None and keeping.download.ready.done():
                     keeping.write = keeping.replica.launch_save(keeping.region.address)
 
-    def _end_landing(self, landing: _Landing) -> None:
+    def _end_landing(self, landing: _UnitUpload) -> None:
         """Wait for the uploads and give the region back."""
         for upload in landing.uploads:
             upload.take_on_host()

@@ -35,9 +35,9 @@ from zero_offload.storage.files.engine import (
     BlockTable,
     EngineSettings,
     FileEngine,
-    Moved,
     StallWatch,
     Ticket,
+    TransferTimes,
     Urgency,
     table_error,
     unknown_ticket_error,
@@ -49,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass
-class _Batch:
+class _Submission:
     """One submission; touched on the loop's thread only."""
 
     ticket: Ticket
@@ -73,7 +73,7 @@ class _Batch:
         return self.done
 
 
-_Job = tuple[int, int, int, int, _Batch]
+_Job = tuple[int, int, int, int, _Submission]
 """One block: how little urgent, number of its ticket, row, address, batch. Urgent ones come first, then in the order of
 submission."""
 
@@ -126,7 +126,7 @@ class AiofilesEngine(FileEngine):
     def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
         super().__init__(settings)
         self._drives: dict[int, int] = {}
-        self._open: dict[int, _Batch] = {}
+        self._open: dict[int, _Submission] = {}
         self._numbers = itertools.count(1)
         self.moved_bytes = 0
         """Read and written since it was opened."""
@@ -159,7 +159,7 @@ class AiofilesEngine(FileEngine):
         if len(blocks) and not address:
             raise ConfigError("a transfer: base is NULL")
         ticket = Ticket(next(self._numbers), blocks)
-        batch = _Batch(ticket, op, len(blocks))
+        batch = _Submission(ticket, op, len(blocks))
         if not len(blocks):
             batch.end()
             self._open[ticket.number] = batch
@@ -171,13 +171,13 @@ class AiofilesEngine(FileEngine):
         self._loop.call_soon_threadsafe(self._queue, jobs)
         return ticket
 
-    def wait(self, ticket: Ticket) -> Moved:
+    def wait(self, ticket: Ticket) -> TransferTimes:
         batch, watch = self._batch(ticket), StallWatch()
         while not batch.ends_in(LOOK_S):
             if self.is_stuck or watch.is_over(self.moved_bytes):
                 self.is_stuck = True
                 self._raise_stuck(ticket, batch.done_bytes)
-        moved = Moved(batch.begin_ns, batch.end_ns)
+        moved = TransferTimes(batch.begin_ns, batch.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._open[ticket.number]
         if batch.failure is not None:
@@ -214,7 +214,7 @@ class AiofilesEngine(FileEngine):
         if self._closed or os.getpid() != self._owner_pid:
             raise self._unusable()
 
-    def _batch(self, ticket: Ticket) -> _Batch:
+    def _batch(self, ticket: Ticket) -> _Submission:
         self._check_open()
         batch = self._open.get(ticket.number)
         if batch is None:
@@ -257,7 +257,7 @@ class AiofilesEngine(FileEngine):
                 batch.end_ns = time.perf_counter_ns()
                 batch.end()
 
-    async def _move_safely(self, batch: _Batch, row: int, address: int) -> BlockFailure | None:
+    async def _move_safely(self, batch: _Submission, row: int, address: int) -> BlockFailure | None:
         """Every failure reaches the waiter."""
         try:
             return await self._move(batch, row, address)
@@ -265,7 +265,7 @@ class AiofilesEngine(FileEngine):
             self._defect = error
             return BlockFailure(batch.op, row, IoStatus.OS_ERROR, code=errno.EIO)
 
-    async def _move(self, batch: _Batch, row: int, address: int) -> BlockFailure | None:
+    async def _move(self, batch: _Submission, row: int, address: int) -> BlockFailure | None:
         block, op = batch.ticket.blocks[row], batch.op
         nbytes, seed = int(block["nbytes"]), int(block["seed"])
         if op is IoOp.WRITE and not self.is_stuck:
@@ -283,7 +283,7 @@ class AiofilesEngine(FileEngine):
     async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
         return await self._loop.run_in_executor(self._executor, kernels().crc32c, seed, address, nbytes)
 
-    async def _transfer(self, batch: _Batch, row: int, address: int) -> BlockFailure | None:
+    async def _transfer(self, batch: _Submission, row: int, address: int) -> BlockFailure | None:
         """All bytes of a block, however few a call moves. Once given up, its memory is not ours to touch any more."""
         block, op = batch.ticket.blocks[row], batch.op
         call = self._pwritev if op is IoOp.WRITE else self._preadv

@@ -5,7 +5,7 @@ generation has recorded), `launch_read` and `Transfer.wait`, `move`, `close`.
 
 [Note: reading a base]
 Values begin at any byte of a file, and O_DIRECT moves whole sectors. So blocks of `BLOCK_BYTES`, counted from the start
-of the file, go to a bounce region. From there the wanted bytes go to their place. A region of `NUM_GROUPS` groups of
+of the file, go to a bounce region. From there the wanted bytes go to their place. A region of `NUM_BATCHES` groups of
 blocks serves all reads, in turns: the drive fills some, while the thread empties another.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 
 from zero_offload.base.errors import IntegrityError, StorageError, ZeroOffloadError
 from zero_offload.base.events import Counters
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.base.threads import LOOK_S, THREAD_PREFIX, Bell, Monitor, start
 from zero_offload.base.types import SECTOR, Tier, format_bytes
 from zero_offload.hardware.abi import IoOp
@@ -36,21 +36,21 @@ from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.plan.memory import BASE_BUFFER_BYTES
 from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseFile, BaseSpan, Stretch, changed_error, missing_text
 from zero_offload.storage.files.directory import DataFile
-from zero_offload.storage.files.engine import BLOCK_DTYPE, FileEngine, Moved, Ticket, Urgency
+from zero_offload.storage.files.engine import BLOCK_DTYPE, FileEngine, Ticket, TransferTimes, Urgency
 from zero_offload.storage.files.engines import open_engine, pick
 from zero_offload.storage.files.swap_file import Transfer, ignore
 from zero_offload.storage.memory.arena import Arena, Region
 
-GROUP_BLOCKS = 8
+BATCH_BLOCKS = 8
 """Blocks that are launched together."""
-NUM_GROUPS = BASE_BUFFER_BYTES // (GROUP_BLOCKS * BLOCK_BYTES)
+NUM_BATCHES = BASE_BUFFER_BYTES // (BATCH_BLOCKS * BLOCK_BYTES)
 """Groups on their way at a time."""
 _STUCK: list[BaseFiles] = []
 """Those whose drive may still write to their memory."""
 
 
 @dataclass
-class _Cut:
+class _CopyRange:
     """Bytes of a file and the memory that they go to."""
 
     file: BaseFile
@@ -60,7 +60,7 @@ class _Cut:
 
 
 @dataclass
-class _Group:
+class _ReadBatch:
     """Blocks that are read together, and what is copied from them."""
 
     read: _Read
@@ -82,7 +82,7 @@ class _Group:
             last, number = self.blocks[-1]
             if (last is file) and number == block:
                 return self.starts[-1]
-            if len(self.blocks) == GROUP_BLOCKS or self.nbytes % SECTOR != 0 or is_known != self.is_verified:
+            if len(self.blocks) == BATCH_BLOCKS or self.nbytes % SECTOR != 0 or is_known != self.is_verified:
                 return None
         self.is_verified = is_known
         self.blocks.append((file, block))
@@ -104,7 +104,7 @@ class _Read:
     """One call of `launch_read`."""
 
     files: BaseFiles
-    cuts: Sequence[_Cut]
+    cuts: Sequence[_CopyRange]
     urgency: Urgency
     num_flying: int = 0
     is_launched: bool = False
@@ -118,19 +118,19 @@ class _Read:
     def __post_init__(self) -> None:
         self._groups = self._divide()
 
-    def wait(self) -> Moved:
+    def wait(self) -> TransferTimes:
         while not self.is_over:
             self.ended.wait(LOOK_S)
             if not (self.is_over or self.files.is_alive):
                 raise self.files.closed_error()
         if self.error is not None:
             raise self.error
-        return Moved(self.begin_ns, self.end_ns)
+        return TransferTimes(self.begin_ns, self.end_ns)
 
     def done(self) -> bool:
         return self.is_over
 
-    def next_group(self) -> _Group | None:
+    def next_group(self) -> _ReadBatch | None:
         """None at the end, and after an error."""
         try:
             return None if self.error is not None else next(self._groups, None)
@@ -138,8 +138,8 @@ class _Read:
             self.error = error
             return None
 
-    def _divide(self) -> Iterator[_Group]:
-        group = _Group(self)
+    def _divide(self) -> Iterator[_ReadBatch]:
+        group = _ReadBatch(self)
         for cut in self.cuts:
             done = 0
             while done < cut.nbytes:
@@ -147,7 +147,7 @@ class _Read:
                 start = group.place(cut.file, block)
                 if start is None:
                     yield group
-                    group = _Group(self)
+                    group = _ReadBatch(self)
                     continue
                 nbytes = min(BLOCK_BYTES - within, cut.nbytes - done)
                 group.copy(start + within, cut.address + done, nbytes)
@@ -162,7 +162,7 @@ class _Read:
             self.ended.ring()
 
 
-def _cuts(spans: Sequence[BaseSpan], stretch: Stretch) -> Iterator[_Cut]:
+def _cuts(spans: Sequence[BaseSpan], stretch: Stretch) -> Iterator[_CopyRange]:
     """The parts of a stretch that files have; the rest of its memory is zeroed."""
     begin, end, address = stretch
     at = begin
@@ -173,12 +173,12 @@ def _cuts(spans: Sequence[BaseSpan], stretch: Stretch) -> Iterator[_Cut]:
         if not span.file.is_open:
             raise IntegrityError(missing_text([span.file]))
         ctypes.memset(address + at - begin, 0, low - at)
-        yield _Cut(span.file, span.offset + low - span.begin, address + low - begin, high - low)
+        yield _CopyRange(span.file, span.offset + low - span.begin, address + low - begin, high - low)
         at = high
     ctypes.memset(address + at - begin, 0, end - at)
 
 
-def _covering_bytes(cuts: Iterable[_Cut]) -> int:
+def _covering_bytes(cuts: Iterable[_CopyRange]) -> int:
     """Bytes of the blocks that these lie in; in the order of files and offsets."""
     total, last_file, last = 0, None, -1
     for cut in cuts:
@@ -303,7 +303,7 @@ class BaseFiles:
         nbytes = _covering_bytes(cuts)
         self.counters.read(Tier.NVME, nbytes)
         spans_on = self.counters.spans
-        told = partial(spans_on.put, Lane.READ, name, nbytes=nbytes) if spans_on.on else None
+        told = partial(spans_on.put, Track.READ, name, nbytes=nbytes) if spans_on.on else None
         return Transfer(self._submit(_Read(self, cuts, urgency)), on_error, told)
 
     def read(self, spans: Sequence[BaseSpan], begin: int, end: int, address: int) -> None:
@@ -339,7 +339,7 @@ class BaseFiles:
         return StorageError("the files of the base are closed; nothing can be read after zo.close(model)")
 
     def _begin(self) -> None:
-        self._region = Arena(0).allocate(NUM_GROUPS * GROUP_BLOCKS * BLOCK_BYTES)
+        self._region = Arena(0).allocate(NUM_BATCHES * BATCH_BLOCKS * BLOCK_BYTES)
         self._engine = open_engine(pick(self._io_engine))
         self._engine.add_memory(self._region)
         thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}-base", daemon=True)
@@ -349,17 +349,17 @@ class BaseFiles:
     # On the thread
 
     def _run(self) -> None:
-        flying: deque[_Group] = deque()
-        turns = itertools.cycle(range(NUM_GROUPS))
+        flying: deque[_ReadBatch] = deque()
+        turns = itertools.cycle(range(NUM_BATCHES))
         while True:
-            while len(flying) < NUM_GROUPS and (group := self._next(wait=not flying)) is not None:
+            while len(flying) < NUM_BATCHES and (group := self._next(wait=not flying)) is not None:
                 self._launch(group, next(turns))
                 flying.append(group)
             if not flying:
                 return
             self._finish(flying.popleft())
 
-    def _next(self, *, wait: bool) -> _Group | None:
+    def _next(self, *, wait: bool) -> _ReadBatch | None:
         """The next group to launch; None at the end, and without `wait` where there is none now."""
         while True:
             for queue in self._waiting.values():
@@ -378,10 +378,10 @@ class BaseFiles:
                 return None
             self._changed.wait_for(lambda: self._is_closing or any(self._waiting.values()))
 
-    def _launch(self, group: _Group, turn: int) -> None:
+    def _launch(self, group: _ReadBatch, turn: int) -> None:
         assert self._engine is not None and self._region is not None
         read = group.read
-        group.address = self._region.address + turn * GROUP_BLOCKS * BLOCK_BYTES
+        group.address = self._region.address + turn * BATCH_BLOCKS * BLOCK_BYTES
         table = np.zeros(len(group.blocks), dtype=BLOCK_DTYPE)
         for row, (file, block) in enumerate(group.blocks):
             fd, nbytes = file.fds(block)
@@ -398,7 +398,7 @@ class BaseFiles:
         except Exception as error:
             read.error = read.error or error
 
-    def _finish(self, group: _Group) -> None:
+    def _finish(self, group: _ReadBatch) -> None:
         read = group.read
         try:
             if group.ticket is not None:
@@ -415,7 +415,7 @@ class BaseFiles:
         read.num_flying -= 1
         read.end_if_over()
 
-    def _note(self, group: _Group) -> None:
+    def _note(self, group: _ReadBatch) -> None:
         """Checksums of what has come for the first time; another read may have made some meanwhile."""
         for (file, block), begin in zip(group.blocks, group.starts, strict=True):
             found = crc32c(group.address + begin, file.fds(block)[1])
@@ -424,7 +424,7 @@ class BaseFiles:
             file.crcs[block] = found
             file.known[block] = True
 
-    def _explain(self, group: _Group, error: IntegrityError) -> IntegrityError:
+    def _explain(self, group: _ReadBatch, error: IntegrityError) -> IntegrityError:
         """The first file of a group that is not what it was."""
         for (file, block), begin in zip(group.blocks, group.starts, strict=True):
             if what := file.what_became_of_size():

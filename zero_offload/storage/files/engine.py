@@ -77,7 +77,7 @@ class Ticket:
     blocks: BlockTable
 
 
-class Moved(NamedTuple):
+class TransferTimes(NamedTuple):
     """When the first block of a transfer was started and the last one was there, by `perf_counter_ns`."""
 
     begin_ns: int
@@ -157,7 +157,7 @@ class FileEngine(ABC):
         """
 
     @abstractmethod
-    def wait(self, ticket: Ticket) -> Moved:
+    def wait(self, ticket: Ticket) -> TransferTimes:
         """Return when all blocks are moved. A ticket can be waited for once, but again after an interrupt.
 
         Raises StorageError (the system refused, or the engine is stuck) or IntegrityError (truncated, checksum).

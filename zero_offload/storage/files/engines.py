@@ -100,7 +100,7 @@ class Pattern(Enum):
 
 
 @dataclass(frozen=True)
-class Rates:
+class EngineRates:
     """The rates of one engine in one directory."""
 
     settings: EngineSettings
@@ -150,7 +150,7 @@ def stripe_weights(speeds: Sequence[float], room_bytes: Sequence[int], needed_by
 
 def measure(
     directory: RunDirectory, candidates: Sequence[EngineSettings], scratch: Lasting, rounds: int, limit_s: float
-) -> list[Rates]:
+) -> list[EngineRates]:
     """Write and read a file without a name with each candidate, in turns, and keep the median of the rounds."""
     file = directory.create_scratch(scratch.nbytes)
     trials: list[_Trial] = []
@@ -252,9 +252,9 @@ class _Trial:
         self._seconds[pattern].append(seconds)
         self._cpu_s.append(cpu_s)
 
-    def rates(self) -> Rates:
+    def rates(self) -> EngineRates:
         speeds = {pattern: self.nbytes / statistics.median(taken) for pattern, taken in self._seconds.items()}
-        return Rates(self._settings, speeds, statistics.mean(self._cpu_s) / self.nbytes * 1e9)
+        return EngineRates(self._settings, speeds, statistics.mean(self._cpu_s) / self.nbytes * 1e9)
 
 
 def _move(engine: FileEngine, pattern: Pattern, blocks: BlockTable, address: int) -> None:

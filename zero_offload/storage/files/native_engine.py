@@ -22,9 +22,9 @@ from zero_offload.storage.files.engine import (
     EngineSettings,
     FileEngine,
     Lasting,
-    Moved,
     StallWatch,
     Ticket,
+    TransferTimes,
     Urgency,
     table_error,
     unknown_ticket_error,
@@ -79,7 +79,7 @@ class NativeEngine(FileEngine):
         self._in_flight[ticket] = result
         return ticket
 
-    def wait(self, ticket: Ticket) -> Moved:
+    def wait(self, ticket: Ticket) -> TransferTimes:
         handle, result, watch = self.handle, self._in_flight.get(ticket), None
         if not handle or result is None:
             raise self._refusal(ticket)
@@ -90,7 +90,7 @@ class NativeEngine(FileEngine):
                 if self.is_stuck or watch.is_over(moved_bytes(handle)):
                     self._give_up(handle)
                     self._raise_stuck(ticket, result.bytes_done)
-        moved = Moved(result.begin_ns, result.end_ns)
+        moved = TransferTimes(result.begin_ns, result.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._in_flight[ticket]
         if result.status != IoStatus.DONE:

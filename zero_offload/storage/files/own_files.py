@@ -143,7 +143,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ForeignFiles:
     """Entries that stay in a folder, since they are not ours."""
 
     folder: Path
@@ -155,7 +155,7 @@ class Kept:
         return f"{self.folder}: {count} file{'s' * (count > 1)} that no list names stay{'s' * (count == 1)}: {shown}"
 
 
-def delete(folder: Path, names: Iterable[str]) -> Kept | None:
+def delete(folder: Path, names: Iterable[str]) -> ForeignFiles | None:
     """Delete these files of a folder, in this order, then directories of theirs that are empty, itself included.
 
 
@@ -176,7 +176,7 @@ def delete(folder: Path, names: Iterable[str]) -> Kept | None:
         with contextlib.suppress(OSError):
             folder.rmdir()
     left = tuple(all_names(folder))
-    return Kept(folder, left) if left else None
+    return ForeignFiles(folder, left) if left else None
 
 
 def drop_empty(folder: Path) -> None:

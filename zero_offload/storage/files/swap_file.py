@@ -25,12 +25,20 @@ import torch
 
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError, ZeroOffloadError
 from zero_offload.base.events import Counters
-from zero_offload.base.spans import Lane
+from zero_offload.base.spans import Track
 from zero_offload.base.types import SECTOR, Tier
 from zero_offload.hardware.abi import IoOp
 from zero_offload.plan.layout import Dealer
 from zero_offload.storage.files.directory import DataFile, RunDirectory
-from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Lasting, Moved, Ticket, Urgency
+from zero_offload.storage.files.engine import (
+    BLOCK_DTYPE,
+    BlockTable,
+    FileEngine,
+    Lasting,
+    Ticket,
+    TransferTimes,
+    Urgency,
+)
 from zero_offload.storage.memory.arena import Region
 
 ALL_ROWS = slice(None)
@@ -196,7 +204,7 @@ def _mix(*words: int) -> int:
 class Moving(Protocol):
     """Bytes on their way. `wait` is called until it returns or raises a ZeroOffloadError, and then no more."""
 
-    def wait(self) -> Moved: ...
+    def wait(self) -> TransferTimes: ...
 
     def done(self) -> bool: ...
 
@@ -208,7 +216,7 @@ class _OfEngine:
     engine: FileEngine
     ticket: Ticket
 
-    def wait(self) -> Moved:
+    def wait(self) -> TransferTimes:
         return self.engine.wait(self.ticket)
 
     def done(self) -> bool:
@@ -395,7 +403,7 @@ class SwapFile:
         else:
             ctypes.memset(address, 0, nbytes)
         spans = self.counters.spans
-        told = partial(spans.put, Lane.READ, extent.name, nbytes=nbytes) if spans.on else None
+        told = partial(spans.put, Track.READ, extent.name, nbytes=nbytes) if spans.on else None
         return Transfer(moving, self._fail, told)
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
@@ -405,7 +413,7 @@ class SwapFile:
         self.counters.written(Tier.NVME, nbytes)
         extent.written[rows] = True
         spans = self.counters.spans
-        told = partial(spans.put, Lane.WRITE, extent.name, nbytes=nbytes) if spans.on else None
+        told = partial(spans.put, Track.WRITE, extent.name, nbytes=nbytes) if spans.on else None
         moving = _OfEngine(self._engine, self._engine.submit(IoOp.WRITE, blocks, address))
         return Transfer(moving, self._fail, told)
 

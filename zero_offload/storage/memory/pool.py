@@ -8,7 +8,7 @@ from zero_offload.base.types import SECTOR, whole_sectors
 from zero_offload.storage.memory.arena import A_BUFFER, Arena, Need, Region
 
 
-class Span(Protocol):
+class ByteRange(Protocol):
     """Where a lease is: its `Region`, or an object that knows this alone."""
 
     @property
@@ -51,11 +51,11 @@ class SpanPool:
     def in_use(self) -> bool:
         return self._free != [(0, self.nbytes)]
 
-    def holds(self, lease: Span) -> bool:
+    def holds(self, lease: ByteRange) -> bool:
         """True if the lease is a part of this memory."""
         return self._region is not None and 0 <= lease.address - self._region.address < self.nbytes
 
-    def release(self, lease: Span) -> None:
+    def release(self, lease: ByteRange) -> None:
         """Give a lease back."""
         assert self._region is not None
         begin = lease.address - self._region.address

@@ -13,7 +13,7 @@ import torch
 from zero_offload.storage.memory.arena import num_frames
 
 
-class Budget(Protocol):
+class FrameAllocator(Protocol):
     """Hands out frames: `Arena` on a CPU, `FrameBudget` on a GPU."""
 
     @property

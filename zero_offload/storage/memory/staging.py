@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from zero_offload.hardware.device import Event
 from zero_offload.storage.memory.arena import A_BUFFER, Arena, Need, Region
-from zero_offload.storage.memory.pool import Span, SpanPool
+from zero_offload.storage.memory.pool import ByteRange, SpanPool
 
 
 class Staging:
@@ -30,7 +30,7 @@ class Staging:
         self._need = need
         self._slab_bytes = slab_bytes
         self._slabs: list[SpanPool] = []
-        self._returning: deque[tuple[Span, Sequence[Event]]] = deque()
+        self._returning: deque[tuple[ByteRange, Sequence[Event]]] = deque()
         """Parts that copies may still read, in the order in which they came back."""
 
     @property
@@ -57,7 +57,7 @@ class Staging:
         # The smallest slab: larger ones are for what fits nowhere else.
         return min((slab for slab in self._slabs if slab.fits(nbytes)), key=lambda slab: slab.nbytes).lease(nbytes)
 
-    def give_back(self, part: Span, copies: Sequence[Event] = ()) -> None:
+    def give_back(self, part: ByteRange, copies: Sequence[Event] = ()) -> None:
         """`copies` may still read it."""
         if copies:
             self._returning.append((part, copies))
@@ -73,7 +73,7 @@ class Staging:
         self._free(self._returning.popleft()[0])
         return True
 
-    def _free(self, part: Span) -> None:
+    def _free(self, part: ByteRange) -> None:
         slab = next((slab for slab in self._slabs if slab.holds(part)), None)
         assert slab is not None, "a part comes back once, and a slab stays while a part of it is leased"
         slab.release(part)

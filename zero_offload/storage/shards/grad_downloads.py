@@ -46,7 +46,7 @@ class _Leaving(NamedTuple):
     read: Event
 
 
-class _Staged(NamedTuple):
+class _StagedDownload(NamedTuple):
     """Downloads into staging."""
 
     section: int
@@ -85,7 +85,7 @@ class GradDownloads:
         self._device = device
         self._staging = Staging(arena, _STAGING)
         self._leaving: deque[_Leaving] = deque()
-        self._staged: deque[_Staged] = deque()
+        self._staged: deque[_StagedDownload] = deque()
         self._open = list[StagedGrad]()
         """Those that `stage_slices` was not given yet."""
         self.resize(0, ())
@@ -114,7 +114,7 @@ class GradDownloads:
         lease = self._lease(flat.nbytes)
         target = lease.tensor(flat.dtype, flat.numel())
         handoff = self.place(target, flat, made)
-        self._staged.append(_Staged(section, partial(land, target), [lease], [handoff]))
+        self._staged.append(_StagedDownload(section, partial(land, target), [lease], [handoff]))
 
     # Slice by slice
 
@@ -147,7 +147,7 @@ class GradDownloads:
         self._open = [each for each in self._open if all(each is not grad for grad in grads)]
         leases = [grad.lease for grad in grads if grad.lease is not None]
         handoffs = [grad.last for grad in grads if grad.last is not None]
-        self._staged.append(_Staged(section, land, leases, handoffs))
+        self._staged.append(_StagedDownload(section, land, leases, handoffs))
 
     def bring(self, grad: StagedGrad) -> torch.Tensor:
         """The gradient, whole, in memory of the device. Its staging is given back."""
@@ -216,7 +216,7 @@ class GradDownloads:
             self._staged.appendleft(staged)
             raise
 
-    def _end(self, staged: _Staged, *, land: bool) -> None:
+    def _end(self, staged: _StagedDownload, *, land: bool) -> None:
         for handoff in staged.handoffs:
             handoff.take_on_host()
         if land:

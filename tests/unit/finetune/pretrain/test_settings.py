@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.finetune.gpt import Recompute
+from zero_offload.finetune.gpt import RecomputeMode
 from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.runs.settings import read_tables
 
@@ -33,7 +33,7 @@ def test_toml_is_read_and_sizes_reach_the_model(tmp_path: Path) -> None:
     )
     config = TrainConfig.from_tables(*read_tables(file))
     assert config.gpt().seq_max == 64
-    assert config.gpt().recompute is Recompute.BLOCK
+    assert config.gpt().recompute is RecomputeMode.BLOCK
     assert config.offload.optimizer == "cpu"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.device_updates import import_triton_update
 from zero_offload.base.types import StateFormat
-from zero_offload.hardware.abi import MAX_STATES, Kind, Rule
+from zero_offload.hardware.abi import MAX_STATES, ElementType, Rule
 from zero_offload.hardware.kernels.arguments import SIGNED, STATES
 from zero_offload.hardware.kernels.fallback.codec import make_codec, make_codes
 from zero_offload.hardware.kernels.fallback.rules import NUM_SCALARS, make_rule
@@ -119,21 +119,21 @@ def triton_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType
     return import_triton_update(monkeypatch, "0")
 
 
-def compiled(module: Any, rule: Rule, format: StateFormat, value: Kind, grad: Kind) -> Any:
+def compiled(module: Any, rule: Rule, format: StateFormat, value: ElementType, grad: ElementType) -> Any:
     """For an A100."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     count, compact = NUM_STATES[rule], format is StateFormat.COMPACT
     constants: dict[str, Any] = {"RULE": int(rule), "NUM_STATES": count, "VALUE": int(value), "FORMAT": int(format)}
-    constants |= {"HAS_BF16_GRAD": grad is Kind.BF16, "BLOCK": module.BLOCK}
+    constants |= {"HAS_BF16_GRAD": grad is ElementType.BF16, "BLOCK": module.BLOCK}
     constants |= {f"state{k}": None for k in range(count, MAX_STATES)}
     constants |= {f"scales{k}": None for k in range(count * compact, MAX_STATES)}
-    constants |= {"beside": None} if value is Kind.FP32 else {}
-    pointers = {Kind.FP32: "*fp32", Kind.BF16: "*i16", Kind.FP16: "*fp16"}
+    constants |= {"beside": None} if value is ElementType.FP32 else {}
+    pointers = {ElementType.FP32: "*fp32", ElementType.BF16: "*i16", ElementType.FP16: "*fp16"}
     signature: dict[str, Any] = {"value": pointers[value], "grad": pointers[grad], "c": ("fp32",) * NUM_SCALARS}
     signature |= dict.fromkeys(("numel", "number", "before", "between"), "i32")
-    signature["beside"] = "*fp32" if value is Kind.FP16 else "*i8" if compact else "*i16"
+    signature["beside"] = "*fp32" if value is ElementType.FP16 else "*i8" if compact else "*i16"
     for k in range(count):
         codes = "*i8" if k < NUM_SIGNED[rule] else "*u8"
         signature[f"state{k}"] = {StateFormat.FP32: "*fp32", StateFormat.BF16: "*i16"}.get(format, codes)
@@ -152,17 +152,17 @@ CASES = [
     (rule, format, value)
     for rule in Rule
     for format in StateFormat
-    for value in Kind
-    if rule is Rule.ADAMW_AMSGRAD or value == (format + 1) % len(Kind)
+    for value in ElementType
+    if rule is Rule.ADAMW_AMSGRAD or value == (format + 1) % len(ElementType)
 ]
 
 
 @pytest.mark.parametrize(("rule", "format", "value"), CASES, ids=lambda each: each.name)
 def test_each_rounding_is_one_instruction(
-    triton_update: ModuleType, rule: Rule, format: StateFormat, value: Kind
+    triton_update: ModuleType, rule: Rule, format: StateFormat, value: ElementType
 ) -> None:
     """Nothing more is fused, nothing is approximate, subnormal numbers are kept, and no conversion rounds but one."""
-    made = compiled(triton_update, rule, format, value, Kind((value + rule) % len(Kind)))
+    made = compiled(triton_update, rule, format, value, ElementType((value + rule) % len(ElementType)))
     text = made.asm["ptx"]
     assert triton_update.OPTIONS == {"enable_fp_fusion": False}  # of which an older Triton has another default
     assert "ftz" not in text and "approx" not in text
@@ -177,7 +177,7 @@ def test_each_rounding_is_one_instruction(
     for name in ("div", "sqrt", "fma"):
         assert len(re.findall(rf"\b{name}\.", text)) == found[name]  # none of another kind
     conversions = collections.Counter(re.findall(r"\bcvt\.(?:\w+\.)*(?:b?f16x?2?|f64|f32\.f64)\.f32\b", text))
-    assert conversions == ({"cvt.rn.f16.f32": elements} if value is Kind.FP16 else {})
+    assert conversions == ({"cvt.rn.f16.f32": elements} if value is ElementType.FP16 else {})
     assert "f64" not in text
 
 

@@ -21,7 +21,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import HostDevice
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.saved.activations import Activations, Away
+from zero_offload.runtime.saved.activations import Activations, OffloadedActivation
 from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, DiskTier
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
@@ -55,7 +55,7 @@ class Bench:
         self.buffer = torch.zeros(MIB)
         self.store = Activations(fractions, {Tier.NVME: self.tier}, self.counters, [self.buffer], "cpu")
 
-    def pack(self, tensor: Tensor) -> Away:
+    def pack(self, tensor: Tensor) -> OffloadedActivation:
         away = self.store.pack(tensor)
         assert away is not None
         return away

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero_offload.base.types import MIB
-from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, Landing, Lease
+from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, ActivationStaging, TensorLease
 from zero_offload.storage.memory.arena import Arena
 
 
@@ -19,13 +19,13 @@ class Read:
         return self.is_done
 
 
-def tensor_of(lease: Lease, nbytes: int) -> torch.Tensor:
+def tensor_of(lease: TensorLease, nbytes: int) -> torch.Tensor:
     return lease.region.tensor(torch.uint8, nbytes)
 
 
 def test_memory_without_a_view_is_leased_again() -> None:
     arena = Arena(0)
-    landing = Landing(arena)
+    landing = ActivationStaging(arena)
     first = tensor_of(landing.lease(3 * MIB), 3 * MIB)
     view, address = first.view(torch.float32)[5:], first.data_ptr()
     del first
@@ -37,7 +37,7 @@ def test_memory_without_a_view_is_leased_again() -> None:
 
 
 def test_what_is_read_to_is_not_leased_again() -> None:
-    landing, read = Landing(Arena(0)), Read()
+    landing, read = ActivationStaging(Arena(0)), Read()
     lease: Any = landing.lease(MIB)
     address = lease.region.address
     lease.reads.append(read)
@@ -49,7 +49,7 @@ def test_what_is_read_to_is_not_leased_again() -> None:
 
 def test_what_may_be_read_to_is_never_leased_again() -> None:
     """An exception came between the launch of a read and its place on the list."""
-    landing = Landing(Arena(0))
+    landing = ActivationStaging(Arena(0))
     lease = landing.lease(MIB)
     lease.reads.append(None)
     address = lease.region.address
@@ -59,7 +59,7 @@ def test_what_may_be_read_to_is_never_leased_again() -> None:
 
 def test_slabs_that_are_too_small_for_ever_larger_tensors_do_not_add_up() -> None:
     arena = Arena(0)
-    landing = Landing(arena)
+    landing = ActivationStaging(arena)
     for count in range(1, 5):
         nbytes = count * LANDING_SLAB_BYTES
         kept = tensor_of(landing.lease(nbytes), nbytes)
@@ -68,7 +68,7 @@ def test_slabs_that_are_too_small_for_ever_larger_tensors_do_not_add_up() -> Non
 
 
 def test_memory_outlives_its_landing() -> None:
-    landing = Landing(Arena(0))
+    landing = ActivationStaging(Arena(0))
     kept = tensor_of(landing.lease(MIB), MIB).fill_(7)
     del landing
     assert kept.sum().item() == 7 * MIB

@@ -31,11 +31,11 @@ from zero_offload.storage.files.base_file import (
     check_in_place,
     fingerprint_of,
 )
-from zero_offload.storage.files.base_files import GROUP_BLOCKS, NUM_GROUPS, BaseFiles
+from zero_offload.storage.files.base_files import BATCH_BLOCKS, NUM_BATCHES, BaseFiles
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.engines import open_engine
 
-LONG = (NUM_GROUPS + 2) * GROUP_BLOCKS * BLOCK_BYTES + 12_345
+LONG = (NUM_BATCHES + 2) * BATCH_BLOCKS * BLOCK_BYTES + 12_345
 """More than is on its way at a time, and a last block of no whole sector."""
 
 
@@ -100,7 +100,7 @@ def test_long_reads_pass_through_bounded_memory_and_urgent_ones_go_first(base: B
         transfer.wait()
         transfer.wait()
         assert transfer.done() and out.numpy().tobytes() == content
-    assert base.memory_bytes == NUM_GROUPS * GROUP_BLOCKS * BLOCK_BYTES
+    assert base.memory_bytes == NUM_BATCHES * BATCH_BLOCKS * BLOCK_BYTES
     assert file.known.all()
 
 

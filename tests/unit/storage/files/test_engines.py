@@ -19,8 +19,8 @@ from zero_offload.storage.files.engines import (
     IO_URING,
     THREADS,
     WORTH_BYTES,
+    EngineRates,
     Pattern,
-    Rates,
     lost_beside,
     measure,
     pick,
@@ -110,8 +110,8 @@ def test_shares_follow_what_was_measured(
     """With made-up speeds: the second directory is twice as fast."""
     speeds = {directory.path: 1e9, tmp_path / "other": 2e9}
 
-    def measured(where: RunDirectory, candidates: list[EngineSettings], *_: object) -> list[Rates]:
-        return [Rates(each, dict.fromkeys(Pattern, speeds[where.path]), 0.1) for each in candidates]
+    def measured(where: RunDirectory, candidates: list[EngineSettings], *_: object) -> list[EngineRates]:
+        return [EngineRates(each, dict.fromkeys(Pattern, speeds[where.path]), 0.1) for each in candidates]
 
     monkeypatch.setattr(engines, "measure", measured)
     with RunDirectory.open(tmp_path / "other") as other:

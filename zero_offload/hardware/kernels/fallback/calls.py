@@ -21,7 +21,7 @@ import numpy as np
 
 from zero_offload.base.threads import Monitor
 from zero_offload.base.types import StateFormat
-from zero_offload.hardware.abi import STATE_BLOCK, GradMode, Kind, Rule, UpdateArgsStruct
+from zero_offload.hardware.abi import STATE_BLOCK, ElementType, GradMode, Rule, UpdateArgsStruct
 from zero_offload.hardware.kernels.arguments import CHUNK, SEGMENT_DTYPE, STATES, check_apart
 from zero_offload.hardware.kernels.fallback import numba_passes as passes
 from zero_offload.hardware.kernels.fallback.codec import INFINITY, random_key, turns
@@ -30,7 +30,7 @@ from zero_offload.hardware.native import GradSum
 
 Body = Callable[[int, int], None]
 
-_KIND_OF = {StateFormat.FP32: Kind.FP32, StateFormat.BF16: Kind.BF16}
+_KIND_OF = {StateFormat.FP32: ElementType.FP32, StateFormat.BF16: ElementType.BF16}
 _STATE_BYTES = {StateFormat.FP32: 4, StateFormat.BF16: 2, StateFormat.COMPACT: 1}
 
 
@@ -65,7 +65,7 @@ def states_decode(
         arrays = (states, scales, fp32)
         _in_elements(numel, num_threads, lambda *part: passes.decode(signed, arrays, *part))
     else:
-        convert(fp32, Kind.FP32, states, _KIND_OF[format], numel, num_threads)
+        convert(fp32, ElementType.FP32, states, _KIND_OF[format], numel, num_threads)
 
 
 def states_encode(
@@ -75,21 +75,21 @@ def states_encode(
         arrays = (states, scales, fp32)
         _in_elements(numel, num_threads, lambda *part: passes.encode(signed, arrays, *part))
     else:
-        convert(states, _KIND_OF[format], fp32, Kind.FP32, numel, num_threads)
+        convert(states, _KIND_OF[format], fp32, ElementType.FP32, numel, num_threads)
 
 
-def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
+def convert(dst: int, dst_kind: ElementType, src: int, src_kind: ElementType, numel: int, num_threads: int) -> None:
     kinds = (int(dst_kind), int(src_kind))
     _in_elements(numel, num_threads, lambda *part: passes.convert(kinds, (dst, src), *part))
 
 
 def grad_store(
-    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
+    dst_kind: ElementType, src_kind: ElementType, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
 ) -> GradSum:
     return _sum((int(dst_kind), int(src_kind)), int(mode), (dst, src), numel, num_threads)
 
 
-def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
+def sumsq(kind: ElementType, values: int, numel: int, num_threads: int) -> GradSum:
     return _sum((int(kind), int(kind)), passes.READ, (values, values), numel, num_threads)
 
 
@@ -116,12 +116,12 @@ def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int,
 def _check_update(args: UpdateArgsStruct, rule: Rule, segments: Any) -> None:
     """Raises ConfigError, in the words of csrc/abi_update.cpp, where buffers overlap."""
     begin, end = int(segments[0]["begin"]), int(segments[-1]["end"])
-    value_bytes, grad_bytes = (4 if kind == Kind.FP32 else 2 for kind in (args.value_kind, args.grad_kind))
+    value_bytes, grad_bytes = (4 if kind == ElementType.FP32 else 2 for kind in (args.value_kind, args.grad_kind))
     sizes = [("value", args.value, value_bytes), ("value_out", args.value_out, value_bytes)]
     sizes.append(("grad", args.grad, grad_bytes))
-    if args.value_kind == Kind.BF16:
+    if args.value_kind == ElementType.BF16:
         sizes.append(("residual", args.residual, 1 if args.state_format == StateFormat.COMPACT else 2))
-    if args.value_kind == Kind.FP16:
+    if args.value_kind == ElementType.FP16:
         sizes.append(("master", args.master, 4))
     names = ("the first state", "the second state", "the third state")[: len(STATES[rule])]
     sizes += [(name, at, _STATE_BYTES[args.state_format]) for name, at in zip(names, args.states, strict=False)]
@@ -177,7 +177,7 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         if count:
             body(0, count)
         return
-    job = Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
+    job = ParallelFor(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
     try:
         for _ in range(team - 1):
             try:
@@ -190,7 +190,7 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         job.end()
 
 
-class Job:
+class ParallelFor:
     """Parts that are waiting, and how many helpers are at work on one."""
 
     def __init__(self, body: Body, parts: list[tuple[int, int]]) -> None:

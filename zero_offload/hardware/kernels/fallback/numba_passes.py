@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from zero_offload.base.types import StateFormat
-from zero_offload.hardware.abi import STATE_BLOCK, GradMode, Kind, Rule
+from zero_offload.hardware.abi import STATE_BLOCK, ElementType, GradMode, Rule
 from zero_offload.hardware.kernels.arguments import CHUNK, LANES, SIGNED, STATES
 from zero_offload.hardware.kernels.fallback import numba_words as words
 from zero_offload.hardware.kernels.fallback.codec import (
@@ -44,7 +44,7 @@ BLOCK = 1024
 the sums' lanes."""
 READ = -1
 """The mode of a sum that stores nothing, beside GradMode's."""
-FP32, BF16, FP16 = int(Kind.FP32), int(Kind.BF16), int(Kind.FP16)
+FP32, BF16, FP16 = int(ElementType.FP32), int(ElementType.BF16), int(ElementType.FP16)
 _WHOLE, _HALVES, _COMPACT = int(StateFormat.FP32), int(StateFormat.BF16), int(StateFormat.COMPACT)
 _ACCUMULATE = int(GradMode.ACCUMULATE)
 _HALF_FIRST, _HALF_LATER = first_bit(0, 16), first_bit(1, 16)

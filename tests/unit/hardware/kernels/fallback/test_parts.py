@@ -73,7 +73,7 @@ def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.
         assert go_on.wait(60)
         ended.set()
 
-    job, interrupts, wait_for = calls.Job(work, [(0, 1)]), iter([True, False]), Monitor.wait_for
+    job, interrupts, wait_for = calls.ParallelFor(work, [(0, 1)]), iter([True, False]), Monitor.wait_for
 
     def wait(monitor: Monitor, is_so: Callable[[], bool]) -> None:
         if next(interrupts):
@@ -90,7 +90,7 @@ def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.
 
 
 def test_a_helper_that_comes_late_finds_nothing_to_do() -> None:
-    job = calls.Job(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
+    job = calls.ParallelFor(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
     job.end()
     job.help()
 
