@@ -85,7 +85,6 @@ def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, 
 
     Compared are its parameters, in order: names, shapes, which are trained, and, with `values`, their values. Of
     deferred parameters these are their random draws; values that are still to be loaded are left out. Collective.
-    Collective.
     """
     if ranks.world_size == 1:
         return

@@ -236,9 +236,8 @@ class Builder:
         self.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes()) if updates_in_backward else None
 
     def make_movers(self) -> None:
-        """Make what moves bytes, start the workers, and move the model in. Make what moves bytes, start the workers,
-        and move the model in. Parameters come last: a smaller dtype rounds frozen parameters, which cannot be given
-        back then.
+        """Make what moves bytes, start the workers, and move the model in. Parameters come last: a smaller dtype
+        rounds frozen parameters, which cannot be given back then.
         """
         config, device, store, collectives, files = self.config, self.device, self.store, self.collectives, self.files
         device.record_to(self.counters.spans)
@@ -481,9 +480,7 @@ class Growth:
             store.staging.drop()
 
     def join_generations(self) -> None:
-        """Later generations have the new units; a resumed generation may have waited for them. Collective.
-        Collective.
-        """
+        """Later generations have the new units; a resumed generation may have waited for them. Collective."""
         owner = self.owner
         if owner.keeper is not None:
             self.undo.callback(owner.keeper.shrink, owner.layout)

@@ -84,9 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
-        """The update in torch's own way, for layouts and dtypes without a kernel. The update in torch's own way, for
-        layouts and dtypes without a kernel. Entries that `state` lacked are zero.
-        """
+        """Update in torch's own way, for layouts and dtypes without a kernel. Missing entries of `state` are zero."""
 
     def _count_step(self, state: State, is_new: bool) -> int:
         """Number, from 1 on, of the step that an ordinary parameter takes now; kept in `state` as torch does."""

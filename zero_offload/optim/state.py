@@ -22,13 +22,13 @@ from zero_offload.standins.owners import OptimizerStates, Owner, by_owner, descr
 from zero_offload.standins.state_tensor import STEP, StateTensor
 
 State = dict[str, Any]
-"""What an optimizer keeps of one ordinary parameter, by torch's names."""
+"""Optimizer state of one ordinary parameter, by torch's names."""
 BESIDE = ("residual", "master")
-"""What completes a value to its master; no state of an optimizer's."""
+"""Components that complete a value to its master; they are not states of an optimizer."""
 
 
 class Keeper(Protocol):
-    """What a mapping asks of its optimizer."""
+    """The optimizer of a mapping, as the mapping uses it."""
 
     counts_steps: bool
     """True if torch's optimizer of this name keeps `step`."""
@@ -41,10 +41,10 @@ class Keeper(Protocol):
 
 
 class Entry(MutableMapping[str, Any]):
-    """What an optimizer keeps of one offloaded parameter, as it is now. It has `step`, the states, and what completes
-    the value to its fp32 master ("residual" of bf16, "master" of fp16).
+    """Optimizer state of one offloaded parameter, as it is now. It has `step`, the states, and the component that
+    completes the value to its fp32 master ("residual" of bf16, "master" of fp16).
 
-    Where torch's entry would be one that the optimizer has no more, it has its values in memory, as a plain dict.
+    An entry that the optimizer has no more has its values in memory, as a plain dict.
     """
 
     of_dict = False
@@ -286,7 +286,7 @@ class Readers:
 
 
 def tensors_of(param: nn.Parameter, hyper: Hyper, owner: Owner | None = None) -> dict[str, StateTensor]:
-    """What there is of an offloaded parameter; nothing before its first step. `owner` is its own for a state dict."""
+    """The states of an offloaded parameter; empty before its first step. `owner` is its own for a state dict."""
     kept = _states_of(param).kept(param, hyper.states)
     return {name: StateTensor(param, name, dtype, owner=owner) for name, dtype in kept.items()}
 
@@ -300,8 +300,9 @@ def settled(entry: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
 
 
 def assign(optimizer: Keeper, param: nn.Parameter, entry: Mapping[str, Any]) -> None:
-    """What `optimizer.state[param] = entry` does for an offloaded parameter. Raises ConfigError, and changes nothing,
-    for what the optimizer could not go on with."""
+    """Carry out `optimizer.state[param] = entry` for an offloaded parameter. Raises ConfigError, and changes nothing,
+    for entries that it could not go on with.
+    """
     if isinstance(entry, Entry) and entry.rests_at(param):
         return
     hyper = check_assigned(optimizer, param, entry)

@@ -70,9 +70,7 @@ GRADS_IN_FLIGHT = 2
 STAGED_SECTIONS = 3
 """How many of the largest sections staging memory holds at once, while the host adds or converts their gradients."""
 REDUCED_PIECE_BYTES = 64 << 20
-"""Bytes that a GPU has at once of the sum over ranks of experts' gradients, fp32. A collective is not faster with more.
-A collective is not faster with more.
-"""
+"""Bytes on a GPU at once of the sum over ranks of experts' gradients, fp32. More makes a collective no faster."""
 GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward. One is filled by backward, and
 one is a leftover that backward completes at its end. One is still summed by a GPU, one waits for its update, and one is

@@ -179,7 +179,7 @@ class Shape:
             return attention, attention
         # peft takes the names of such layers for those of experts, whose gate and first product are one tensor. So such
         # a tensor has adapters of twice the rank, and the router has one. Dense layers and shared experts of the same
-        # names have none. Dense layers and shared experts of the same names have none.
+        # names have none.
         one = 2 * (width + 2 * experts.intermediate) + (experts.intermediate + width)
         rest = attention + width + experts.count
         return rest + one * experts.count, rest + one * experts.active

@@ -117,8 +117,9 @@ class GradSection:
     def __post_init__(self) -> None:
         self.layout: SectionLayout = self.section.layout
         self.unreduced: FreshGrads | GradStore = self.fresh or self.local or self.store
-        """Takes gradients that are not reduced as they arrive: by way of `fresh` on a GPU; else at once `local`, where
-        a sum over ranks follows later, or `store`."""
+        """Takes gradients that are not reduced as they arrive. On a GPU they go by way of `fresh`. Else they go at once
+        to `local`, where a sum over ranks follows later, or to `store`.
+        """
 
     # Their way
 
