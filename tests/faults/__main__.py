@@ -33,7 +33,7 @@ def page() -> str:
     """What README.md says."""
     head = """# Faults
 
-What goes wrong most easily in offloaded training, and the test that catches it. `make faults` applies each one to a
+The easiest mistakes in offloaded training, and the test that catches each. `make faults` applies each one to a
 copy of the package and runs its test, which must fail; `make faults ARGS="clipped norm"` takes those with these words.
 The list with its changes is `faults.py`, of which `--page` makes this page.
 Faults of streams on a device are in `tests/fake_gpu/test_mutations.py`, faults of drives in `docs/FAULTS.md`.
