@@ -143,8 +143,8 @@ def update_elements(
     BLOCK: tl.constexpr,
 ) -> None:
     """One block; `c` are the scalars of `rules.scalars_of`. VALUE is an ElementType, FORMAT a StateFormat. `beside` has
-    the residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before` and
-    `between` are the key of random words."""
+    the residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before`
+    and `between` are the key of random words."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel
     # Where nothing is rounded at random, the compiler drops this.
