@@ -548,14 +548,14 @@ FAULTS = [
     ),
     fault(
         "a hook changes what one micro-batch adds, in place of the sum",
-        "standins/guard.py",
+        "standins/grad_hooks.py",
         "            if not (is_first or is_same):\n",
         "            if False:\n",
         "tests/unit/standins/test_grad_handle.py::test_a_hook_that_changes_what_is_added_to_earlier_gradients_raises",
     ),
     fault(
         "a hook on a gradient that is registered after zo.offload finds it gone",
-        "standins/guard.py",
+        "standins/grad_hooks.py",
         "        hooks[number] = hooks.pop(number)",
         "        hooks.move_to_end(number)",
         "tests/unit/standins/test_grad_handle.py::test_hooks_see_the_gradient_whenever_they_are_registered",
@@ -611,7 +611,7 @@ FAULTS = [
     ),
     fault(
         "a view of a view of a quantized weight begins at another element",
-        "standins/guard.py",
+        "standins/away.py",
         "        begin = of_dtype.storage_offset() + view.storage_offset()\n",
         "        begin = of_dtype.storage_offset()\n",
         QUANTIZED_VIEWS + "test_a_view_of_a_view_is_the_right_part",
@@ -639,7 +639,7 @@ FAULTS = [
     ),
     fault(
         "views of quantized weights hold their units from forward to backward",
-        "standins/guard.py",
+        "standins/away.py",
         "        return wrap_views(result, shown, _away_at)\n",
         "        return result\n",
         "tests/models/test_quantized_views.py::test_views_in_forward_have_no_memory",

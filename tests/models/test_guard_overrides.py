@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zero_offload as zo
 from zero_offload.model.api import runtime_of
-from zero_offload.standins.guard import AtRest, Away, changed_by
+from zero_offload.standins.away import Away
+from zero_offload.standins.operations import changed_by
+from zero_offload.standins.owners import AtRest
 
 SIZE = 4
 VALUES: dict[str, Any] = {

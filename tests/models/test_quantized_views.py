@@ -20,8 +20,9 @@ from tests.helpers.pairwise import in_turn
 from tests.helpers.reference import placed
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.unit import UnitState
+from zero_offload.standins.away import Away
 from zero_offload.standins.derived import Derived, Step
-from zero_offload.standins.guard import AtRest, Away
+from zero_offload.standins.owners import AtRest
 
 HIDDEN = 1024
 """A weight of int8 has 1 MiB, half a frame."""

@@ -38,8 +38,8 @@ from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import CALL
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.standins.guard import wrapper_of
 from zero_offload.standins.owners import Recipe, keep_recipe, recipe_of, unregister
+from zero_offload.standins.refusals import wrapper_of
 from zero_offload.storage.files.base_file import fingerprint_of
 from zero_offload.storage.memory.heap import HeapTrimmer, trim_heap
 from zero_offload.storage.shards.store import ShardStore

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.saved.tensors import Saved
 from zero_offload.runtime.units.unit import Unit, UnitState
-from zero_offload.standins.guard import ReadOnly
+from zero_offload.standins.views import ReadOnly
 
 TRANSPORT_S = 5.0
 """Seconds that the thread of a process group may take to drop its tensors on a busy machine."""

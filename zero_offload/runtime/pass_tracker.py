@@ -47,8 +47,9 @@ from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
+from zero_offload.standins.away import Away
 from zero_offload.standins.derived import Derived
-from zero_offload.standins.guard import Away, cannot_wrap, refuse_copy, wrapper_of
+from zero_offload.standins.refusals import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.storage.memory.heap import HeapHole, HeapTrimmer
 
 _IN_ANOTHER_THREAD = (

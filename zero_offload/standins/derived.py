@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -200,3 +200,9 @@ def _plain(derived: Derived) -> Tensor:
 
 def _item(results: Any, index: int) -> Any:
     return results[index]
+
+
+def plain_of(tensor: Any) -> Tensor:
+    """The same memory as a plain tensor, of a parameter that is guarded in use, or of what was made of one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast(Tensor, tensor.plain if type(tensor) is Derived else tensor.detach())

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.standins.guard import ADDRESSES, name_of, named, no_step_of_others
+from zero_offload.standins.operations import ADDRESSES, name_of, named
 from zero_offload.standins.owners import GradSource, dropped_error, owner_of
+from zero_offload.standins.refusals import no_step_of_others
 
 
 class GradHandle(Tensor):

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from zero_offload.standins.checkpointed import Holder, Part
 
 
+class AtRest:
+    """The class of a parameter at rest is a subclass; see guard.py."""
+
+    __slots__ = ()
+
+
 class Touched(Enum):
     """What an operation finds of parameters at rest."""
 

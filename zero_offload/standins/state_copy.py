@@ -24,9 +24,10 @@ from torch.utils.weak import TensorWeakRef
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.plan.quantized import is_wrapper, library_class
 from zero_offload.standins.checkpointed import METADATA, Checkpointed, Part, PlainPart, Put
-from zero_offload.standins.guard import changed_by, wrap_views
+from zero_offload.standins.operations import changed_by
 from zero_offload.standins.owners import owner_of
 from zero_offload.standins.staged import StagedSource, staging
+from zero_offload.standins.views import wrap_views
 from zero_offload.storage.shards.store import LazyRead
 
 _SET_DATA: Any = cast(Any, Tensor.data).__set__

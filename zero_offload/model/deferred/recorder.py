@@ -53,8 +53,9 @@ from zero_offload.model.deferred.recipe import (
     blank,
     replay,
 )
-from zero_offload.standins.guard import converts_module, name_of
+from zero_offload.standins.operations import name_of
 from zero_offload.standins.owners import keep_recipe, recipe_of
+from zero_offload.standins.refusals import converts_module
 from zero_offload.storage.memory.heap import HeapTrimmer
 
 VALUES = ("init", "skip")

@@ -38,7 +38,7 @@ from zero_offload.runtime.grads.sections import GradSections
 from zero_offload.runtime.prefetcher import MemoryPool
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.standins.guard import has_hooks
+from zero_offload.standins.grad_hooks import has_hooks
 from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 from zero_offload.storage.shards.grad_store import Gathered, GradMemory
 from zero_offload.storage.shards.ring_grads import GradRing

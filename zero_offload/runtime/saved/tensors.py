@@ -34,8 +34,9 @@ from torch.utils import checkpoint
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
 from zero_offload.runtime.saved.activations import Activations, changed_in_place
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.standins.derived import Derived, Step
-from zero_offload.standins.guard import AtRest, plain_of, storage_of
+from zero_offload.standins.derived import Derived, Step, plain_of
+from zero_offload.standins.owners import AtRest
+from zero_offload.standins.views import storage_of
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]

@@ -22,7 +22,9 @@ from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
-from zero_offload.standins.guard import AtRest, GuardedParameter, class_at_rest, storage_of
+from zero_offload.standins.guard import GuardedParameter, class_at_rest
+from zero_offload.standins.owners import AtRest
+from zero_offload.standins.views import storage_of
 from zero_offload.storage.memory.resizable import Buffer
 from zero_offload.storage.shards.shard import Shard
 

@@ -1,0 +1,325 @@
+"""Functions on parameters at rest, and `Away`, the tensor without memory that stands for one whose values are away.
+
+`operate` lets the owner make values readable, and runs the function on them. Where they are away it runs on an `Away`.
+No table lists the functions that need data: questions of shape, dtype and device are answered, views are views without
+memory, and the first operation that would read data raises.
+
+[Note: quantized weights in use]
+Libraries keep views of a quantized weight from forward to backward where no hook sees them. Such a view would hold its
+unit in memory. So a frozen parameter that keeps its dtype stays guarded while its unit is in use. Views of it have no
+memory then either (`Away`). Each operation makes them from the parameter, in forward and in backward, for which the
+unit is fetched. A tensor subclass that consists of several parameters (`wraps`) is never plain: each operation gets
+one that consists of them as they are now.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.base.trees import leaves_in, mapped
+from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
+from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.standins.derived import Derived
+from zero_offload.standins.operations import FACTORIES, OPERATIONS, VIEWS, addresses, changed_by, harmless, named
+from zero_offload.standins.owners import AtRest, Owner, Touched, dropped_error, owner_of
+from zero_offload.standins.refusals import NeedsDataError, changes, described, name_in_model, needs_data, refuse_copy
+from zero_offload.standins.views import PLAIN, ReadOnly, View, lend, refuse_changes, wrap_views
+
+_META = torch.device("meta")
+Route = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a function that has met a parameter at rest; see `AtRest`."""
+
+
+class Away(View):
+    """A view of a parameter whose data is away: shape, strides, dtype and device, and no memory.
+
+    To C++ it is on meta, so that no tensor can take its place (`x.data = view` raises), and asks for its device.
+    """
+
+    __slots__ = ("param", "_meta")
+
+    param: nn.Parameter
+    _meta: Tensor | None
+
+    @property
+    def of(self) -> str:  # type: ignore[override]
+        return name_in_model(self.param)
+
+    @property
+    def meta(self) -> Tensor:
+        """A plain tensor on meta that lies as this one does, always the same."""
+        if self._meta is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                whole = torch.empty(self.param.nbytes // self.itemsize, dtype=self.dtype, device="meta")
+                self._meta = whole.as_strided(self.size(), self.stride(), self.storage_offset())
+        return self._meta
+
+    @property
+    def as_param(self) -> bool:
+        """True if it lies as the parameter does."""
+        param = self.param
+        with torch._C.DisableTorchFunctionSubclass():
+            same_place = self.dtype == param.dtype and self.storage_offset() == 0
+            return same_place and (self.size(), self.stride()) == (param.size(), param.stride())
+
+    @staticmethod
+    def of_param(param: nn.Parameter) -> Away:
+        """Stands for the parameter itself."""
+        meta = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="meta")
+        return Away.made(param, meta, 0, requires_grad=param.requires_grad)
+
+    @staticmethod
+    def made(param: nn.Parameter, like: Tensor, begin: int, *, requires_grad: bool = False) -> Away:
+        """A view that lies as a plain tensor does, from the parameter's element `begin`, in elements of its own."""
+        make: Any = Tensor._make_wrapper_subclass
+        view: Away = make(
+            Away,
+            like.size(),
+            like.stride(),
+            begin,
+            dtype=like.dtype,
+            device=_META,
+            requires_grad=requires_grad,
+            dispatch_device=True,
+        )
+        view.param, view._meta = param, like if like.is_meta else None
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        route: Route = routes_of_views().get(func, operate)
+        return route(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        views = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Away)]
+        view, packet, schema = views[0], func.overloadpacket, func._schema
+        device = view.param.device
+        if packet is torch.ops.prim.device:
+            return device
+        if func._can_decompose():  # in inference mode, which does not do so by itself
+            return func.decompose(*args, **kwargs)
+        on_meta, names = mapped(Away, lambda each: each.meta, (args, kwargs))
+        if packet.__name__ == "is_same_size":
+            return func(*on_meta, **names)
+        if packet.__name__ == "is_pinned":
+            return False
+        if len(views) == 1 and args and args[0] is view:
+            to = kwargs.get("device") or device
+            if packet.__name__ in FACTORIES:
+                return func(*on_meta, **{**names, "device": to})
+            if packet.__name__ == "_to_copy" and to.type == "meta":
+                return func(*on_meta, **names)
+            if packet.__name__ == "_to_copy" and _is_as_it_is(view, kwargs.get("dtype"), to):
+                return Away.made(view.param, view.meta, view.meta.storage_offset())
+            if not schema.is_mutable and schema.returns and schema.returns[0].alias_info is not None:
+                found = func(*on_meta, **names)
+                return mapped(Tensor, lambda meta: Away.made(view.param, meta, meta.storage_offset()), found)
+        raise NeedsDataError(view.param)
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, a view of {described(self.param)})"
+
+
+@functools.cache
+def routes_of_views() -> dict[Any, Route]:
+    """The routes of functions that have met an `Away`."""
+    return {**dict.fromkeys(named(*VIEWS), _view), **dict.fromkeys(harmless(), _as_it_is)}
+
+
+def _as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a weight that is in use is made of its shape alone, in a quarter of the time of `operate`."""
+    source = args[0] if args else None
+    param: Any = source.param if isinstance(source, Away) else source
+    if not (is_in_use(param) and may_be_made(param)):
+        return operate(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        away = source if isinstance(source, Away) else Away.of_param(param)
+        meta = func(away.meta, *args[1:], **kwargs)
+        return Away.made(param, meta, meta.storage_offset())
+
+
+def is_in_use(param: object) -> bool:
+    """True if a forward or backward uses its unit now."""
+    at_rest: Any = param
+    owner = owner_of(at_rest) if isinstance(param, AtRest) else None
+    return owner is not None and owner.access.is_in_use(at_rest)
+
+
+def may_be_made(param: nn.Parameter) -> bool:
+    """True if an operation may take the parameter's memory in a view's place: no gradient is lost."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not param.requires_grad and not is_wrapper_class(type(param))
+
+
+def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) -> bool:
+    """True if a conversion changes nothing. Elements lie as they lie in their section, whatever the format."""
+    own = view.param.device
+    same_place = device.type == own.type and (own.type == "cpu" or device.index == own.index)
+    return same_place and dtype in (None, view.dtype)
+
+
+def part_of(param: nn.Parameter) -> Tensor:
+    """What this rank holds of it; asks no other rank."""
+    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
+    return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
+
+
+def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let each owner make its parameters readable, then run the function on the plain tensors."""
+    leaves: list[Any] = [leaf for leaf in leaves_in((*args, kwargs) if kwargs else args) if isinstance(leaf, Tensor)]
+    targets = changed_by(func, args, kwargs)
+    if targets:
+        refuse_changes(targets, func)
+    by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    lent: list[tuple[Tensor, str]] = []
+    is_away = is_guarded = False
+    for leaf in leaves:
+        param = leaf
+        if isinstance(leaf, ReadOnly):
+            lent.append((leaf, leaf.of))
+            continue
+        if isinstance(leaf, Away):
+            param = leaf.param
+            if not may_be_made(param):
+                is_away = True
+                continue
+        # Parameters that are in use as well: their units must not go while another one comes.
+        if (owner := owner_of(param)) is not None:
+            by_owner.setdefault(id(owner), (owner, []))[1].append(param)
+        elif isinstance(param, AtRest):
+            raise dropped_error(cast(nn.Parameter, param))
+    for owner, owned in by_owner.values():
+        tensors = tensors_of(owned)
+        touched = owner.access.touch(tensors)
+        if touched is Touched.OPEN:
+            is_guarded = is_guarded or any(isinstance(param, AtRest) for param in owned)
+            continue
+        for target in targets:
+            if owner_of(target) is owner:
+                raise changes(func, target)
+        is_away |= touched is Touched.AWAY or any(isinstance(leaf, Away) and leaf.param in owned for leaf in leaves)
+        lent += [(part_of(tensor), owner.places.name_of(tensor)) for tensor in tensors]
+    if is_guarded and not is_away:
+        # A library makes what consists of others, and has functions for it, which torch.compile would begin with.
+        compute = _untraced_compute() if any(map(is_wrapper, leaves)) else _compute
+        result = compute(func, args, kwargs)
+        return lend(result, lent) if lent else result
+    if is_away:
+        try:
+            return ask(func, args, kwargs)
+        except NeedsDataError as error:
+            raise needs_data(func, error.param) from None
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        return lend(result, lent) if lent else result
+
+
+def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the function on what parameters that stay guarded in use hold now; see [Note: quantized weights in use]."""
+    made: dict[int, tuple[Tensor, Any]] = {}
+    shown: list[tuple[Tensor, nn.Parameter]] = []
+    # What reads memory past operations takes no subclass. Neither does an operation of a library under autocast: in
+    # Python that a subclass has called, torch casts nothing.
+    of_library = isinstance(func, OPERATIONS) and not str(func).startswith("aten.")
+    is_read = func in addresses() or (of_library and torch._C._is_any_autocast_enabled())
+    derives = torch.is_grad_enabled() and not is_read
+
+    def real(leaf: Any) -> Tensor:
+        if (found := made.get(id(leaf))) is None:
+            found = made[id(leaf)] = _as_it_is_now(leaf, shown, derives=derives), leaf
+        return found[0]
+
+    def run() -> Any:
+        result = func(*args, **kwargs)
+        # A conversion to what a parameter is already gives the parameter, which libraries may assign to the module.
+        for tensor, leaf in made.values():
+            if tensor is result:
+                return leaf
+        return wrap_views(result, shown, _away_at)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        args, kwargs = mapped((AtRest, Away), real, args), kwargs and mapped((AtRest, Away), real, kwargs)
+        if {type(tensor) for tensor, _ in made.values()} <= PLAIN:
+            return run()
+    return run()  # what consists of others has functions of its own
+
+
+@functools.cache
+def _untraced_compute() -> Callable[..., Any]:
+    disable: Any = torch.compiler.disable
+    return cast(Callable[..., Any], disable(_compute))
+
+
+def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derives: bool) -> Tensor:
+    """A plain tensor, or a `Derived`, in the place of a parameter or of a view; `shown` gets what it shows."""
+    view = leaf if isinstance(leaf, Away) else None
+    if view is None and is_wrapper(leaf):
+        names, context = leaf.__tensor_flatten__()
+        inner = {name: _as_it_is_now(getattr(leaf, name), shown, derives=derives) for name in names}
+        made: Tensor = library_class(leaf).__tensor_unflatten__(inner, context, leaf.size(), leaf.stride())
+        return made
+    if view is None and not isinstance(leaf, AtRest):
+        plain: Tensor = leaf
+        return plain
+    param: nn.Parameter = leaf if view is None else view.param
+    plain = param.detach()
+    shown.append((plain, param))
+    if view is not None and not view.as_param:
+        in_order = plain.as_strided((plain.numel(),), (1,))
+        of_dtype = plain if view.dtype == plain.dtype else in_order.view(view.dtype)
+        begin = of_dtype.storage_offset() + view.storage_offset()
+        plain = of_dtype.as_strided(view.size(), view.stride(), begin)
+    return Derived.made(plain) if derives else plain
+
+
+def _away_at(view: Tensor, param: nn.Parameter) -> Away:
+    """The view of a parameter without its memory."""
+    begin = int(view.storage_offset()) - int(param.storage_offset()) * param.itemsize // view.itemsize
+    return Away.made(param, view, begin)
+
+
+def ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function's result where it needs no data of parameters at rest. Raises NeedsDataError where it does."""
+    stand_ins: dict[int, Away] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+
+        def stand_in(param: Any) -> Away:
+            if is_dtensor(param):
+                raise NeedsDataError(param)
+            return stand_ins.setdefault(id(param), Away.of_param(param))
+
+        if func in named(*FACTORIES) and is_dtensor(args[0] if args else None):
+            return func(*args, **kwargs)
+        args, kwargs = mapped(AtRest, stand_in, (args, kwargs))
+        if func in addresses():
+            raise NeedsDataError(next(x.param for x in leaves_in((args, kwargs)) if isinstance(x, Away)))
+        if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
+            # They take dtype and device past the view's own answers.
+            args = (torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:])
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            # Code of C++ that is not an operation has asked for the address.
+            if "data is not allocated" in str(error):
+                raise NeedsDataError(next(iter(stand_ins.values())).param) from None
+            raise
+        params = {id(each.meta): each.param for each in stand_ins.values()}
+        return mapped(Away, lambda view: params.get(id(view.meta), view), result)
