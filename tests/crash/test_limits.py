@@ -81,6 +81,8 @@ def test_a_limit_on_files_that_comes_during_a_run(engine: str, nvme: Path) -> No
 
 
 def _train_with_few_files(nvme: str, spare: int, engine: str) -> list[float]:
+    import numpy.ma  # noqa: F401 - by np.unique
+
     import zero_offload.storage.files.aiofiles_engine
     import zero_offload.storage.files.engines  # noqa: F401 - imports need descriptors too
 
