@@ -135,8 +135,9 @@ def _verify_blocks(
     described: Callable[[T, Exception], BadBlock],
     verdict: Verdict,
 ) -> None:
-    """Read blocks, some at once. `launch` reads one to an address, and gives its bytes; `described` is of one that
-    cannot be read."""
+    """Read blocks, some at once. `launch` reads a block to an address, and gives its bytes; `described` is of a block
+    that cannot be read.
+    """
     region = Arena(0).allocate(READS_IN_FLIGHT * nbytes_max)
     pending: deque[tuple[T, Transfer, int]] = deque()
 

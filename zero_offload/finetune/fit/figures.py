@@ -1,8 +1,7 @@
-"""The plan of a fine-tuning run, as values: bytes of each memory and disk, seconds, the end, what drives are written;
-and of a model by its name or size.
+"""The plan of a fine-tuning run, or of a model by its name or size, as values.
 
-Owns which figures follow from which, and whether the run fits. Never plans: plan.py does; text.py has the printed
-form.
+They are bytes of each memory and disk, seconds, the end, and bytes written to drives. Owns which figures follow from
+which, and whether the run fits. Never plans: plan.py does; text.py has the printed form.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def _offer_text(offer: Upgrade, found: Forecast) -> str:
 
 
 def _model_wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
-    """What each drive is written, and how long it lasts; nothing where nothing is written."""
+    """Bytes written to each drive, and how long it lasts; empty where nothing is written."""
     if wear.bytes_per_step == 0:
         return []
     parts = []
