@@ -1,15 +1,15 @@
 """Functions on parameters at rest, and `Away`, the tensor without memory that stands for one whose values are away.
 
 `operate` lets the owner make values readable, and runs the function on them. Where they are away it runs on an `Away`.
-No table lists the functions that need data: questions of shape, dtype and device are answered, views are views without
-memory, and the first operation that would read data raises.
+No table lists the functions that need data. Questions of shape, dtype and device are answered, and views are views
+without memory. The first operation that would read data raises.
 
 [Note: quantized weights in use]
 Libraries keep views of a quantized weight from forward to backward where no hook sees them. Such a view would hold its
 unit in memory. So a frozen parameter that keeps its dtype stays guarded while its unit is in use. Views of it have no
 memory then either (`Away`). Each operation makes them from the parameter, in forward and in backward, for which the
-unit is fetched. A tensor subclass that consists of several parameters (`wraps`) is never plain: each operation gets
-one that consists of them as they are now.
+unit is fetched. A tensor subclass that consists of several parameters (`wraps`) is never plain: each operation gets a
+subclass tensor of them as they are now.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) ->
 
 
 def part_of(param: nn.Parameter) -> Tensor:
-    """What this rank holds of it; asks no other rank."""
+    """This rank's part of it; asks no other rank."""
     kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
     return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
 
@@ -236,8 +236,8 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Run the function on what parameters that stay guarded in use hold now; see [Note: quantized weights in use]."""
     made: dict[int, tuple[Tensor, Any]] = {}
     shown: list[tuple[Tensor, nn.Parameter]] = []
-    # What reads memory past operations takes no subclass. Neither does an operation of a library under autocast: in
-    # Python that a subclass has called, torch casts nothing.
+    # A function that reads memory past operations takes no subclass. Neither does an operation of a library under
+    # autocast: in Python that a subclass has called, torch casts nothing.
     of_library = isinstance(func, OPERATIONS) and not str(func).startswith("aten.")
     is_read = func in addresses() or (of_library and torch._C._is_any_autocast_enabled())
     derives = torch.is_grad_enabled() and not is_read

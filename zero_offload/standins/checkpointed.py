@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint asks of a tensor whose values rest elsewhere: torch's `_Checkpointable`.
+"""The face that torch.distributed.checkpoint needs of a tensor whose values rest elsewhere: torch's `_Checkpointable`.
 
 `Checkpointed` is the protocol. Such a tensor says which boxes this rank holds, and gives a `BoxTensor` for each of
 them. That one has no memory either: it is read where it is pickled, and what is copied into it is written where the
@@ -54,7 +54,7 @@ INSTEAD = {
     "load_state_dict": "to read files call zo.load_pretrained(model, folder) or zo.load_checkpoint(model, optimizer, "
     "folder) on all ranks, or torch.distributed.checkpoint.load",
 }
-"""What to do in place of a call on one rank alone, where ranks divide the model."""
+"""The remedy for a call on one rank alone, where ranks divide the model."""
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
@@ -92,7 +92,7 @@ class Part(Protocol):
 
 
 class Holder(Protocol):
-    """What shows a part to the program."""
+    """The tensor that shows a part to the program."""
 
     def following(self) -> AbstractContextManager[None]:
         """It is to show what is written inside."""
@@ -272,7 +272,7 @@ class BoxTensor(Tensor):
 
     def _write(self, values: Tensor) -> None:
         begin, end = self._enclosing()
-        # What lies between its rows stays as it is.
+        # Elements between its rows stay as they are.
         put = None if end - begin == self.numel() else lambda elements: self._inside(elements).copy_(values)
         self._part.write(begin, end, values, cast("Put | None", put))
 

@@ -1,13 +1,13 @@
 """Tensors that are made of frozen weights alone, such as the values of a quantized weight.
 
 [Note: what is made of frozen weights]
-Autograd saves the values that a layer has made of its quantized weight: all of them would stay from forward to
+Autograd saves the values that a layer has made of its quantized weight. All of them would stay from forward to
 backward, though their units leave. So an operation on a frozen weight that keeps its dtype returns a `Derived`. It
 computes like a plain tensor, and knows the operations that have made it. Saved for backward are those operations and
 the weights, and backward repeats them: the same bits, for any format.
 
-What is combined with other tensors is plain again, those apart that are small or frozen parameters. So activations are
-never repeated. A change in place ends the knowledge, and so do `clone()` and an operation that draws random numbers.
+A result with other tensors is plain again, unless these are small or frozen parameters. So activations are never
+repeated. A change in place ends the knowledge, and so do `clone()` and an operation that draws random numbers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Step:
         return found
 
     def repeat(self, kind: type, leaf: Callable[[Any], Tensor], known: dict[int, Any]) -> Any:
-        """What the operations make of `leaf` of each leaf of type `kind`; `known` has the results of steps."""
+        """The result of the operations, with `leaf` of each leaf of type `kind`; `known` has the results of steps."""
         if id(self) not in known:
 
             def value(each: Any) -> Any:
@@ -79,7 +79,7 @@ class Step:
 
 
 class _Traits(NamedTuple):
-    """What counts of an operation."""
+    """The properties of an operation that count."""
 
     changes: bool
     """True if it works in place."""
@@ -107,7 +107,7 @@ class Derived(Tensor):
     plain: Tensor
     """The same memory."""
     step: Step | None
-    """What has made it; None for a weight itself."""
+    """The operation that has made it; None for a weight itself."""
     version: int
     """Its version, as it was made."""
 

@@ -2,8 +2,8 @@
 
 It stands for the gradient that the next step uses: reduced, unscaled, fp32. Norms come from the sums that are known;
 scaling is a factor that the step multiplies by. So torch's clipping, a loss scaler and loggers of norms work, and no
-gradient moves. Clamping changes the gradient where it rests. What needs its elements raises, and names the call that
-gives a copy. A handle ends with its gradient.
+gradient moves. Clamping changes the gradient where it rests. An operation that needs its elements raises, and names the
+call that gives a copy. A handle ends with its gradient.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GradHandle(Tensor):
 
 
 _REFUSED = named(*ADDRESSES, "share_memory_", "pin_memory", "set_")
-"""What reads memory past torch's operations."""
+"""Functions that read memory past torch's operations."""
 
 
 def _handles(tree: Any) -> Iterator[GradHandle]:
@@ -203,7 +203,7 @@ def _each(name: str, func: Any, grads: list[Tensor], *args: Any, **kwargs: Any) 
 
 
 def _check_and_unscale_(func: Any, grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What torch.amp.GradScaler does to gradients."""
+    """Unscale gradients as torch.amp.GradScaler does."""
     if plain := [grad for grad in grads if not isinstance(grad, GradHandle)]:
         func(plain, found_inf, inv_scale)
     for handle in _handles(grads):

@@ -109,7 +109,9 @@ def _as_edges(values: Any) -> Any:
 
 
 def _filled(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """What `torch.autograd.grad(materialize_grads=True)` gives, which takes no places for inputs."""
+    """Zeros for missing gradients, as `torch.autograd.grad(materialize_grads=True)` gives. That function takes no
+    places for inputs.
+    """
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -219,7 +221,7 @@ def _format(param: nn.Parameter, spec: str) -> str:
 
 
 def _check_conversion(param: Tensor, converted: Tensor) -> bool:
-    """What `module.to`, `.half()`, `.to_empty` and their kin ask before they put something else in its place."""
+    """The check of `module.to`, `.half()`, `.to_empty` and their kin before they put another tensor in its place."""
     if isinstance(param, AtRest):
         if not _is_whole(converted, cast(nn.Parameter, param)):
             raise no_conversion(cast(nn.Parameter, param))
@@ -254,7 +256,7 @@ def _cloned(wrapper: Any) -> Tensor:
 
 
 class _Guard(AtRest):
-    """What an offloaded parameter at rest does instead of its own class; see the module's docstring."""
+    """The behaviour of an offloaded parameter at rest, in place of its own class; see the module's docstring."""
 
     __slots__ = ()
 
@@ -315,7 +317,7 @@ class GuardedParameter(_Guard, nn.Parameter):  # type: ignore[misc]
 
 @functools.cache
 def class_at_rest(kind: type) -> type:
-    """What a parameter of class `kind` has for a class at rest: the library's own, guarded. Nothing is imported."""
+    """The class at rest of a parameter of class `kind`: the library's own, guarded. Nothing is imported."""
     if kind is nn.Parameter:
         return GuardedParameter
 

@@ -37,9 +37,9 @@ ADDRESSES = (
     *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type"),
     *("numpy", "tolist", "__array__", "__dlpack__", "as_subclass", "resize", "resize_as"),
 )
-"""What reads memory past torch's operations."""
+"""Functions that read memory past torch's operations."""
 VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze")
-"""What makes views, of one tensor and of numbers."""
+"""Functions that make views, of one tensor and of numbers."""
 OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _ACCESSORS = ("__get__", "__set__", "__delete__")
@@ -75,7 +75,7 @@ def addresses() -> frozenset[Any]:
 
 
 def changed_by(func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a tensor function changes: `out=`, and the first argument of one that works in place."""
+    """The tensors that a function changes: `out=`, and the first argument of a function that works in place."""
     name = getattr(func, "__name__", "")
     if name not in _CHANGING and (not name.endswith("_") or name.endswith("__")):
         return list(leaves_in([kwargs["out"]])) if "out" in kwargs else []

@@ -1,7 +1,7 @@
 """Which runtime a parameter belongs to, or how its values will be made: the only module-level state of parameters.
 
-`Owner` is what the guard class, the optimizers and the public functions may ask of the runtime; the object
-behind it is made one layer up. Nothing is ever hung on a parameter or a module.
+`Owner` lists what the guard class, the optimizers and the public functions may ask of the runtime. The object behind it
+is made one layer up. Nothing is ever hung on a parameter or a module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AtRest:
 
 
 class Touched(Enum):
-    """What an operation finds of parameters at rest."""
+    """The state in which an operation finds parameters at rest."""
 
     OPEN = "they are plain: a forward or backward runs"
     FOR_READING = "their data is here, and a change would be lost"
@@ -58,7 +58,7 @@ class ParamPlaces(Protocol):
 
 
 class ParamAccess(Protocol):
-    """What a guarded parameter may be asked."""
+    """Questions that a guarded parameter may be asked."""
 
     def touch(self, params: Sequence[nn.Parameter]) -> Touched:
         """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
@@ -96,20 +96,20 @@ class ParamAccess(Protocol):
         """Replace the data."""
 
     def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """What `param.grad` is."""
+        """The value of `param.grad`."""
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
-        """What `param.grad = grad` does."""
+        """Carry out `param.grad = grad`."""
 
     def holds_grad(self, param: nn.Parameter) -> bool:
         """True if an earlier backward has left a gradient."""
 
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
-        """What `param.grad = None` does, for several."""
+        """Carry out `param.grad = None`, for several."""
 
 
 class StateReaders(Protocol):
-    """What shows the states that the program has in hand; see `optim.state.Readers`."""
+    """The objects that show states which the program has in hand; see `optim.state.Readers`."""
 
     def add(self, reader: Any) -> None: ...
 
@@ -123,7 +123,7 @@ class StateReaders(Protocol):
 
 
 class GradSource(Protocol):
-    """What a `GradHandle` may be asked of a gradient that is held."""
+    """Questions that a `GradHandle` may be asked of a gradient that is held."""
 
     def name_of(self, param: nn.Parameter) -> str:
         """The parameter's name in its model."""
@@ -147,15 +147,16 @@ class GradSource(Protocol):
         """Multiply it by `factor`, or divide it."""
 
     def clamp(self, params: Collection[nn.Parameter], low: float | None, high: float | None) -> None:
-        """Clip its elements to [low, high]; None is no bound."""
+        """Clip its elements to [low, high]; None sets no limit on that side."""
 
     def zero(self, param: nn.Parameter) -> None:
         """Let it be zeros, to which the next backward adds."""
 
 
 class OptimizerStates(Protocol):
-    """What optimizers keep of offloaded parameters, by torch's names: "step", the states, and what a value lacks of the
-    master. That is the "residual" of bf16 and the "master" of fp16."""
+    """Optimizer states of offloaded parameters, by torch's names: "step", the states, and the part that completes a
+    value to the master. That is the "residual" of bf16 and the "master" of fp16.
+    """
 
     @property
     def readers(self) -> StateReaders: ...
@@ -167,7 +168,7 @@ class OptimizerStates(Protocol):
         """How many updates the states have had; None where there are none yet."""
 
     def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
-        """What may be read, of these states and beside them, and its dtype; nothing where there are none yet."""
+        """The dtypes of these states and of the parts beside them that may be read; empty where there are none yet."""
 
     def check_usable(self) -> None:
         """Raise ZeroOffloadError where there is nothing to read."""
@@ -194,7 +195,7 @@ class OptimizerStates(Protocol):
 
 
 class Parts(Protocol):
-    """What this rank has of parameters and states."""
+    """This rank's parts of parameters and states."""
 
     def is_divided(self, param: nn.Parameter) -> bool:
         """True if that is not all of the parameter."""
@@ -204,7 +205,7 @@ class Parts(Protocol):
 
 
 class LossScaler(Protocol):
-    """What generations and the step need of a `GradScaler`."""
+    """The part of a `GradScaler` that generations and the step need."""
 
     def get_scale(self) -> float: ...
 
@@ -247,13 +248,13 @@ class Owner(Protocol):
         """True if it keeps param groups with its steps."""
 
     def together(self, call: str, instead: str = "") -> AbstractContextManager[None]:
-        """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective.
+        """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise. Collective.
 
         `instead`: what to do instead of the call on one rank alone.
         """
 
     def together_in_step(self, call: str) -> AbstractContextManager[None]:
-        """What each rank does by itself at the beginning of a step succeeds on all, or all raise. Collective."""
+        """A block at the beginning of a step succeeds on all ranks, or all raise. Collective."""
 
     def compare(self, name: str, compared: Callable[[], Compared]) -> None:
         """The next call that all ranks make compares this too; they raise where they differ. Where there are others."""
@@ -281,7 +282,7 @@ class Owner(Protocol):
         Collective."""
 
     def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """The call that makes an optimizer of this kind for offloaded parameters; None for one that is ours."""
+        """The call that makes an optimizer of this kind for offloaded parameters; None for our own optimizers."""
 
     def added_since(self) -> dict[nn.Parameter, str]:
         """Trained parameters that its modules have got since `zo.offload`, with their names."""
@@ -310,7 +311,7 @@ class Recipe(Protocol):
         """The tensor of files that has the values, in row-major order; None where they are computed."""
 
     def drawn(self) -> bytes:
-        """What the values depend on beside the program: of generators that they are drawn from, digests."""
+        """Digests of the generators that the values are drawn from: with the program they determine the values."""
 
     def make(self) -> torch.Tensor:
         """The values, a new tensor of the parameter's shape, host."""
@@ -351,7 +352,7 @@ def describe(param: nn.Parameter) -> str:
 def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
     """Parameters by the runtime that offloads them, under None the ordinary ones. Each once, in the order given.
 
-    Without those offloaded ones that consist of others: they are quantized, and have neither gradients nor states.
+    Offloaded parameters that consist of others are left out: they are quantized, and have neither gradients nor states.
     """
     grouped: dict[Owner | None, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):

@@ -50,7 +50,9 @@ _WRAPPERS = {
 
 
 def wrapper_of(name: str) -> str | None:
-    """What of torch a Python module is a part of, if that divides or copies parameters over ranks or devices itself."""
+    """The part of torch that a Python module belongs to, if that divides or copies parameters over ranks or devices
+    itself.
+    """
     return next((what for package, what in _WRAPPERS.items() if f"{name}.".startswith(f"{package}.")), None)
 
 

@@ -1,9 +1,9 @@
 """A parameter's gradient that backward makes slice by slice, along its first dimension.
 
 `WholeGrad` is one tensor on the compute device. `GradSlices` sends each slice of a GPU to host memory when it is made.
-What autograd gets then is a `SlicedGrad`: a tensor without memory, which it only passes on to the parameter. So hooks,
-sums and `inputs=` are autograd's in both cases. Where an operation needs its elements, as the sum of two gradients of
-one parameter does, it comes back to the GPU whole. The calls: `put` for each slice, then `finish`.
+Autograd then gets a `SlicedGrad`: a tensor without memory, which it only passes on to the parameter. So hooks, sums and
+`inputs=` are autograd's in both cases. Where an operation needs its elements, as the sum of two gradients of one
+parameter does, it comes back to the GPU whole. The calls: `put` for each slice, then `finish`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GradSlices:
 
 
 class _Content:
-    """What a gradient's tensors, which autograd may detach from one another, have in common."""
+    """The common content of a gradient's tensors, which autograd may detach from one another."""
 
     def __init__(self, staged: StagedGrad, downloads: GradDownloads, device: torch.device) -> None:
         self.staged, self.device = staged, device
@@ -84,7 +84,7 @@ class SlicedGrad(Tensor):
         return grad
 
     def take_staged(self) -> StagedGrad | None:
-        """What is in staging, for the step; None if it is on the GPU again."""
+        """The gradient in staging, for the step; None if it is on the GPU again."""
         if self._content.is_whole:
             return None
         self._content.staged.taken = True

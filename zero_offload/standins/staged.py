@@ -2,7 +2,7 @@
 
 torch copies a tensor subclass that has no memory by `new_empty` and by its attributes. So `staging` answers the stager,
 and a tensor that is copied has the one attribute `source`, of which a copy is made, or none. A copy in host memory
-would be as large as all that this rank has; a file takes memory only where the system has some to spare.
+would be as large as all that this rank has. A file takes memory only where the system has some to spare.
 """
 
 from __future__ import annotations
@@ -153,8 +153,9 @@ class _File:
 
     @classmethod
     def newest(cls, folder: Path | None) -> _File:
-        """The file that copies go to now. One of which most is out of use goes with its last user: a stager that is
-        used again replaces its copies one by one, and no file would ever end."""
+        """The file that copies go to now. A file of which most is out of use goes with its last user. A stager that is
+        used again replaces its copies one by one, and otherwise no file would ever end.
+        """
         found = None if cls._newest is None else cls._newest()
         is_old = found is not None and 2 * len(found._parts) <= found._num_parts
         if found is None or is_old or found._folder != (folder or found._folder):

@@ -51,7 +51,9 @@ class _Source:
         return param if param is not None and _version(param) == self._version else None
 
     def part(self) -> Part:
-        """What torch.distributed.checkpoint reads and writes: the parameter, without a copy of it in memory."""
+        """The part that torch.distributed.checkpoint reads and writes: the parameter, without a copy of it in
+        memory.
+        """
         param: nn.Parameter | None = self._param()
         owner = None if param is None else owner_of(param)
         if param is None or owner is None or self.param() is None:
@@ -267,12 +269,12 @@ class WrapperCopy(Checkpointed, Tensor):
 
 
 def _of_plain_parts(tensor: Any, parts: list[StateCopy]) -> Any:
-    """What has the same memory without the classes of this file; `parts` gets its copies."""
+    """A tensor with the same memory, without the classes of this file; `parts` gets its copies."""
     if isinstance(tensor, StateCopy):
         parts.append(tensor)
         return _plain(tensor)
     if not is_wrapper(tensor):
-        # One that ranks divide says why it cannot be read.
+        # A tensor that ranks divide says why it cannot be read.
         return cast(Tensor, tensor).clone() if isinstance(tensor, Checkpointed) else tensor
     names, context = tensor.__tensor_flatten__()
     inner = {name: _of_plain_parts(getattr(tensor, name), parts) for name in names}

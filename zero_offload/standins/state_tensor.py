@@ -37,7 +37,7 @@ class _Fields(Tensor):
     _owner: Owner | None
     """The owner for a state dict's entry: it may be read when the program has dropped the model."""
     _root: StateTensor | None
-    """What this is a view of."""
+    """The tensor that this is a view of."""
     _is_copy: bool
     """True if changes are its own: what `.to()` of a state dict's gives, which is made when it is read."""
     _kept: Tensor | ZeroOffloadError | None
@@ -191,11 +191,11 @@ class StateTensor(Checkpointed, _Fields):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What passed `__torch_function__` by."""
+        """Operations that passed `__torch_function__` by."""
         return _run(func, args, kwargs or {})
 
     def _converted(self, convert: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What needs no values: what it is already, and a copy of a state dict's, of the same dtype."""
+        """Conversions that need no values: to what it is already, and to a copy of a state dict's of the same dtype."""
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             found = convert(like, *args, **kwargs)

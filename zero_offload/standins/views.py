@@ -1,11 +1,11 @@
 """Views of parameters that are handed out: for reading only, or without memory (`away.py`).
 
 [Note: views for reading]
-Views of parameters that are handed out outside of forward and backward are for reading. What is written to one is lost
-where the parameter only visits memory. Where it rests there, it is one half of an fp32 master. With the other half of
-the old master it makes a number that no operation has computed, maybe NaN. So these views have a class that computes
-like a plain tensor's, and raises before it changes anything. NumPy's arrays of them refuse writes too. Addresses
-(`data_ptr()`, DLPack) are not protected.
+Views of parameters that are handed out outside of forward and backward are for reading. A value that is written to such
+a view is lost where the parameter only visits memory. Where it rests there, it is one half of an fp32 master. With the
+other half of the old master it makes a number that no operation has computed, maybe NaN. So these views have a class
+that computes like a plain tensor's, and raises before it changes anything. NumPy's arrays of them refuse writes too.
+Addresses (`data_ptr()`, DLPack) are not protected.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
-    """What an operation has made of `sources` (with names); where it shares memory with them it is for reading only."""
+    """The result of an operation on `sources` (with names); where it shares memory with them it is for reading only."""
     return wrap_views(result, sources, _read_only)
 
 
@@ -120,7 +120,7 @@ def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[
 
 
 def _under(view: Tensor, sources: Sequence[tuple[Tensor, T]]) -> tuple[Tensor, T]:
-    """Of sources that share one buffer, the one that the view shows: the last that begins before it."""
+    """Of sources that share one buffer, the source that the view shows: the last that begins before it."""
 
     def begin(source: tuple[Tensor, T]) -> int:
         return int(source[0].storage_offset()) * source[0].itemsize
