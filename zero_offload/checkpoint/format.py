@@ -356,6 +356,7 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequen
             f"{len(first)} parameters, then zo.offload(model) again with the others. Make the same calls in the same "
             "order"
         )
+    # A model that is not whole yet is compared with the part that its calls have made so far.
     if len(layout.sections) in calls:
         saved = [entry for entry in saved if entry.get("section", 0) < len(layout.sections)]
     # By name first: a parameter of another dtype lies elsewhere, and moves those that came after it.
@@ -363,6 +364,7 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequen
     same_names = [(named[mine["name"]], mine, _KINDS) for mine in here if mine["name"] in named]
     in_order = [(there, mine, tuple(mine | there)) for there, mine in zip(saved, here, strict=False)]
     is_same_model = named.keys() == {mine["name"] for mine in here}
+    # The same parameters in other places have another remedy than another model.
     for there, mine, keys in same_names + in_order:
         different = [key for key in keys if there.get(key) != mine.get(key)]
         if is_same_model and different[:1] and different[0] in _PLACE:

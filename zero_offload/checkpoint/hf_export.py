@@ -254,6 +254,7 @@ def export_saved(
     nothing is left.
     """
     specs = [piece.spec for section in saved.sections for piece in section.params]
+    # Models that from_pretrained could not read are refused before a file is made.
     if divided := [spec.name for spec in specs if spec.division]:
         raise ConfigError(
             f"{saved.generation} is of a tensor-parallel run: each of its ranks has a part of {divided[0]!r} and of "
@@ -268,6 +269,7 @@ def export_saved(
         )
     if held := [spec for spec in specs if spec.held_by]:
         raise ConfigError(f"{saved.generation}: {no_folder_text(held[0].name, held[0].held_by)}")
+    # Entries have the shapes and dtypes that the headers need: sizes are known before a value is read.
     numbers = {spec.record.number for spec in specs if spec.record}
     entries = {
         piece: TensorEntry(piece.spec.name, written_dtype(section.dtype, _target(piece, dtype)), piece.spec.shape)
@@ -280,6 +282,7 @@ def export_saved(
         buffers |= _records(saved)
     kept = [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     plans = plan_files([*entries.values(), *kept], max_shard_bytes)
+    # Values go through chunk by chunk, so one chunk is in memory.
     with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
         for section in saved.sections:
             for piece, entry in ((piece, entries[piece]) for piece in section.params if piece in entries):

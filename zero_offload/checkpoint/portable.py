@@ -55,6 +55,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
     """
     with _naming_path(path), contextlib.ExitStack() as cleanup:
         [directory] = open_in_turn([path], ranks, cleanup, _open_new, _join_new)
+        # The first rank alone decides whether the directory may be used; all meet its error.
         keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
         keeper.run_id = ranks.agree(keeper.run_id)
         with ranks.together():
@@ -65,6 +66,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
                     )
                 keeper.start_run(kind=CHECKPOINT_KIND)
         with ranks.together():
+            # A second store with one slot per shard, whose swap file is the checkpoint's.
             engine = open_engine()
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
@@ -83,6 +85,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
                     copy.finish_update(target)
                 else:
                     copy.write_components(target, partial(_read_chunk, store, source))
+            # The manifest names the copy once all ranks have written theirs.
             keeper.adopt(copy, swap)
         keeper.commit(record)
     with ranks.together():

@@ -100,6 +100,7 @@ class RunFiles:
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way. The number of a closed descriptor soon stands for another file.
         self._opened.callback(self._close_files)
+        # Which generation to go on from is looked up on each rank, then agreed on.
         if durability is not Durability.SCRATCH:
             with ranks.together():
                 keeper.look(Existing(config.existing), config.generation)
@@ -119,6 +120,7 @@ class RunFiles:
         if ranks.rank == 0:
             _log.info("%s: %s", directories[0].path, settings)
         weights = _shares(settings, directories, moved_bytes, ranks)
+        # Shares of a generation that was found stand: the places of its blocks follow from them.
         keeper.weights = keeper.weights or weights
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:

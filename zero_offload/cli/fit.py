@@ -111,6 +111,7 @@ def _job(
         note.append("no --nvme is given: one drive of 5 GB/s is planned with, such as --nvme 5GB/s/4GB/s")
     config = FinetuneConfig.from_tables({"model": str(folder.absolute()), "data": _NO_DATA} | given, dict(places))
     config = replace(config, offload=replace(config.offload, nvme_capacity=places.get("nvme_capacity")))
+    # The folder is opened as for a run, but weights and tokenizer may be missing.
     opened = open_folder(
         config.model,
         TASKS.get(config.method, TASKS["sft"]),
@@ -124,11 +125,13 @@ def _job(
         note += check_outputs(opened)
     else:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
+    # Measured rates are remembered for the plan that follows.
     if args.measure:
         width = Hints(opened.config).number("hidden_size") or _WIDTH_MAX
         directories = () if is_elsewhere else config.offload.nvme_dirs
         measure.measure(config.offload, directories, min(width, _WIDTH_MAX))
     config, prepared, learning = config.with_length(opened.num_positions), None, None
+    # Data tell method and tokens; without data the plan takes the settings.
     if args.finetune_data is not None:
         from zero_offload.finetune.data.prepare import prepare  # brings datasets and TRL
 

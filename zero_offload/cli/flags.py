@@ -131,6 +131,7 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
             options = options if "action" in options else {"metavar": name.upper()} | options
             group.add_argument(flag, dest=f"finetune_{name}", help=help, **options)
 
+    # Data and outputs.
     add("--data", "files (JSONL, JSON, Parquet, CSV), folders or names of data sets", nargs="+", metavar="FILE")
     add("--eval-data", "the same, to evaluate on", nargs="+", metavar="FILE")
     add("--split", "share of the data that is kept for evaluation, for example 0.05", type=float)
@@ -140,6 +141,7 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
         "run directory, which gets the model (default: runs/MODEL-DATA, with --lora runs/MODEL-DATA-loraRANK-KIND)",
         metavar="OUT",
     )
+    # Length and learning.
     add("--steps", "optimizer steps (default: as many as --epochs has)", type=_above_zero(int))
     add("--epochs", "passes over the data", type=float)
     add("--batch", "sequences per micro-batch and rank", type=int)
@@ -154,6 +156,7 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
     add("--weight-decay", "decay of the matrices (default 0)", type=float)
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of new weights and of the data's order (default 0)", type=int)
+    # The trained part and the frozen one.
     add("--lora", "train adapters of this rank, such as 16 (default: all parameters)", type=int, metavar="RANK")
     add(
         "--lora-alpha",
@@ -170,6 +173,7 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
     add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
     add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")
+    # Evaluation and the end.
     add("--eval-every", "steps between evaluations (default: ten in a run)", type=_above_zero(int), metavar="STEPS")
     add("--patience", "evaluations without a better loss that end the run (default: none do)", type=int, metavar="N")
     add("--samples", "texts that the model writes at each evaluation", type=int, metavar="N")

@@ -66,6 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "`train` puts parameters and optimizer states on nvme: give it the same flags. Exit code 3 when the plan does "
         "not fit.",
     )
+    # The model, and where its states rest.
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a Hugging Face folder, or an adapter's")
     parser.add_argument(
         "--model",
@@ -82,10 +83,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         if defaults[name] is not None and name != "commit_every":
             text = f"{text} (default {defaults[name]})"
         parser.add_argument(fit.flag_of(name), dest=name, help=text, type=_TYPES.get(name, str))
+    # The machine.
     parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
     parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are on (default 1)")
+    # The step.
     parser.add_argument("--tokens", type=int, help="tokens of one rank in a step (default 2048)")
     parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
     parser.add_argument("--accumulate", type=int, help="micro-batches per step (default 1; of a folder, as finetune)")
@@ -113,6 +116,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="TB",
         help=f"terabytes that each drive is rated to be written (default {TBW_USUAL:g}: many consumer drives of 1 TB)",
     )
+    # Flags of a run of `finetune`, and the form of the output.
     fit.add_flags(parser.add_argument_group("a folder, as finetune has them"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 

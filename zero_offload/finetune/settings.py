@@ -272,6 +272,7 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield "no data is given; name files, a folder or a data set: --data chat.jsonl"
     if config.method not in ("auto", *TASKS):
         yield f"method={config.method!r} is unknown; use auto, {', '.join(TASKS)}"
+    # Each number within its range.
     for name in ("batch", "accumulate"):
         if not is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
@@ -287,6 +288,7 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
     for name in ("merge", "packing"):
         if not isinstance(value := getattr(config, name), bool):
             yield f"{name}={value!r} is neither true nor false"
+    # Settings that need others, or exclude them.
     if not (is_real(config.split) and 0 <= config.split < 1):
         yield f"split={config.split!r} is not a share from 0 up to 1"
     elif config.split and config.eval_data:
@@ -301,6 +303,7 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield "lora_alpha and lora_targets are of adapters; give --lora RANK, such as --lora 16"
     if config.recompute not in RECOMPUTE:
         yield f"recompute={config.recompute!r} is unknown; use block or none"
+    # Places: a run must not replace the model that it reads.
     yield from out_problems(config.out)
     if config.model != Path() and config.out.resolve() == config.model.resolve():
         yield f"out={str(config.out)!r} is the model's folder too; its weights would be replaced: give another --out"

@@ -83,6 +83,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    # Refusals come first, as far as the model need not be changed for them.
     found = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not found:
         raise ConfigError(
@@ -97,6 +98,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
     directly = {kind: _check(module) for kind, module in {type(each): each for each in found.values()}.items()}
     # torch.compile would go on into the class's forward, with the values of one expert for those of another.
     ALL_EXPERTS_FUNCTIONS.register(_NAME, untraced(_forward))
+    # transformers looks the function up by the name in each config.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.set_experts_implementation(_NAME)
@@ -109,6 +111,7 @@ def group_experts(model: nn.Module, group_size: int | None = None) -> nn.Module:
         size = _default_size(module) if group_size is None else group_size
         vars(module)[_DIRECT] = directly[type(module)]
         mark_experts(module, ExpertGroups(int(module.num_experts), min(size, int(module.num_experts))))
+    # peft's wrappers put the whole adapted parameter in place, so they get a class of ours.
     if "peft" in sys.modules:
         wrapper = _wrapper_class()
         inside: Any

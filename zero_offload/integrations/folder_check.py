@@ -125,6 +125,7 @@ def _against_model(
     except ImportError:
         notes.append("transformers is not installed: tensors were not compared with the model of the config")
         return
+    # A class that is missing here, or quantized weights, cannot be compared: notes, not problems.
     kind: Any = getattr(transformers, name, None)
     if kind is None:
         notes.append(
@@ -144,6 +145,7 @@ def _against_model(
     except Exception as error:  # whatever a class makes of a config
         yield f"{CONFIG_NAME} does not make a {name}: {type(error).__name__}: {error}"
         return
+    # A tied tensor is there under any of its names.
     there = {*of_files.values(), *joined}
     state = dict(model.state_dict(keep_vars=True))
     tied: dict[int, list[str]] = {}

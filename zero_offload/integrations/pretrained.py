@@ -128,6 +128,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
     CapacityError where its library is not installed.
     """
     names = FileNames(prefix=prefix)
+    # An offloaded model gets values; a deferred model gets sources that `zo.offload` reads.
     if not _is_deferred(model):
         if quantize is not None:
             raise ConfigError(
@@ -322,6 +323,7 @@ def export_pretrained(
         owner.compare("export", lambda: Compared.of(settings))
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
         owner.drain()
+    # Adapters alone need no values of the base.
     if has_adapters(model) and adapters == "separate":
         _export_adapters(model, owner, Path(path), target)
         return
@@ -333,6 +335,7 @@ def export_pretrained(
                 "which writes the base with its adapters merged into it"
             )
         contents = _Contents(model, owner, target)
+    # Collective reads come between the blocks in which each rank works by itself.
     contents.read_records(model)
     with owner.together("zo.export_pretrained"):
         plans = plan_files(

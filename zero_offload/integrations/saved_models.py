@@ -189,6 +189,7 @@ def write_merged(
     layers: dict[str, nn.Module] = {}
     merged: dict[str, int] = {}
     kept: dict[TensorEntry, torch.Tensor] = {}
+    # Entries of all tensors by peft's structure of the model, which has no values.
     for name, tensor, place in merged_tensors(model, saved_tensors):
         if not isinstance(tensor, nn.Parameter):
             source = next((each for each in buffers if each == name or each.endswith(f".{name}")), None)
@@ -201,6 +202,7 @@ def write_merged(
         if place is not None:
             layers.setdefault(*place)
             merged[name] = id(tensor)
+    # Unmerged values go through in chunks, then layers to merge one at a time: one layer is in memory.
     plans = plan_files([*entries.values(), *kept], max_shard_bytes)
     with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
         for key in entries.keys() - set(merged.values()):

@@ -85,11 +85,13 @@ def accumulate(
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
+    # Alone, one micro-batch has nothing to wait for.
     if len(batches) < 2:
         return [_backward_of(forward()) for forward in forwards]
     with Forks(len(batches)) as forks:
         if not owner.tracker.any_leaves:
             return _one_after_the_other(owner, forwards, forks)
+        # Units leave, so each unit comes once for the forwards of all and once for their backwards.
         by_unit = MicroBatches(
             forwards, forks, owner, owner.tracker, owner.prefetcher, owner.grads, owner.activations, owner.device
         )
@@ -167,6 +169,7 @@ def clip_grad_norm_(
     opened = spans.open(Track.CLIP, "norm")
     if ordinary:
         owners[0][0].check_ordinary(call, lambda: squares)
+    # One norm over all of them; offloaded gradients get a factor, and no element of them moves.
     norm = math.sqrt(math.fsum([squares, *(owner.grad_access.squares(members) for owner, members in owners)]))
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")

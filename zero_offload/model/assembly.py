@@ -45,6 +45,7 @@ def assemble(base: Foundation) -> Assembly:
     """Make the parts. Nothing runs yet, and nothing here has to be undone."""
     store, prefetcher, device, collectives = base.store, base.prefetcher, base.device, base.collectives
     stays = base.stays_in_memory
+    # Gradients first: their bytes say how large a hole the heap keeps.
     places = ModelPlaces(base.units)
     grads = Gradients(
         *(base.units, store, prefetcher.pool, collectives, device), ring=base.grad_ring, stay_in_memory=stays
@@ -52,6 +53,7 @@ def assemble(base: Foundation) -> Assembly:
     grad_access = GradAccess(grads, collectives)
     grad_bytes = sum(section.layout.nbytes for section in grads.ledger.sections)
     hole = HeapHole(grad_bytes, free_memory_bytes) if stays else None
+    # An error anywhere ends the waits of snapshots.
     base.errors.tell(store.snapshots.fail)
     commits = Commits(
         base.files.keeper,
@@ -65,6 +67,7 @@ def assemble(base: Foundation) -> Assembly:
     updates = Updates(base, grads, states, commits)
     in_backward = None if base.grad_ring is None else BackwardUpdates(base, base.grad_ring, grads, places, updates)
     elsewhere = None if device.is_host else device.torch_device
+    # The tracker drives gradients and prefetch, so it comes after all of them.
     tracker = PassTracker(base.units, prefetcher, grads, base.activations, hole, base.life, in_backward, elsewhere)
     return Assembly(
         base=base,

@@ -70,6 +70,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         "master": _masters,
         "grads": _grads,
     }
+    # Masters and gradients are copies; parameters are read where they are, or written back at the end.
     _check_room(owner, places, mode, kind)
     if kind in read:
         values = read[kind](owner, places)

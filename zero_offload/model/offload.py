@@ -123,6 +123,7 @@ def offload(
     """
     with contextlib.ExitStack() as undo:
         if owners := _owners_in(model):
+            # Parameters that have come since the first call; a failure leaves the model as it was.
             growth = Growth(model, owners, config, mesh, units, undo)
             growth.make_units()
             growth.join_generations()
@@ -130,6 +131,7 @@ def offload(
             undo.pop_all()
             trim_heap()  # the parameters' old storages are free
         else:
+            # A new model: files first, since a generation in them decides values and steps.
             builder = Builder(model, config, mesh, units, undo)
             builder.open_files()
             with builder.ranks.together():
@@ -173,6 +175,7 @@ class Builder:
         # With DTensors the ranks that hold the other parts are told as well.
         tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
         notice = Notice()
+        # Checks and layout of this rank alone; `notice` compares their results between ranks at the end.
         with callers.together_with(tensor_mesh, notice):
             check_model("zo.offload", model)
             self.config = self.given = check_config("zo.offload", config)
@@ -195,6 +198,7 @@ class Builder:
                 Compared.of({**of_config(self.config), "mesh": callers.cut(mesh), "the compute device": device_type})
             )
             notice.compared += _configs_of(model, len(callers.members))
+        # From here on ranks talk: they agree on one machine, and place by that.
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
@@ -202,6 +206,7 @@ class Builder:
         with self.ranks.together(), _saying_how_to_read(model, unit_bytes, self.config, hardware, partition):
             outlook = _outlook(unit_bytes, work_of(model, self.spec).units, self.config, partition, hardware)
             placement = place(unit_bytes, self.config, hardware, partition, outlook)
+        # Placement decides bytes, and bytes decide buffers.
         plan = estimate_memory(unit_bytes, placement, self.config, group.partition)
         self.sizes = Sizes(hardware, unit_bytes, placement, plan)
         self.buffers = BufferPlan(self.layout, placement, group.partition, self.config, self.device.is_host)
@@ -429,6 +434,7 @@ class Growth:
         assert isinstance(owner, ModelRuntime)
         if owner.life.is_closed:
             raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
+        # From here on all ranks take part.
         self.model, self.owner, self.undo = model, owner, undo
         with owner.together("zo.offload"):
             owner.drain()  # a commit under way talks to the other ranks, as what follows does
@@ -436,6 +442,7 @@ class Growth:
         with owner.ranks.together(CALL, notice):
             with _saying_whose_they_are(model, owner):
                 _check_call(owner, config, mesh)
+            # New tensors become units behind those that exist: nothing that rests moves.
             found = {id(tensor): tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None}
             self.root = owner.root_of(found.values()) or model
             added = {name: tensor for name, tensor in offloaded_tensors(self.root) if id(tensor) in found}
@@ -451,6 +458,7 @@ class Growth:
                 owner.keeper.check_growth(self.layout)
             self.without = sections_without_values(self.layout, added)
             self.sizes = _grown_sizes(owner, self.layout, self.spec, work_of(self.root, self.spec).units, self.without)
+        # A generation that was found may have values and steps for the new parameters.
         self.awaited, resumed = owner.files.awaits, owner.files.found
         self.param_steps = resumed.payload.get("param_steps", {}) if self.awaited and resumed is not None else {}
         partition, is_host = owner.collectives.partition, owner.device.is_host
@@ -803,6 +811,7 @@ def plan(
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     without = sections_without_values(layout, dict(offloaded_tensors(model)))
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
+    # A rank's share of the machine, then a placement for one micro-batch as `offload` makes it.
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it; `offload` asks the ranks
     num_here = int(launched) if launched.isdecimal() and partition.world_size > 1 else 1
     hardware = _hardware(config, device, max(num_here, 1))
@@ -810,6 +819,7 @@ def plan(
     work = work_of(model, spec)
     outlook = _outlook(unit_bytes, work.units, config, partition, hardware)
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
+    # Sums of micro-batches count in the plan alone.
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without, micro_batches)
     each = max(tokens // micro_batches, 1)
     batch = StepBatch(

@@ -60,6 +60,7 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
     Raises ConfigError, with all problems at once. A problem is a key that matches nothing, if it is `strict`, or a
     parameter or module with several names that would have several dtypes.
     """
+    # Keys name modules; a key without a module may name tensors.
     modules = dict(root.named_modules(remove_duplicate=False))
     asked = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}
     exceptions = {key: asked[key] for key in asked if any(_matches(key, *item) for item in modules.items())}
@@ -71,6 +72,7 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
         for key in (asked if strict else ())
         if key not in exceptions and not (key in of_tensors and any(fnmatchcase(name, key) for name in tensors))
     ]
+    # Dtypes inside of modules, then of parameters, then the casts at the borders of modules.
     compute = getattr(torch, config.compute_dtype_name)
     inside = {name: _dtype_of(name, modules, exceptions) or compute for name in modules}
     for name, module in modules.items():
@@ -95,6 +97,7 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
     problems += [
         f"{name} {problem}" for name, param in wrappers(root) if (problem := dtype_problem_of(param, params[name]))
     ]
+    # All problems at once, the first ten in words.
     if problems:
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
     kept = {name: dtype for name, dtype in params.items() if dtype != compute}

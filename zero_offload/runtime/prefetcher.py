@@ -444,10 +444,12 @@ class ParamPrefetcher:
         self._complete_at = -1
         if self.device_limit is not None:
             self.device_limit.stepped()
+        # Units whose values the update changes, but for those that it updates where forward reads them.
         stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
         self._held_views.find(stale)
         self._groups.outdate(stale)
         stale = [unit for unit in stale if unit.layout.experts is None or unit.state is not UnitState.AWAY]
+        # Frames go to the units that forward needs first. In backward unused units leave, if any unit is still to come.
         if not in_backward:
             self._hand_frames_on(stale)
         elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):

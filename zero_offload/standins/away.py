@@ -188,6 +188,7 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     targets = changed_by(func, args, kwargs)
     if targets:
         refuse_changes(targets, func)
+    # Which parameters and views are among the arguments, by the runtime that owns them.
     by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
     lent: list[tuple[Tensor, str]] = []
     is_away = is_guarded = False
@@ -206,6 +207,7 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             by_owner.setdefault(id(owner), (owner, []))[1].append(param)
         elif isinstance(param, AtRest):
             raise dropped_error(cast(nn.Parameter, param))
+    # The runtime makes values readable where it can; a write to them is refused.
     for owner, owned in by_owner.values():
         tensors = tensors_of(owned)
         touched = owner.access.touch(tensors)

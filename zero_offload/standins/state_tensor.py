@@ -228,6 +228,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     whole: list[tuple[StateTensor, Tensor, int]] = []
     given: list[tuple[StateTensor, Tensor]] = []
 
+    # The operation runs on values that are read for it, each state once.
     def values_of(state: StateTensor) -> Tensor:
         root = state if state._root is None else state._root
         values = next((values for known, values, _ in whole if known is root), None)
@@ -246,6 +247,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             root._write(values)
     at_rest = [(root, values) for root, values, _ in whole if root._kept is None]
 
+    # A result that shares memory with the values stands for the state again, since that memory is dropped.
     def wrap(tensor: Tensor) -> Tensor:
         for state, values in given:
             if tensor is values:

@@ -74,9 +74,11 @@ def prepare(
     Raises ConfigError for data that cannot be used, with file and row, and StorageError when tokens cannot be written.
     """
     _check_numbers(folder, seq, split, eval_data)
+    # The data decide the method, and the method decides whether rows may share a sequence.
     known, left = read_forms(data)
     chosen = method_of(known, method, folder.task)
     packs = packing and chosen == SFT and folder.config.model_type in PACKED
+    # A use is a share of the rows: training, and evaluation from a split or from data of its own.
     uses = [Use("train", known, RowSplit(split, seed, is_kept=False), packs)]
     others: list[Known] = []
     if split:
@@ -90,6 +92,7 @@ def prepare(
     if cache is None:
         cache = Path(tempfile.mkdtemp(prefix="zero_offload-data-"))
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    # Tokens are made once per use, or found in the folder.
     files = TokenFiles(cache, maker, seq)
     made = [files.of(use) for use in uses]
     counts = [each for _, each in made]

@@ -442,6 +442,7 @@ def _model_json(plan: ModelPlan) -> dict[str, Any]:
             "total": memory.used_bytes(tier),
             "available": memory.budget.of(tier),
         }
+    # Wear needs seconds of a step, which may be unknown.
     wear, tbw, step_s = plan.wear, plan.tbw, plan.step_s
     is_written = wear.bytes_per_step > 0
     batch = plan.planned.job.batch

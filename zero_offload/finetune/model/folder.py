@@ -329,6 +329,7 @@ def _check_files(folder: Path, needs_weights: bool) -> bool:
     def having(*ends: str) -> list[str]:
         return [name for name in names if name.endswith(ends)]
 
+    # Other formats and kinds of folders first: their remedies say more than a missing file.
     safetensors, pickled, gguf = having(".safetensors"), having(".bin", ".pth", ".pt", ".ckpt"), having(".gguf")
     if gguf and not safetensors:
         raise _gguf(folder / gguf[0])
@@ -341,12 +342,14 @@ def _check_files(folder: Path, needs_weights: bool) -> bool:
             f"{folder} has no model yet: it is a run without its end. It goes on by zero-offload finetune --config "
             f"{folder / 'run.toml'}"
         )
+    # Without a config, a folder inside may be the model.
     if CONFIG_NAME not in names:
         inner = [
             path.parent for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) for path in sorted(folder.glob(f"*/{name}"))
         ]
         hint = f"; give {inner[0]}" if inner else "; get it from where the weights are from"
         raise ConfigError(f"{folder} has no {CONFIG_NAME}, so what model it is is not known{hint}")
+    # Weights in files that can be read without running code.
     if pickled and not safetensors:
         raise ConfigError(
             f"{folder} has its weights as {pickled[0]}, which is pickled: loading it runs code. Convert it once, where "

@@ -152,6 +152,7 @@ def _set_up(
     # Without a directory for generations a second start begins anew, whatever lies in the run's.
     has_generations = existing is not Existing.RESUME or config.offload.nvme_dirs
     zo.offload(model, replace(config.offload, existing=existing.value) if has_generations else config.offload)
+    # Norms and biases do not decay.
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     others = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [

@@ -162,6 +162,7 @@ def update_elements(
         s1 = load_state(state1, scales1, i, numel, False, FORMAT, BLOCK)
     if NUM_STATES > 2:
         s2 = load_state(state2, scales2, i, numel, False, FORMAT, BLOCK)
+    # The rule; the compiler keeps one branch.
     if RULE <= _ADAM_AMSGRAD:
         p, s0, s1, s2 = _adam(c, g, p, s0, s1, s2, RULE <= _ADAMW_AMSGRAD, NUM_STATES == 3)
     elif RULE == _ADAGRAD:

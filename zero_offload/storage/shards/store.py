@@ -600,6 +600,7 @@ class ShardStore:
         shard.wait_for_copies()
         staging = self.staging.region
         everything = range(len(shard.layout.chunks())), shard.components
+        # Only a slot that no generation names is changed in part; another slot gets all chunks.
         rows, components = changed if changed and in_place else everything
         if not shard.on_disk:
             self._leave_base(shard)  # before its values in memory are others than the files'
