@@ -126,7 +126,7 @@ def test_blocks_that_were_not_read_are_used_again() -> None:
     bench, (dropped, kept) = Bench(), sources(3 * MIB, 3 * MIB)
     bench.tier.put(dropped).release()
     away = bench.tier.put(kept)
-    away.start()
+    away.launch()
     away.release()
     away = bench.tier.put(dropped)
     assert comes_back(away, dropped)

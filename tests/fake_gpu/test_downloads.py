@@ -160,5 +160,5 @@ def test_staging_grows_until_all_fits_that_is_leased_together(monkeypatch: pytes
     for _ in range(4):
         for megabytes in (3, 2, 2):
             downloads.open((megabytes, MIB), torch.uint8)
-        downloads.close_open()
+        downloads.drop_untaken()
     assert made == [3 * MIB, 2 * MIB, 2 * MIB]

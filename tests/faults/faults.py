@@ -276,8 +276,8 @@ FAULTS = [
     fault(
         "the first gradients are lost where a section is widened to fp32 whose memory goes first",
         "storage/shards/grad_store.py",
-        "            self.open().copy_(narrow)",
-        "            self.open().zero_()",
+        "            self.writable_array().copy_(narrow)",
+        "            self.writable_array().zero_()",
         PLACEMENTS,
     ),
     fault(
@@ -395,7 +395,7 @@ FAULTS = [
     fault(
         "gradients of a backward that broke off keep their staging",
         "storage/shards/grad_downloads.py",
-        "        while self._open:\n            self._close(self._open[-1])\n",
+        "        while self._open:\n            self._release(self._open[-1])\n",
         "",
         EXPERT_GRADS + "test_gradients_of_a_backward_that_breaks_off_are_dropped_and_their_staging_is_free",
     ),
@@ -423,7 +423,7 @@ FAULTS = [
     fault(
         "a rank that meets no expert of a layer leaves its reduction out",
         "runtime/grads/gradients.py",
-        "        if not self.reduces or self.coming:\n            return False\n",
+        "        if not self.reduces_in_backward or self.expected:\n            return False\n",
         "        if True:\n            return False\n",
         EXPERTS + "test_a_rank_that_meets_no_expert_adds_zeros",
     ),

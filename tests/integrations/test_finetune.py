@@ -344,7 +344,7 @@ def test_a_disk_that_is_full_at_any_file_of_the_end(place: Place, tmp_path: Path
                     file.write(bytes(4096))
             os.truncate(disk / "filler", max((disk / "filler").stat().st_size - room, 0))
             try:
-                weights.keep(model, 1)
+                weights.write(model, 1)
                 weights.publish(1, "card", folder)
             except zo.StorageError as error:
                 errors.append(str(error))

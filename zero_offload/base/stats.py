@@ -96,7 +96,7 @@ class StatsKeeper:
         """Count for the next step from here on: an update begins that runs beside it."""
         self._cut = self._counters.snapshot()
 
-    def close_step(self, step: int) -> dict[str, float]:
+    def end_step(self, step: int) -> dict[str, float]:
         """This step ends here; returns what every counter has grown by in it, and its "step_s"."""
         now, totals = time.perf_counter(), self._counters.snapshot()
         totals, self._cut = self._cut or totals, None

@@ -169,9 +169,9 @@ def _print(
     }
     if args.json:
         words |= {} if math.isfinite(score.perplexity) else {"perplexity": None}  # JSON has no infinity
-        told = {"dir": str(args.dir), **words, "count": score.count, "seconds": round(seconds, 3), "data": counts}
+        facts = {"dir": str(args.dir), **words, "count": score.count, "seconds": round(seconds, 3), "data": counts}
         said = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
-        print(json.dumps(told | ({"answers": said} if said else {})))
+        print(json.dumps(facts | ({"answers": said} if said else {})))
         return
     for prompt, answer in answers:
         print(f"{printable(prompt).strip()}\n-> {printable(answer).strip()}\n")

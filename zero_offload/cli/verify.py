@@ -65,22 +65,22 @@ def run(args: argparse.Namespace) -> int:
             if not any(not verdict.is_whole and reading.goes_on(directory, verdict.generation) for verdict in verdicts):
                 break
         user = directory.user
-    told = {
+    facts = {
         "directory": str(home),
         "in_use": user,
         "generations": [_as_json(verdict, history) for verdict in verdicts],
         "damaged_manifests": damaged,
     }
-    of_folder = _tell(args, told, _lines(home, user, verdicts, damaged), check_folder(path) if is_folder else None)
+    of_folder = _tell(args, facts, _lines(home, user, verdicts, damaged), check_folder(path) if is_folder else None)
     # A generation that is older than the first may have been written over, rightly.
     of_run = max([verdict.exit_code for verdict in verdicts[:1]], default=0)
     return IntegrityError.exit_code if damaged else of_run or of_folder
 
 
-def _tell(args: argparse.Namespace, told: dict[str, Any], lines: Iterable[str], folder: FolderVerdict | None) -> int:
+def _tell(args: argparse.Namespace, facts: dict[str, Any], lines: Iterable[str], folder: FolderVerdict | None) -> int:
     """Print what was found; the exit code of the model that from_pretrained would load here."""
     if args.json:
-        print(json.dumps(told | ({} if folder is None else {"model": asdict(folder)}), indent=2))
+        print(json.dumps(facts | ({} if folder is None else {"model": asdict(folder)}), indent=2))
     else:
         print("\n".join([*lines, *([] if folder is None else _folder_lines(user_path(args.run_dir), folder))]))
     return IntegrityError.exit_code if folder is not None and folder.problems else 0

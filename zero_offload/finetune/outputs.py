@@ -3,8 +3,8 @@
 Owns OUT/best, the order in which files get their names in OUT, and the text of the model card. A kill at any moment
 leaves in OUT the model that was there, the new one, or one without its config, which loads nowhere.
 
-The calls: `Weights.keep` at an evaluation or at the end, on every rank; `Weights.publish`, on rank 0; `merge`, on every
-rank; `Weights.clear`.
+The calls: `Weights.write` at an evaluation or at the end, on every rank; `Weights.publish`, on rank 0; `merge`, on
+every rank; `Weights.clear`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Weights:
             return (place / _LISTING).is_file() or all((place / name).is_file() for name in names)
         return any((place / name).is_file() for name in (*_CONFIGS, _LISTING))  # it got its name when it was whole
 
-    def keep(self, model: nn.Module, step: int, also: Iterable[int] = ()) -> None:
+    def write(self, model: nn.Module, step: int, also: Iterable[int] = ()) -> None:
         """Write those that the model has now, of an adapter its own; of others only those of `also` stay."""
         owner, stays = need_runtime(model, "finetune"), {f"step-{each}" for each in also}
         with owner.together("finetune"):

@@ -259,8 +259,8 @@ def _changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
 
 def _identity(job: FinetuneContext) -> dict[str, Any]:
     """The settings that decide the run, and how far it goes."""
-    told = {"steps": job.num_steps, "eval_every": job.eval_every, "ranks": job.ranks.size}
-    return job.config.arguments() | told | {"text": job.prepared.key}
+    facts = {"steps": job.num_steps, "eval_every": job.eval_every, "ranks": job.ranks.size}
+    return job.config.arguments() | facts | {"text": job.prepared.key}
 
 
 def _plan(job: FinetuneContext, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
@@ -360,7 +360,7 @@ def _keep(job: FinetuneContext, trainer: Any, outputs: Mapping[str, Any]) -> int
     is_there = job.weights.has(step) or outputs.get("step") == step
     job.ranks.wait()  # all have looked
     if best is None and not is_there:
-        job.weights.keep(trainer.model, step)
+        job.weights.write(trainer.model, step)
     elif not is_there:
         raise IntegrityError(
             f"the best evaluation was that of step {step}, and {job.weights.folder(step)}, which has its weights, is "
@@ -378,7 +378,7 @@ def _publish(
 ) -> FinetuneResult:
     """Give OUT the model; what is there of an earlier end that was broken off is completed."""
     config, weights, best = job.config, job.weights, best_of(evaluations)
-    told = {"step": chosen, "last_step": last_step, "best": best, "merged": config.merge}
+    outputs = {"step": chosen, "last_step": last_step, "best": best, "merged": config.merge}
     if job.ranks.is_first:
         facts: dict[str, Any] = {"optimizer steps": last_step, "weights of step": chosen}
         if best is not None:
@@ -394,9 +394,9 @@ def _publish(
     if job.ranks.is_first:
         run_dir = RunDir(config.out)
         description = read_json(config.out / RUN_FILE)
-        told |= {"asked": {name: getattr(config, name) for name in _HOW_FAR}}
-        told |= {MADE_OF: made_of(open_folder(config.out, job.folder.task))}
-        run_dir.write(RUN_FILE, json.dumps(description | {"outputs": told}, indent=1))
+        outputs |= {"asked": {name: getattr(config, name) for name in _HOW_FAR}}
+        outputs |= {MADE_OF: made_of(open_folder(config.out, job.folder.task))}
+        run_dir.write(RUN_FILE, json.dumps(description | {"outputs": outputs}, indent=1))
         _list_files(config.out, is_finished=True)
         weights.clear()
     _say_if_untrained(job, progress)

@@ -218,7 +218,7 @@ class FinetuneMixin(OffloadMixin):
             self._progress.note("\n".join(f"  {each}" for each in texts))
         best = best_of(self.evaluations)
         if best is not None and best["step"] == newest["step"]:
-            self._job.weights.keep(self.model, newest["step"], self._still_needed())
+            self._job.weights.write(self.model, newest["step"], self._still_needed())
         self.control.should_training_stop |= self.has_no_patience
         restore_rng(generators)
         return metrics

@@ -175,10 +175,10 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         )
     adapters = [each for each in _ADAPTERS.get() if each.module is module]
     stacks = [stack for adapter in adapters for stack in (adapter.lhs, adapter.rhs)]
-    # The graph keeps `one`: a stack in it would be a view that pins its unit until backward.
+    # The graph keeps `expert_fn`: a stack in it would be a view that pins its unit until backward.
     scalings = [(adapter.name, adapter.scaling) for adapter in adapters]
 
-    def one(values: Mapping[str, Tensor], more: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    def expert_fn(values: Mapping[str, Tensor], more: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
         adapted = dict(values)
         for number, (name, scaling) in enumerate(scalings):
             lhs, rhs = more[2 * number : 2 * number + 2]
@@ -188,7 +188,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         return (_directly if vars(module)[_DIRECT] else _alone)(module, adapted, hidden, weights)
 
     unit = owner.places[next(iter(_values_of(module).values()))].unit
-    return owner.experts.run(owner, unit, one, hidden_states, top_k_index, top_k_weights, stacks)
+    return owner.experts.run(owner, unit, expert_fn, hidden_states, top_k_index, top_k_weights, stacks)
 
 
 def _owner_of(module: nn.Module) -> ModelRuntime | None:

@@ -512,8 +512,8 @@ def _identity(path: Path) -> str:
 
 
 def _told_identities(paths: Sequence[Path], found: Sequence[str]) -> dict[str, str]:
-    told = [f"{path} (digest {each})" for path, each in zip(paths, found, strict=True)]
-    return dict(zip(("the folder of weights", "the folder of the adapter"), told, strict=False))
+    described = [f"{path} (digest {each})" for path, each in zip(paths, found, strict=True)]
+    return dict(zip(("the folder of weights", "the folder of the adapter"), described, strict=False))
 
 
 def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
@@ -792,7 +792,7 @@ def _whole(owner: ModelRuntime, unit: Unit, target: torch.dtype | None) -> Itera
             yield lambda section: _cut(section.flat)
         finally:
             unit.gathered_uses -= 1
-            unit.close()
+            unit.guard()
 
 
 def _parts(section: Section, read: Callable[[Section], Pieces]) -> Iterator[tuple[ParamSlice, int, torch.Tensor]]:

@@ -149,7 +149,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         self._history: list[str] = []
         self._generators = ""
         super().__init__(*args, **kwargs)
-        self._take(self.model)
+        self._offload_model(self.model)
         self._made_of = _made_of(self.model)
         if getattr(self.args, "sync_ref_model", False):
             raise ConfigError("sync_ref_model copies the parameters of the model while they are away; leave it out")
@@ -169,7 +169,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
 
     # The model and its optimizer
 
-    def _take(self, model: nn.Module) -> None:
+    def _offload_model(self, model: nn.Module) -> None:
         """Offload it, unless it is."""
         if self.args.bf16_full_eval or self.args.fp16_full_eval:
             raise ConfigError(
@@ -191,7 +191,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         self.args._n_gpu = min(self.args.n_gpu, 1)  # ranks have a GPU each, and nothing is replicated over threads
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        self._take(model)
+        self._offload_model(model)
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -210,7 +210,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         if trial is not None and self._offload is not None and self._offload.existing == "resume":
             raise ConfigError("each trial of a search begins anew; pass OffloadConfig(existing='discard')")
         model: nn.Module = super().call_model_init(trial)
-        self._take(model)
+        self._offload_model(model)
         return model
 
     @staticmethod

@@ -107,7 +107,7 @@ def _one_after_the_other(
     losses = []
     for index, forward in enumerate(forwards):
         is_last = index == len(forwards) - 1
-        with forks.turn(index), nullcontext() if is_last else owner.grads.deferring():
+        with forks.turn(index), nullcontext() if is_last else owner.grads.deferring_reduction():
             losses.append(_backward_of(forward()))
     return losses
 
@@ -245,7 +245,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     with stage 1, which always does this, it changes nothing. But with overlap="backward" every backward outside of it
     is a step's last one.
     """
-    with need_runtime(model, "zo.no_sync").grads.deferring():
+    with need_runtime(model, "zo.no_sync").grads.deferring_reduction():
         yield
 
 

@@ -7,8 +7,8 @@ drive, and made the first of these steps 20% longer.
 
 Owns which units a backward is done with, and the hyperparameters that it began with. Launches through `Updates`; moves
 no bytes. The calls: `add_trainer` for each optimizer. In backward `arriving` before each gradient is taken,
-`before_use` and `advance` at each sign of where backward is, and `end`. Then `close` by each optimizer's step. `cancel`
-after a backward that broke off; `reset` when all states have been replaced.
+`before_use` and `advance` at each sign of where backward is, and `end`. Then `confirm_step` by each optimizer's step.
+`cancel` after a backward that broke off; `reset` when all states have been replaced.
 
 [Note: when a backward is done with a unit]
 Three things are true. All its gradients are there and reduced. Nothing uses it (`Unit.in_use`): its part of backward
@@ -81,7 +81,7 @@ class BackwardUpdates:
         self._launched: set[int] = set()
         self._skipped: list[str] = []
         """Parameters whose gradients were not finite, in units that were not updated, since the last step."""
-        self._has_told = False
+        self._has_warned = False
 
     # Hyperparameters
 
@@ -117,12 +117,12 @@ class BackwardUpdates:
         """Autograd has a gradient that is not stored yet; `in_forward`: while a forward of the model runs."""
         if not self._runs:
             check_closed(self._grads, "a backward")
-            if in_forward and not self._grads.defers:
+            if in_forward and not self._grads.defers_reduction:
                 raise ZeroOffloadError(
                     "a backward inside of a forward of this model would update what the forward uses; run it in "
                     f"'with zo.no_sync(model):', or {_INSTEAD}"
                 )
-            if not self._grads.defers:
+            if not self._grads.defers_reduction:
                 self._begin()
         unit = self._grads.ledger.place(param)[0].unit
         if self._runs:
@@ -151,7 +151,7 @@ class BackwardUpdates:
             grads.begin_backward()
         if self._task == -1:
             self._task = torch._C._current_graph_task_id()
-        self._ring.open()
+        self._ring.begin_backward()
         self._hypers, self._runs = hypers, True
         # Before the first update, which the announcement of a reduction precedes; step() would be too late.
         for number, trainer in enumerate(list(self._trainers)):
@@ -196,7 +196,7 @@ class BackwardUpdates:
 
     def _stop(self) -> None:
         self._runs, self._task = False, -1
-        self._ring.close()
+        self._ring.end_backward()
         self._arriving.clear()
         self._late.clear()
         self._launched.clear()
@@ -249,11 +249,11 @@ class BackwardUpdates:
 
     # The step
 
-    def close(self, hypers: Mapping[nn.Parameter, Hyper]) -> bool:
+    def confirm_step(self, hypers: Mapping[nn.Parameter, Hyper]) -> bool:
         """An optimizer steps with parameters `hypers`. True if backward has made that step."""
         mine = self._grads.updated & hypers.keys()
-        if not self._has_told and any(self._hypers[param] != hypers[param] for param in mine):
-            self._has_told = True
+        if not self._has_warned and any(self._hypers[param] != hypers[param] for param in mine):
+            self._has_warned = True
             warn_user(
                 "hyperparameters have changed between backward and step(): with overlap='backward' those hold that "
                 "backward began with. Change them after step(), as schedulers do",

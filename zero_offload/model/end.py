@@ -76,11 +76,11 @@ class ModelEnd:
         if self.ranks.world_size > 1 or not self.life.is_in_own_process:
             return
         self.store.drop_lazy()  # the program is over: a state dict that it still holds is not read for that
-        told = self.errors.is_raised
+        was_raised = self.errors.is_raised
         try:
             close()
         except ZeroOffloadError as error:
-            if not told:  # else the program has had it, and the user
+            if not was_raised:  # else the program has had it, and the user
                 _say(f"the last step is not made a generation: {error}")
 
     def drop(self) -> None:
@@ -103,7 +103,7 @@ class ModelEnd:
     def _end_dropped(self) -> None:
         """Finish what is under way, and release files and locks. Nothing more is committed: an exception between `step`
         and `zo.commit` drops a model too, and other ranks may be elsewhere."""
-        told, step = self.errors.is_raised, self.commits.pending_step
+        was_raised, step = self.errors.is_raised, self.commits.pending_step
         try:
             self.store.read_lazy()
             self.commits.forget_record()
@@ -112,7 +112,7 @@ class ModelEnd:
             if step and self.files.keeper is not None:
                 _say(f"step {step} is not made a generation: the model was dropped. Call zo.close(model) to keep it")
         except ZeroOffloadError as error:
-            if not told:  # else the program has had it, and the user
+            if not was_raised:  # else the program has had it, and the user
                 _say(f"an error after the model was dropped: {error}")
         finally:
             try:
@@ -123,7 +123,7 @@ class ModelEnd:
     def _stop_use(self) -> None:
         """Gradients that are on their way from a device have come, and more are not expected."""
         self.life.is_closed = True
-        self.grads.close()
+        self.grads.cancel()
 
 
 def _say(text: str) -> None:

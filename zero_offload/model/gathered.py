@@ -143,7 +143,7 @@ def _taken(places: Sequence[ParamPlace], given: Values) -> tuple[Values, list[st
         else:
             wrong.append(f"{tuple(value.shape)} for {place.name}, which is {tuple(place.piece.spec.shape)}")
     for unit in {place.unit.index: place.unit for place in places}.values():
-        unit.put_back()
+        unit.restore_views()
     for place in places:
         if place.name not in values:
             values[place.name] = place.param.detach().clone()
@@ -163,7 +163,7 @@ def _writable(places: Sequence[ParamPlace]) -> Iterator[None]:
     finally:
         for unit, params in named:
             unit.writable = [each for each in unit.writable if each is not params]
-            unit.close()
+            unit.guard()
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _present(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[None
     finally:
         for unit in held:
             unit.gathered_uses -= 1
-            unit.close()
+            unit.guard()
 
 
 def _masters(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:

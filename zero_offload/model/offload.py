@@ -374,7 +374,7 @@ def _install(
             undo.callback(unregister, param)
             register(param, owner)
         unit.seal()
-        unit.close()
+        unit.guard()
     _guard_wrappers(root, owner, undo)
     placed = [(stays_guarded(section, piece), p) for unit in units for section, piece, p in unit.placed_params]
     compile_around([*(p for is_guarded, p in placed if is_guarded), *(each for _, each in wrappers(root))])
@@ -497,7 +497,7 @@ class Growth:
                 owner.files.finish_resume(owner.ranks)
                 owner.note_lost_base()
         if owner.activations is not None:
-            owner.activations.keep(_buffers(self.root))
+            owner.activations.exempt(_buffers(self.root))
 
     def install(self) -> ModelRuntime:
         """Guard and hook the units, and join them with those of the model."""

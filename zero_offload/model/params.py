@@ -277,7 +277,7 @@ class ModelStates:
             return read_master_part(self._store, shard, span).view(piece.spec.shape)
         return read_state(self._store, shard, Component(name), span).view(piece.spec.shape)
 
-    def begin(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
+    def create(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Make states as a step of zero gradients with a learning rate of 0 does, without counting a step."""
         for param, hyper in hypers.items():
             if self.step_of(param) is None:

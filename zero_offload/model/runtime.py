@@ -114,7 +114,7 @@ class ModelRuntime:
 
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
-        if self.tracker.ending() is None:
+        if self.tracker.end_ref() is None:
             self.tracker.note_backward()
         if not self._has_new_grads:
             self._has_new_grads = True
@@ -318,7 +318,7 @@ class ModelRuntime:
         spans = self.store.counters.spans
         opened = spans.open(Track.STEP, "")
         self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
-        is_made = self._in_backward is not None and self._in_backward.close(hypers)
+        is_made = self._in_backward is not None and self._in_backward.confirm_step(hypers)
         if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.
             self._commits.launch_due()
@@ -329,13 +329,13 @@ class ModelRuntime:
             self.groups = list(groups)
             if names := self._in_backward.take_skipped() if self._in_backward is not None else ():
                 self._count_skipped(names, "units with such gradients stay as they are, others are updated")
-        elif not self._take(hypers, groups):
+        elif not self._update_held(hypers, groups):
             return
         spans.close(opened, str(self.step_count))
         if spans.on:
             for tier, nbytes in self._resident_bytes().items():
                 spans.sample(f"resident.{tier}", nbytes)
-        passed = self._stats.close_step(self.step_count)
+        passed = self._stats.end_step(self.step_count)
         if not self.grads.updated:  # all optimizers have stepped
             self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
         if self.resume_pending:
@@ -353,9 +353,9 @@ class ModelRuntime:
                 f"the gradient of {self.places.name_of(moved)} was assigned zeros, and a step with a learning rate "
                 "above 0 would decay its value and states. Assign None to leave the parameter out, or call backward"
             )
-        self._states.begin(hypers)
+        self._states.create(hypers)
 
-    def _take(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
+    def _update_held(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
         """Update with the gradients that are held; False if there are none."""
         grads = self.grads
         grads.reduce_waiting()

@@ -98,9 +98,9 @@ class DevicePass:
             yield from _together(pieces)
         else:
             for piece in pieces:
-                yield from self._bring(piece)
+                yield from self._upload(piece)
 
-    def _bring(self, piece: GradPiece) -> Iterator[GradPiece]:
+    def _upload(self, piece: GradPiece) -> Iterator[GradPiece]:
         """Upload from host memory, beside the updates of pieces before it."""
         self._await_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
         if not self._ring:

@@ -118,12 +118,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             param: entry if isinstance(entry, Entry) and entry.rests_at(param) else settled(entry, param)
             for param, entry in entries.items()
         }
-        self._take_states({key: entry for key, entry in given.items() if key not in entries})
+        self._use_states({key: entry for key, entry in given.items() if key not in entries})
         reset(param for param in away if param not in entries)
         for param, entry in entries.items():
             assign(self, param, entry)
 
-    def _take_states(self, ordinary: Mapping[Any, Any]) -> None:
+    def _use_states(self, ordinary: Mapping[Any, Any]) -> None:
         """Keep states in another mapping. The one before is torch's dict as it was, for a program that holds it."""
         before = weakref.ref(self._states)
         self._states, states = States(self), self._states
@@ -340,7 +340,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._is_built = True
         if "_states" not in self.__dict__:
             self._states = States(self)
-        self._take_states(state["state"])
+        self._use_states(state["state"])
         self._versions, self._names = {}, Names()
         for group in self.param_groups:
             fill_group(group, self.defaults)

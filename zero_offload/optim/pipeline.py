@@ -98,7 +98,7 @@ class UpdatePipeline:
                 task = next(tasks, None)
                 exhausted = task is None
                 if task is not None:
-                    self._open(task)
+                    self._launch_reads(task)
                     reading.append(task)
             if not reading:
                 break
@@ -123,7 +123,7 @@ class UpdatePipeline:
             for rows in [range(count)] if together else _each(range(count)):
                 yield _Task(section, rows, first and rows.start == 0, last and rows.stop == count)
 
-    def _open(self, task: _Task) -> None:
+    def _launch_reads(self, task: _Task) -> None:
         """Launch the reads."""
         shard, grads = task.section.shard, task.section.grads
         if task.rows.start == 0:

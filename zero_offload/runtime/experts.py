@@ -4,8 +4,8 @@ Owns the autograd nodes of such a forward. The output is a chain of additions, o
 in the plain model. Autograd adds up gradients of hidden states and routing weights in the reverse order of the nodes:
 the same bits. A node keeps which rows are its own, and no values: backward computes the expert once more.
 
-Gradients of trained values are made expert by expert too. `Gradients.begin` says where they go: a GPU's may leave for
-host memory at once. Autograd gets one gradient of each parameter at the end of the chain, and passes it on.
+Gradients of trained values are made expert by expert too. `Gradients.receive_slices` says where they go: a GPU's may
+leave for host memory at once. Autograd gets one gradient of each parameter at the end of the chain, and passes it on.
 
 The chain begins with `_Begin`, which saves hidden states and routing weights, once for all. A checkpointed block that
 saves nothing behind its experts ends its recompute there, and runs no expert again. Behind each group is a
@@ -38,7 +38,7 @@ from zero_offload.runtime.units.groups import ExpertGroup, GroupReader, is_here
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 
-OneExpert = Callable[[Mapping[str, Tensor], Sequence[Tensor], Tensor, Tensor], Tensor]
+ExpertFn = Callable[[Mapping[str, Tensor], Sequence[Tensor], Tensor, Tensor], Tensor]
 """one(values, more, hidden, weights) -> (n, width): an expert's part of the output for rows (n, width), each times its
 weight, (n, 1). `values` by name, each of shape (1, ...); `more` are the expert's entries of the call's `stacks`."""
 
@@ -51,7 +51,7 @@ class _ExpertsForward:
     """Held only: backward may come after the model is dropped."""
     experts: GroupedExperts
     unit: Unit
-    one: OneExpert
+    expert_fn: ExpertFn
     rows: Mapping[int, tuple[Tensor, Tensor]]
     """By expert, the tokens that come to it, and which of each token's weights is its own."""
     spans: Sequence[range]
@@ -94,14 +94,14 @@ class _ExpertsForward:
         nodes = [node for node, _ in edges[len(edges) - len(self.trained) :]]
         takers = dict(zip(self.trained, map(_taker, nodes), strict=True))
         # zo.accumulate asks autograd for gradients, and passes them on to the parameters itself.
-        accumulates = (_Taker.PARAMETER, _Taker.CALLER) if self.experts.grads.coming else (_Taker.PARAMETER,)
+        accumulates = (_Taker.PARAMETER, _Taker.CALLER) if self.experts.grads.expected else (_Taker.PARAMETER,)
         self.wanted = {name: taker in accumulates for name, taker in takers.items() if taker is not _Taker.NOTHING}
 
     def add_grad(self, name: str, expert: int, grad: Tensor) -> None:
         """One expert's part, (1, ...), of a parameter's gradient, which is zeros elsewhere."""
         if name not in self.grads:
             accumulates = self.wanted[name]
-            self.grads[name] = self.experts.grads.begin(self.trained[name], grad, accumulates=accumulates)
+            self.grads[name] = self.experts.grads.receive_slices(self.trained[name], grad, accumulates=accumulates)
         self.grads[name].put(expert, grad)
 
     def add_zeros(self) -> list[Tensor | None]:
@@ -117,7 +117,7 @@ class _ExpertsForward:
         for name in accumulated:
             param = self.trained[name]
             like = torch.empty((1, *param.shape[1:]), dtype=param.dtype, device=inputs[0].device)
-            self.grads[name] = self.experts.grads.begin(param, like, accumulates=True)
+            self.grads[name] = self.experts.grads.receive_slices(param, like, accumulates=True)
         needed = self.begin.needs_input_grad[3:]
         return [torch.zeros_like(each) if need else None for each, need in zip(inputs, needed, strict=False)]
 
@@ -126,7 +126,7 @@ class _ExpertsForward:
     ) -> Tensor:
         """(n, width): what is added to the output for the expert's rows, in the dtype of `hidden`."""
         tokens, which = self.rows[expert]
-        return self.one(values, more, hidden[tokens], weights[tokens, which, None]).to(hidden.dtype)
+        return self.expert_fn(values, more, hidden[tokens], weights[tokens, which, None]).to(hidden.dtype)
 
     def add(self, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, more: Sequence[Tensor]) -> None:
         added = self.compute(expert, self.values_of(expert), hidden, weights, more)
@@ -232,14 +232,14 @@ class GroupedExperts:
         self,
         runtime: object,
         unit: Unit,
-        one: OneExpert,
+        expert_fn: ExpertFn,
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
         stacks: Sequence[Tensor] = (),
     ) -> Tensor:
         """(tokens, width): the output for `hidden`, (tokens, width), of which the experts in `index`, (tokens, k), have
-        `weights`, (tokens, k). Each adds what `one` computes, of its values and its entries of `stacks`,
+        `weights`, (tokens, k). Each adds what `expert_fn` computes, of its values and its entries of `stacks`,
         (experts, ...). An index above the last expert's counts for none.
         """
         experts = unit.layout.experts
@@ -258,7 +258,7 @@ class GroupedExperts:
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups
-        call = _ExpertsForward(runtime, self, unit, one, rows, spans, in_groups, autocasts, trained)
+        call = _ExpertsForward(runtime, self, unit, expert_fn, rows, spans, in_groups, autocasts, trained)
         kept = kept_result() if has_graph else None
         if kept is not None:
             output, call.spans = kept.detach(), []

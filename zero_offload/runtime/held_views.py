@@ -44,14 +44,14 @@ class HeldViews:
             if not _let_go(unit):
                 raise ZeroOffloadError(f"{_what_is_held(unit)}, which has to leave memory now. {_INSTEAD}")
             return False
-        unit.kept = True
+        unit.stays = True
         self.kept.append(unit)
         return True
 
     def find(self, units: Iterable[Unit]) -> None:
         """The values of these units are about to be replaced: keep those with views, for them to show the new ones."""
         for unit in units:
-            if unit.state is UnitState.PRESENT and not unit.kept and unit.lent:
+            if unit.state is UnitState.PRESENT and not unit.stays and unit.lent:
                 self._tell(unit)
                 self.keep_if_viewed(unit)
 
@@ -59,7 +59,7 @@ class HeldViews:
         """A cycle begins: look again when a unit is about to go."""
         for unit in self.kept:
             self._tell(unit)
-            unit.kept = False
+            unit.stays = False
         self.kept.clear()
 
     def drop_garbage(self) -> bool:
@@ -69,8 +69,8 @@ class HeldViews:
             gc.collect()
         freed = [unit for unit in lent if not unit.lent]
         for unit in freed:
-            unit.kept = False
-        self.kept = [unit for unit in self.kept if unit.kept]
+            unit.stays = False
+        self.kept = [unit for unit in self.kept if unit.stays]
         return bool(freed)
 
     def _lent(self) -> list[Unit]:

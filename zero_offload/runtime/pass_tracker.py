@@ -296,7 +296,7 @@ class PassTracker:
         """The forwards that nodes of a backward run now, the outermost first."""
         self._inner_uses: dict[int, list[Unit]] = {}
         """Units that backwards inside of it have begun to use, by their numbers."""
-        self.ending: Callable[[], object | None] = _NO_BACKWARD
+        self.end_ref: Callable[[], object | None] = _NO_BACKWARD
         """Weak reference to the callback at the end of the running backward; returns None if none runs, or one broke
         off. Every sign of a backward asks it, and calls `note_backward` if it returns None."""
         self.any_leaves = False
@@ -461,7 +461,7 @@ class PassTracker:
                 exit_hooks(saving)
         for unit in self._units:
             unit.forward_uses = 0
-            unit.close()
+            unit.guard()
 
     def touch(self, units: Sequence[Unit]) -> None:
         """An operation needs parameters of these units outside of their modules; valid while `active`."""
@@ -490,8 +490,8 @@ class PassTracker:
             self._use_again(unit)
             return
         self._prefetcher.acquire(unit)
-        unit.open()
-        if self._watches or unit.is_set:
+        unit.unguard()
+        if self._watches or unit.compares_values:
             unit.watch()
         if self.round is not None and not in_backward:
             self.round.hold(unit)
@@ -534,7 +534,7 @@ class PassTracker:
     def _clean_up(self, *, in_forward: bool = False) -> None:
         """Clean up after a backward, or forwards, that broke off; with `in_forward` other forwards run now."""
         broken = self._backward_runs
-        if broken and _lives(self.ending):
+        if broken and _lives(self.end_ref):
             raise ZeroOffloadError(f"a backward {_IN_ANOTHER_THREAD}")
         if broken and not self._backward_runs:
             return  # it has come to its end meanwhile, in another thread
@@ -546,7 +546,7 @@ class PassTracker:
             if not in_forward:
                 unit.forward_uses = 0
             unit.backward_uses = unit.num_uses = 0
-            unit.close()
+            unit.guard()
         dropped = broken and self._grads.reset()
         self._prefetcher.pool.end_backward()
         if self._updates is not None:
@@ -565,7 +565,7 @@ class PassTracker:
             self._spans.backward.pause()
         for unit in units:
             unit.backward_uses = max(unit.backward_uses - 1, 0)
-            unit.close()
+            unit.guard()
             if self._trimmer is not None:
                 self._trimmer.freed(unit.layout.nbytes)
         if self._updates is not None:
@@ -577,7 +577,7 @@ class PassTracker:
             for unit in scope.units:
                 self._recompute(unit)
             return
-        if self.ending() is None:
+        if self.end_ref() is None:
             self.note_backward()
         self._inner_forwards.append(scope)
         scope.saving = self._saved.hooks(partial(self._use_in_backward, runtime=runtime), self._reads)
@@ -643,7 +643,7 @@ class PassTracker:
 
     def _use_in_backward(self, unit: Unit, *, runtime: object = None) -> None:
         """Backward is about to read the unit. `runtime` is only held: a graph has this call, and needs the model."""
-        if self.ending() is None:
+        if self.end_ref() is None:
             self.note_backward()
         if self._updates is not None:
             self._updates.before_use(unit)
@@ -657,16 +657,16 @@ class PassTracker:
             unit.backward_uses = 1
             self._note_inner(unit)
             self._prefetcher.acquire(unit)
-            unit.open()
+            unit.unguard()
             unit.used_by_operations = unit.forward_uses == 0
 
     def note_node(self) -> None:
         """A node of the graph runs that reads values of this model."""
-        if self.ending() is None:
+        if self.end_ref() is None:
             self.note_backward()
 
     def note_backward(self) -> None:
-        """A sign of a backward that was not known before (`ending`): makes sure that its end is noticed."""
+        """A sign of a backward that was not known before (`end_ref`): makes sure that its end is noticed."""
         if self._backward_runs:
             self._clean_up(in_forward=bool(self.forwards))  # of a broken one; no forward has come between
         self._life.check_alive()
@@ -675,7 +675,7 @@ class PassTracker:
     def begin_backward(self) -> partial[None]:
         """Returns what is to be called at its end, and let go of where it breaks off, as autograd does."""
         ending = partial(self._end_backward)
-        self._backward_runs, self.ending = True, weakref.ref(ending)
+        self._backward_runs, self.end_ref = True, weakref.ref(ending)
         self.begin_part()
         self._prefetcher.pool.begin_backward()
         if self._spans.on:
@@ -689,11 +689,11 @@ class PassTracker:
         self._task = torch._C._current_graph_task_id()
 
     def _end_backward(self) -> None:
-        self._backward_runs, self.ending = False, _NO_BACKWARD
+        self._backward_runs, self.end_ref = False, _NO_BACKWARD
         self._clear_inner()
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0
-            unit.close()
+            unit.guard()
         self._prefetcher.meet("the end of a backward")
         self._grads.finish_backward()
         self._prefetcher.pool.end_backward()

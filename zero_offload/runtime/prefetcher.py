@@ -63,7 +63,7 @@ class FetchSchedule:
         self._following: list[int] = []
         """By position: the next position that uses the same unit, or `NEVER`."""
         self._recorded: list[int] = []
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._uses_by_kind: dict[str, tuple[int, ...]] = {}
         self._kind = ""
 
     @property
@@ -74,9 +74,9 @@ class FetchSchedule:
     def begin_cycle(self, kind: str) -> None:
         """A cycle of this kind starts; the previous one becomes the prediction for its own kind."""
         if self._recorded:
-            self._known[self._kind] = tuple(self._recorded)
+            self._uses_by_kind[self._kind] = tuple(self._recorded)
         self._kind, self._recorded = kind, []
-        known = self._known.get(kind, ())
+        known = self._uses_by_kind.get(kind, ())
         self.num_of_cycle = len(known)
         self.uses = known * 2 if kind == "no_grad" else known
         self.position = self.num_departures = 0
@@ -110,7 +110,7 @@ class FetchSchedule:
 
     def first_uses(self, kind: str, num_units: int) -> tuple[int, ...]:
         """All units in the order in which a cycle of this kind first needs them; those never used follow."""
-        uses = self._known.get(kind, ())
+        uses = self._uses_by_kind.get(kind, ())
         if self._kind == kind and not uses:
             uses = tuple(self._recorded)
         return tuple(dict.fromkeys((*uses, *range(num_units))))
@@ -152,7 +152,7 @@ class Evictor:
             for u in self._units
             if u.state is UnitState.PRESENT
             and not (u.forward_uses or u.backward_uses or u.gathered_uses)
-            and not (u.resident or u.kept)
+            and not (u.resident or u.stays)
         ]
 
     def choose(self, later_than: int = -1) -> Unit | None:
@@ -517,7 +517,7 @@ class ParamPrefetcher:
             self._held_views.find([unit])
             self._evictor.evict(unit)
         _outdate(unit.sections)
-        if unit.kept:
+        if unit.stays:
             self.bring(unit)
 
     # Moves. `_finish` is a collective, and its order must be the same on all ranks. So it follows frames and the

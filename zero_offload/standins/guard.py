@@ -382,7 +382,7 @@ def _convert(method: Callable[..., Any], param: nn.Parameter, args: tuple[Any, .
 
 
 def unguard(params: Iterable[nn.Parameter]) -> None:
-    """Make parameters plain until their unit is closed, or for good. `Unit.open` does it for a use."""
+    """Make parameters plain until their unit is closed, or for good. `Unit.unguard` does it for a use."""
     for param in params:
         if isinstance(param, AtRest):
             param.__class__ = type(param).__bases__[1]

@@ -64,7 +64,7 @@ class _Content:
 
     def whole(self) -> Tensor:
         if self._whole is None:
-            self._whole = self._downloads.bring(self.staged)
+            self._whole = self._downloads.upload(self.staged)
         return self._whole
 
 

@@ -32,7 +32,7 @@ def test_off_nothing_is_recorded() -> None:
     counters.read(Tier.NVME, 5)
     with counters.waiting(Cause.PARAMS):
         pass
-    StatsKeeper(counters, lambda: (0, 0)).close_step(1)
+    StatsKeeper(counters, lambda: (0, 0)).end_step(1)
     assert counters.spans.taken() == [] and counters.spans.samples() == []
 
 

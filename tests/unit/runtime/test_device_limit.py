@@ -212,7 +212,7 @@ def test_a_refused_prefetch_makes_the_margin_whole(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="in a prefetch"):
         machine.limit.ran_out()
     assert machine.budget.frame_limit == 9
-    machine.budget.give_back(frames)
+    machine.budget.release(frames)
     assert machine.step(0) == machine.step(0) == 9, "counted twice"
     machine.limit.ran_out()
     assert machine.budget.frame_limit == LEAST

@@ -136,8 +136,8 @@ def _set_up(
 
     Also returns what the run is, and what else `run.json` says of it.
     """
-    told = {"text": corpus.fingerprint, "content": corpus.content, "ranks": ranks.size}
-    identity = config.arguments() | told
+    facts = {"text": corpus.fingerprint, "content": corpus.content, "ranks": ranks.size}
+    identity = config.arguments() | facts
     gpt = config.gpt()
     if existing is not Existing.DISCARD:
         existing = find_existing(RunDir(config.out), identity, _told_by_text(config.out, corpus))

@@ -152,13 +152,13 @@ class MicroBatches:
         if self._activations is not None:
             self._activations.begin_parts()
         try:
-            self._grads.coming = self._lines
+            self._grads.expected = self._lines
             self._run_parts()
         except BaseException:
             del end  # a program that keeps the exception keeps this frame
             raise
         finally:
-            self._grads.coming = {}
+            self._grads.expected = {}
             if self._activations is not None:
                 self._activations.end_backward()
         end()

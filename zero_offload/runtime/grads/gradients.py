@@ -73,16 +73,16 @@ class Gradients:
         """Sections whose partial sum has pages, in the order in which they got them."""
         self.updates_in_backward = ring is not None
         """True if gradients are used by the backward that makes them, unless it defers."""
-        self.defers = collectives.partition.defers_reduction and not self.updates_in_backward
+        self.defers_reduction = collectives.partition.defers_reduction and not self.updates_in_backward
         """True if backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self.has_deferred = False
         """True if earlier backwards have left sums on a rank, perhaps on another one."""
-        self.coming: Mapping[int, Sized] = {}
+        self.expected: Mapping[int, Sized] = {}
         """Gradients that this backward has still to deliver, by the numbers of `arrive_together`; empty where they are
         unknown.
         """
         self.num_deferring = 0
-        """How many `deferring` blocks the program is in."""
+        """How many `deferring_reduction` blocks the program is in."""
         self.updated: set[nn.Parameter] = set()
         """Parameters that a backward has updated (overlap="backward"), until their optimizer's step."""
         self.ledger = GradLedger(device, is_alone=collectives.world_size == 1)
@@ -100,7 +100,7 @@ class Gradients:
 
     # Backward
 
-    def begin(self, param: nn.Parameter, like: torch.Tensor, *, accumulates: bool) -> WholeGrad | GradSlices:
+    def receive_slices(self, param: nn.Parameter, like: torch.Tensor, *, accumulates: bool) -> WholeGrad | GradSlices:
         """Takes a gradient of `param` that backward makes slice by slice, each of the shape of `like`, (1, ...).
 
         It is for autograd. Slices leave a GPU one by one if autograd only `accumulates` it, and the program has no hook
@@ -109,7 +109,7 @@ class Gradients:
         downloads = self._downloads if accumulates and self._made.in_slices(section) else None
         if section.fresh is None or downloads is None or has_hooks(param):
             return WholeGrad(param.shape[0], like)
-        if self.reduces and isinstance(section.partial, StagedPartial):
+        if self.reduces_in_backward and isinstance(section.partial, StagedPartial):
             section.partial.free_slices(index)
         else:
             section.fresh.free_slices(index)
@@ -118,7 +118,7 @@ class Gradients:
     def are_elsewhere(self, unit: Unit, *, here: bool) -> bool:
         """True if this backward makes gradients of the unit on other ranks, and none `here`. Collective, and asked only
         where it reduces those of one micro-batch: then all ranks must have the same."""
-        if not self.reduces or self.coming:
+        if not self.reduces_in_backward or self.expected:
             return False
         what = f"gradients of {unit.name}, which one rank has or more"
         return self._collectives.agreement.least(0 if here else 1, what) == 0 and not here
@@ -139,15 +139,15 @@ class Gradients:
         if section.unit.update is not None:
             section.unit.wait_for_update()  # it may still read the last step's gradients
         opened = self._spans.open(Track.GRADS, section.store.unit)
-        takes_turns = bool(self.coming) and self.reduces
+        takes_turns = bool(self.expected) and self.reduces_in_backward
         if self._collectives.world_size == 1:
             section.unreduced.add(index, grad, adds=index in section.holding)
-        elif self.defers:
+        elif self.defers_reduction:
             section.unreduced.add(index, grad, adds=index in section.waiting)
             section.waiting.add(index)
             self.has_deferred = True
         else:
-            self._open_partial(section)
+            self._begin_partial(section)
             section.partial.put(index, grad, again=index in section.arrived)
             self.has_deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
         if opened is not None:
@@ -184,9 +184,9 @@ class Gradients:
         if self._downloads is not None:
             for section in self.ledger.sections:
                 section.unreduced.complete()
-            self._downloads.close_open()
+            self._downloads.drop_untaken()
         self.norms.clear()
-        if not self.defers:
+        if not self.defers_reduction:
             self.reduce_waiting()
             self.norms.know()
         elif self._collectives.world_size > 1:
@@ -199,15 +199,15 @@ class Gradients:
         self._drive_room.detach_pages()
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
+    def deferring_reduction(self) -> Iterator[None]:
         """Backwards inside leave what they add up on this rank to be reduced by a later one."""
-        before, self.defers = self.defers, True
+        before, self.defers_reduction = self.defers_reduction, True
         self.num_deferring += 1
         try:
             yield
         finally:
             self.num_deferring -= 1
-            self.defers = before
+            self.defers_reduction = before
 
     @property
     def num_ranks(self) -> int:
@@ -215,28 +215,28 @@ class Gradients:
         return self._collectives.world_size
 
     @property
-    def reduces(self) -> bool:
+    def reduces_in_backward(self) -> bool:
         """True if a backward's gradients are added up over ranks at its end, and not later."""
-        return self._collectives.world_size > 1 and not self.defers
+        return self._collectives.world_size > 1 and not self.defers_reduction
 
     def arrive_together(self, param: nn.Parameter) -> int:
         """A number that is the same for parameters whose gradients must be of the same micro-batches: a reduction is of
         a whole section."""
-        return id(self.ledger.place(param)[0] if self.reduces else param)
+        return id(self.ledger.place(param)[0] if self.reduces_in_backward else param)
 
     def begin_section(self, param: nn.Parameter) -> None:
         """One micro-batch comes to this parameter's section, and may have gradients for it. Memory with pages is taken
         in the order of these calls, which is the same on all ranks.
         """
-        if self.reduces:
-            self._open_partial(self.ledger.place(param)[0])
+        if self.reduces_in_backward:
+            self._begin_partial(self.ledger.place(param)[0])
 
     def finish_section(self, param: nn.Parameter) -> None:
         """One micro-batch has added its gradients, if any, to this parameter's section.
 
         After the last one the section is reduced on all ranks: what one has no gradient of, another may have.
         """
-        if not self.reduces:
+        if not self.reduces_in_backward:
             return
         section, self.has_deferred = self.ledger.place(param)[0], True
         if section.aside or section.waiting & section.arrived:
@@ -248,21 +248,21 @@ class Gradients:
 
     def _complete(self, section: GradSection, *, of_one: bool = True) -> None:
         """All of this backward's gradients of a section are here; `of_one` micro-batch, whose ranks have the same."""
-        if section.partial.is_open:
+        if section.partial.has_begun:
             self._reduce(section, of_one)
             return
-        if self.coming and self._awaits_more(section):
+        if self.expected and self._awaits_more(section):
             section.end_micro_batch()
             return
-        section.complete(defers=self.defers)
+        section.complete(defers=self.defers_reduction)
         section.unreduced.complete()
 
-    def _is_coming(self, param: nn.Parameter) -> bool:
+    def _is_expected(self, param: nn.Parameter) -> bool:
         """True if other micro-batches add to this gradient, or to another gradient that is reduced with it."""
-        return bool(self.coming) and bool(self.coming.get(self.arrive_together(param)))
+        return bool(self.expected) and bool(self.expected.get(self.arrive_together(param)))
 
     def _awaits_more(self, section: GradSection) -> bool:
-        return any(map(self._is_coming, section.params))
+        return any(map(self._is_expected, section.params))
 
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
@@ -285,14 +285,14 @@ class Gradients:
                 section.agree()
                 self._drop_zeros(section)
             elif anywhere:
-                self._open_partial(section)
+                self._begin_partial(section)
                 section.partial.widen()
                 self._complete(section)
         self._reductions.finish()
 
-    def _open_partial(self, section: GradSection) -> None:
+    def _begin_partial(self, section: GradSection) -> None:
         """This rank's sum of a section may be filled: no collective reads it."""
-        if section.partial.is_open:
+        if section.partial.has_begun:
             if not self._reductions.has(section):
                 return
             self._reductions.finish()
@@ -301,7 +301,7 @@ class Gradients:
                 self._reductions.finish_oldest()
             if len(self._with_pages) >= GRADS_IN_FLIGHT:
                 self._set_aside()
-        section.partial.open()
+        section.partial.begin()
         if section.partial.takes_pages:
             self._with_pages.append(section)
 
@@ -321,7 +321,7 @@ class Gradients:
         gathered, local = section.partial.here(), section.local
         assert local is not None
         self.has_deferred = True
-        local.open_pages()
+        local.take_pages()
         for index in sorted(section.arrived):
             piece = section.layout.params[index]
             grad = gathered[piece.begin : piece.end].clone()
@@ -380,7 +380,7 @@ class Gradients:
             return
         section.land()
         if section.aside:
-            local.open_pages()  # on all ranks
+            local.take_pages()  # on all ranks
         section.partial.widen()  # likewise
         if section.waiting:
             section.partial.add_local(local, section.waiting, section.arrived)
@@ -413,7 +413,7 @@ class Gradients:
     def reset(self) -> bool:
         """Drop all gradients, those of a backward that broke off included. True if there were any."""
         self._reductions.drop()
-        self.close()
+        self.cancel()
         self._drive_room.drop()
         for section in self.ledger.sections:
             section.reset()
@@ -422,11 +422,11 @@ class Gradients:
         self.ledger.reset()
         return self.drop()
 
-    def close(self) -> None:
+    def cancel(self) -> None:
         """Nothing is on its way from a GPU when this returns: memory that copies use may go."""
         for section in self.ledger.sections:
             if section.fresh is not None:
-                section.fresh.cancel()
+                section.fresh.drop()
         if self._downloads is not None:
             self._downloads.drop()
 

@@ -53,17 +53,17 @@ class GradNorms:
         self._device = device
         self._downloads = downloads
         self._updates_in_backward = updates_in_backward
-        self._known: dict[float, Norms] = {}
+        self._by_order: dict[float, Norms] = {}
         """By the order: of all gradients held. Known until one of them changes."""
 
     def clear(self) -> None:
         """A gradient has changed."""
-        self._known.clear()
+        self._by_order.clear()
 
     def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
         """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
         self._ledger.read_factors()
-        if (known := self._known.get(2.0)) is None or not self._collectives.divides:
+        if (known := self._by_order.get(2.0)) is None or not self._collectives.divides:
             return self.squares(params)[1]
         return all(
             math.isfinite(known.of[id(section.params[index])] * count)
@@ -132,11 +132,11 @@ class GradNorms:
         if param in self._ledger.zeroed:
             return torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         section, index = self._ledger.place(param)
-        if order not in self._known:
+        if order not in self._by_order:
             if self._collectives.divides:
                 self._collectives.agreement.same(f"a norm of order {order:g} of .grad: all ranks ask for it, or none")
-            self._known[order] = self._find(order)
-        found = self._known[order]
+            self._by_order[order] = self._find(order)
+        found = self._by_order[order]
         if found.rows is None:
             values = torch.tensor([*found.of.values()], dtype=torch.float64, device="cpu")
             found.rows, found.stream = values.to(self._device.torch_device, torch.float32), self._ledger.stream()
@@ -156,7 +156,7 @@ class GradNorms:
         self.norm(param, 2.0)
         section, index = self._ledger.place(param)
         (count,) = section.counts([index])
-        return math.isfinite(self._known[2.0].of[id(param)] * count)
+        return math.isfinite(self._by_order[2.0].of[id(param)] * count)
 
     def know(self) -> None:
         """At the end of a backward that has reduced: each rank finds norms of whole gradients. Collective.
@@ -164,7 +164,7 @@ class GradNorms:
         On a GPU the sums are still under way, and the host waits for nothing here.
         """
         if self._device.is_host and self._collectives.divides and not self._updates_in_backward:
-            self._known[2.0] = self._find(2.0)
+            self._by_order[2.0] = self._find(2.0)
 
     def _find(self, order: float) -> Norms:
         """Norms of all gradients held, without factors and loss scale. Collective."""

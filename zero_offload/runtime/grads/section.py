@@ -4,7 +4,7 @@
 GPU's gradients are in `FreshGrads` until the section is complete, and leave in few copies. Ranks reduce a section's
 gradients whole, on the compute device, with zeros where there are none. `HostPartial` copies each gradient as it comes.
 `DevicePartial` holds them until the section is complete, and copies them together. Launches cost the host more than
-memory. `StagedPartial` is for experts, whose gradients are never whole on a GPU. The calls of a partial sum: `open`
+memory. `StagedPartial` is for experts, whose gradients are never whole on a GPU. The calls of a partial sum: `begin`
 before a section's first gradient; `put` for each. `add_local` adds sums of earlier backwards, and `fill` writes zeros
 when no more come. `pieces` gives the sum to the reduction; `drop` when the sum is at rest.
 """
@@ -298,7 +298,7 @@ class FreshGrads:
         self._add_to_store()
         self._downloads.land(self._store.layout.index)
 
-    def cancel(self) -> None:
+    def drop(self) -> None:
         """Drop the gradients that have arrived."""
         self._fresh.clear()
         self._sliced.clear()
@@ -354,12 +354,12 @@ class HostPartial:
         self._pages: MovableBuffer | None = None
         self.takes_pages = not is_small(layout.numel)
         """True if as many at once may be open as the plan counts."""
-        self.is_open = False
+        self.has_begun = False
         """True from this backward's first gradient until the sum over ranks is at rest."""
         self.sum: torch.Tensor | None = None
         """(numel,), on this rank alone."""
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Gradients are gathered from now on. Raises CapacityError."""
         numel, dtype = self._layout.numel, self._layout.dtype
         if self.takes_pages:
@@ -368,7 +368,7 @@ class HostPartial:
             self.sum = self._pages.region.tensor(dtype, numel)
         else:
             self.sum = torch.empty(numel, dtype=dtype, device="cpu")
-        self.is_open = True
+        self.has_begun = True
 
     def here(self) -> torch.Tensor:
         """The sum, (numel,), for what is launched from now on: gradients may be made on several streams."""
@@ -421,7 +421,7 @@ class HostPartial:
 
     def drop(self) -> None:
         """The sum is of no use any more, if there is one."""
-        self.sum, self.is_open = None, False
+        self.sum, self.has_begun = None, False
         if self._pages is not None and self._pages.attached:
             self._pages.detach()
 
@@ -446,11 +446,11 @@ class DevicePartial:
         """The stream whose memory the sum is."""
         self._last: Any = None
         """The stream that used it last."""
-        self.is_open = False
+        self.has_begun = False
         self.sum: torch.Tensor | None = None
 
-    def open(self) -> None:
-        self.is_open = True
+    def begin(self) -> None:
+        self.has_begun = True
 
     def here(self) -> torch.Tensor:
         assert self.sum is not None
@@ -495,7 +495,7 @@ class DevicePartial:
         self._fresh.clear()
         self._summed.clear()
         self._home = self._last = self.sum = None
-        self.is_open = False
+        self.has_begun = False
 
     def _sum_up(self) -> None:
         """Bring what has arrived since the last call into the sum."""
@@ -566,10 +566,10 @@ class StagedPartial:
         """Of each shard."""
         self._sums: dict[int, StagedGrad] = {}
         """By the parameter's index."""
-        self.is_open = False
+        self.has_begun = False
 
-    def open(self) -> None:
-        self.is_open = True
+    def begin(self) -> None:
+        self.has_begun = True
 
     def free_slices(self, index: int) -> None:
         """A further gradient of this parameter comes, and may need the staging of the one before."""
@@ -632,7 +632,7 @@ class StagedPartial:
 
     def drop(self) -> None:
         self._free()
-        self.is_open = False
+        self.has_begun = False
 
     def _free(self) -> None:
         """Give staging back when no copy uses it any more."""

@@ -22,7 +22,7 @@ from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
-from zero_offload.runtime.ranks.watch import Notice, Told, raise_first, told
+from zero_offload.runtime.ranks.watch import ErrorReport, Notice, raise_first, report_of
 
 
 class Intent(IntEnum):
@@ -151,8 +151,8 @@ class Agreement:
         self, text: str, failure: Exception | None = None, notice: Notice | None = None, *, in_pass: bool = False
     ) -> Exception:
         """The error to raise where ranks differ: an error of some rank, other settings, or other ways taken."""
-        mine = (text, told(failure), {} if notice is None or failure is not None else notice.texts())
-        found: list[tuple[str, Told, Texts]] = [mine] * self._num_ranks
+        mine = (text, report_of(failure), {} if notice is None or failure is not None else notice.texts())
+        found: list[tuple[str, ErrorReport, Texts]] = [mine] * self._num_ranks
         with self._watch.waiting(text):
             dist.all_gather_object(found, mine, group=self._group)
         try:

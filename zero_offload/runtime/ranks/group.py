@@ -66,10 +66,10 @@ def join_ranks() -> bool:
         except RuntimeError as error:
             problem = f"rank {rank}: {error}"
         store.set(f"zero_offload/gpu/{rank}", json.dumps([problem, mine]))
-        told = [json.loads(store.get(f"zero_offload/gpu/{each}")) for each in range(size)]
-        if problems := [problem for problem, _ in told if problem]:
+        answers = [json.loads(store.get(f"zero_offload/gpu/{each}")) for each in range(size)]
+        if problems := [problem for problem, _ in answers if problem]:
             raise RuntimeError("; ".join(problems))
-        choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in told]
+        choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in answers]
         device = use_gpu(choices[rank], choose_gpus(choices, range(size))[rank])
         dist.init_process_group(collectives_of(device), store=store, rank=rank, world_size=size, device_id=device)
     except (RuntimeError, ValueError, OSError, ImportError) as error:

@@ -171,7 +171,7 @@ class RankWatch:
         found: list[Any] = [(None, False, 0)] * len(members)
         try:
             with self.waiting(what):
-                dist.all_gather_object(found, (told(failure), notice.given, notice.word), group=group)
+                dist.all_gather_object(found, (report_of(failure), notice.given, notice.word), group=group)
         except RankError:
             if failure is None:
                 raise
@@ -232,15 +232,15 @@ class RankWatch:
         )
 
 
-Told = tuple[str, str] | None
+ErrorReport = tuple[str, str] | None
 """An error, as other ranks learn of it: its class and its text."""
 
 
-def told(failure: Exception | None) -> Told:
+def report_of(failure: Exception | None) -> ErrorReport:
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
-def raise_first(mine: Exception | None, every: Iterable[tuple[int, Told]]) -> None:
+def raise_first(mine: Exception | None, every: Iterable[tuple[int, ErrorReport]]) -> None:
     """Raise this rank's own error, or else that of the first rank that has one."""
     if mine is not None:
         raise mine

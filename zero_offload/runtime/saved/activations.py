@@ -106,18 +106,20 @@ class Stored:
 
 
 class _Remains(weakref.ref[Stored]):
-    """The part of a `Stored` that is given back after its death; `told` gets it then.
+    """The part of a `Stored` that is given back after its death; `on_death` gets it then.
 
-    `told` is a method of C. Python drops what a signal's handler raises in a finalizer: a Ctrl-C in C++ code that frees
-    a graph would be lost in `__del__`.
+    `on_death` is a method of C. Python drops what a signal's handler raises in a finalizer: a Ctrl-C in C++ code that
+    frees a graph would be lost in `__del__`.
     """
 
     __slots__ = ("key", "number", "part", "origin", "copy")
 
-    def __new__(cls, stored: Stored, told: Callable[[Any], None], *_: Any) -> Self:
-        return super().__new__(cls, stored, told)
+    def __new__(cls, stored: Stored, on_death: Callable[[Any], None], *_: Any) -> Self:
+        return super().__new__(cls, stored, on_death)
 
-    def __init__(self, stored: Stored, told: Callable[[Any], None], origin: torch.UntypedStorage, key: _Key) -> None:
+    def __init__(
+        self, stored: Stored, on_death: Callable[[Any], None], origin: torch.UntypedStorage, key: _Key
+    ) -> None:
         self.key = key
         self.number = stored.number
         self.part = stored.part
@@ -158,7 +160,7 @@ class Activations:
         self._counters = counters
         self._staying: set[int] = set()
         """Storages, by address."""
-        self.keep(buffers)
+        self.exempt(buffers)
         self._device_type = device_type
         self._trimmer = trimmer
         self._ahead_max = ahead_max
@@ -177,13 +179,13 @@ class Activations:
         """The part that is packed now, where one backward has several parts. They are read from the last one down."""
         self._in_parts = False
 
-    def keep(self, buffers: Iterable[Tensor]) -> None:
+    def exempt(self, buffers: Iterable[Tensor]) -> None:
         """These stay too."""
         self._staying |= {buffer.untyped_storage()._cdata for buffer in buffers}
 
     def begin(self) -> None:
         """An outermost forward: alike forwards place their tensors alike."""
-        self._give_back()
+        self._release_dead()
         self._dealer = Dealer(self._fractions)
         self._kept.clear()
         self._in_parts = False
@@ -222,7 +224,7 @@ class Activations:
         )
 
     def _put(self, tier: ActivationTier, storage: torch.UntypedStorage, device: torch.device, key: _Key) -> Stored:
-        self._give_back()
+        self._release_dead()
         self._num_stored += 1
         if (ahead := min(2 * storage.nbytes(), self._ahead_max)) > self._ahead:
             self._ahead = ahead
@@ -235,7 +237,7 @@ class Activations:
         self._by_key[key] = self._by_number[stored.number] = remains
         return stored
 
-    def _give_back(self) -> None:
+    def _release_dead(self) -> None:
         """The blocks of those that have died."""
         while self._dead:
             remains = self._dead.popleft()
@@ -246,7 +248,7 @@ class Activations:
 
     def unpack(self, away: OffloadedActivation) -> Tensor:
         """The tensor, for compute launched from now on."""
-        self._give_back()
+        self._release_dead()
         away.check.raise_if_changed()
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward) and not self._in_parts:
@@ -274,7 +276,7 @@ class Activations:
             remains = self._by_number.get(earlier)
             stored = None if remains is None else remains()
             if stored is not None and stored.here is None:
-                if not stored.copy.start():
+                if not stored.copy.launch():
                     return
                 left -= stored.nbytes
                 if left <= 0:
@@ -282,7 +284,7 @@ class Activations:
 
     def begin_parts(self) -> None:
         """A backward of several parts, which for autograd are backwards of their own, until `end_backward`."""
-        self._give_back()
+        self._release_dead()
         self._in_parts = True
         ordered = sorted(self._by_number.values(), key=lambda remains: (remains.part, remains.number))
         self._by_number = dict(enumerate(ordered, start=1))
@@ -294,7 +296,7 @@ class Activations:
     def end_backward(self) -> None:
         """Free what some nodes that saved it have not read: the graph may stay for long."""
         self._in_parts = False
-        self._give_back()
+        self._release_dead()
         for remains in list(self._by_number.values()):
             stored = remains()
             if stored is not None:

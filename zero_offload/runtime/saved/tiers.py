@@ -2,7 +2,7 @@
 
 A tier owns memory or blocks of constant size. They are leased to pieces of one storage's bytes and given back with it.
 Nothing grows once a step has taken what it needs. A tier decides nothing. The calls: `put` launches the way out. With
-its result, `start` launches the way back as far as there is room, `finish` gives the bytes, `release` drops them.
+its result, `launch` begins the way back as far as there is room, `finish` gives the bytes, `release` drops them.
 
 On a GPU both ways go over the copy lanes. A tensor keeps its memory on the device until its download is done. So a host
 that launches ahead of the GPU waits for downloads: else all of forward would be there at once. On the way to a file
@@ -54,7 +54,7 @@ _NEED = Need(
 class StoredBytes(Protocol):
     """One storage's bytes on a tier."""
 
-    def start(self) -> bool:
+    def launch(self) -> bool:
         """Launch as much of the way back as there is room for; True if that was all."""
 
     def finish(self) -> Tensor:
@@ -114,7 +114,7 @@ class _Slabs:
         slab, first = divmod(run.start, PINNED_SLAB_BLOCKS)
         return self._slabs[slab].narrow(0, first * ACTIVATION_BLOCK_BYTES, len(run) * ACTIVATION_BLOCK_BYTES)
 
-    def give_back(self, run: range, last: Handoff | None) -> None:
+    def release(self, run: range, last: Handoff | None) -> None:
         """`last` may still use it."""
         for number in run:
             heapq.heappush(self._free, (number, last))
@@ -146,7 +146,7 @@ class HostTier:
             pieces = self._download(source, runs)
         except BaseException:
             for run in runs:
-                self.slabs.give_back(run, None)  # what writes there next comes after, on the same lane
+                self.slabs.release(run, None)  # what writes there next comes after, on the same lane
             raise
         self._out.append((source.nbytes, pieces[-1].last))
         self.counters.written(Tier.CPU, source.nbytes)
@@ -184,7 +184,7 @@ class StoredInHost:
         self._home: Any = None
         """The stream whose memory that is."""
 
-    def start(self) -> bool:
+    def launch(self) -> bool:
         if self._target is None:
             device = self._tier.device
             sizes = [piece.memory.nbytes for piece in self.pieces]
@@ -198,7 +198,7 @@ class StoredInHost:
         return True
 
     def finish(self) -> Tensor:
-        self.start()
+        self.launch()
         for piece in self.pieces:
             piece.last.take()
         target, self._target = self._target, None
@@ -216,7 +216,7 @@ class StoredInHost:
     def release(self) -> None:
         self.cancel()
         for piece in self.pieces:
-            self._tier.slabs.give_back(piece.run, piece.last)
+            self._tier.slabs.release(piece.run, piece.last)
 
 
 # A file
@@ -248,7 +248,7 @@ class _Blocks:
         self._free.popleft()
         return block
 
-    def give_back(self, block: Tensor, last: Handoff | Transfer | None) -> None:
+    def release(self, block: Tensor, last: Handoff | Transfer | None) -> None:
         """`last` may still use it."""
         self._free.append((block, last))
 
@@ -359,7 +359,7 @@ class DiskTier:
             oldest = self._leaving[0]
             oldest.advance(may_wait=True)
             self._leaving.popleft()
-            self._staging.give_back(oldest.block, oldest.last)
+            self._staging.release(oldest.block, oldest.last)
         if not self._staging:
             self._staging.grow(1)  # a Ctrl-C between two lines has cost one
         return self._staging.lease()
@@ -384,14 +384,14 @@ class _ReadToHost:
         self._nbytes = sum(piece.nbytes for piece in pieces)
         self._lease: TensorLease | None = None
 
-    def start(self) -> bool:
+    def launch(self) -> bool:
         # Nothing is waited for ahead of time.
         if not all(piece.is_idle for piece in self._pieces):
             return False
-        self._start(Urgency.NORMAL)
+        self._launch(Urgency.NORMAL)
         return True
 
-    def _start(self, urgency: Urgency) -> TensorLease:
+    def _launch(self, urgency: Urgency) -> TensorLease:
         if self._lease is None or None in self._lease.reads:  # an unrecorded read may be under way there
             self._lease = self._landing.lease(self._nbytes)
         region, reads = self._lease
@@ -403,7 +403,7 @@ class _ReadToHost:
         return self._lease
 
     def finish(self) -> Tensor:
-        region, reads = self._start(Urgency.URGENT)
+        region, reads = self._launch(Urgency.URGENT)
         for read in filter(None, reads):
             read.wait()
         self._lease = None
@@ -429,10 +429,10 @@ class _ReadToDevice:
         self._uploads: list[Handoff] = []
         """Uploads to the parts of the target, in order."""
 
-    def start(self) -> bool:
-        return self._start(Urgency.NORMAL)
+    def launch(self) -> bool:
+        return self._launch(Urgency.NORMAL)
 
-    def _start(self, urgency: Urgency) -> bool:
+    def _launch(self, urgency: Urgency) -> bool:
         landing = self._tier.landing
         while self._next < len(self._pieces):
             piece = self._pieces[self._next]
@@ -443,7 +443,7 @@ class _ReadToDevice:
             try:
                 read = piece.launch_read(block.data_ptr(), urgency)
             except BaseException:
-                landing.give_back(block, None)
+                landing.release(block, None)
                 raise
             if not self._launched:
                 self._tier.arrivals.append(self)
@@ -460,12 +460,12 @@ class _ReadToDevice:
         for part in self._target.split(ACTIVATION_BLOCK_BYTES):
             if not self._launched:
                 self._tier.make_room(self)
-            self._start(Urgency.URGENT)
+            self._launch(Urgency.URGENT)
             piece, block, read = self._launched[0]
             read.wait()
             self._uploads.append(device.upload(part, block[: piece.nbytes]))
             self._take()
-            self._tier.landing.give_back(block, self._uploads[-1])
+            self._tier.landing.release(block, self._uploads[-1])
         for upload in self._uploads:
             upload.take()
         target, self._target, self._uploads, self._next = self._target, None, [], 0
@@ -483,7 +483,7 @@ class _ReadToDevice:
         self._target, self._uploads = None, []
         while self._launched:
             _, block, read = self._take()
-            self._tier.landing.give_back(block, read)
+            self._tier.landing.release(block, read)
         self._next = 0
 
     def release(self) -> None:
@@ -529,7 +529,7 @@ class ActivationStaging:
         """(nbytes,), sector-aligned, up to the end of its last sector."""
         for leased in [each for each in self._leased if each.is_over]:
             self._leased.remove(leased)
-            self._staging.give_back(leased)
+            self._staging.release(leased)
         region, reads = self._staging.lease(nbytes), list[Transfer | None]()
         self._leased.append(_Leased(region.address, region.nbytes, weakref.ref(region.owner), reads))
         return TensorLease(region, reads)

@@ -76,7 +76,7 @@ class Gatherer:
             self.launch(unit)
         for section, wait in self._flying.pop(unit.index):
             wait()
-            self._loader.keep(unit, section)
+            self._loader.launch_replica(unit, section)
 
     def cancel(self, unit: Unit) -> None:
         """End the unit's gathers."""

@@ -37,7 +37,7 @@ class ParamLoader(Protocol):
     def finish(self, unit: Unit) -> None:
         """Make what was launched valid for compute."""
 
-    def keep(self, unit: Unit, section: Section) -> None:
+    def launch_replica(self, unit: Unit, section: Section) -> None:
         """Launch the copy of gathered values to the section's replica, if it has one; `cancel` waits for it."""
 
     def cancel(self, unit: Unit) -> None:
@@ -62,7 +62,7 @@ class HostParamLoader:
             address = section.flat.data_ptr() + self._shard_index * section.layout.shard_nbytes
             transfers += self._store.launch_fetch(section.shard, address, urgency)
 
-    def keep(self, unit: Unit, section: Section) -> None:
+    def launch_replica(self, unit: Unit, section: Section) -> None:
         replica = section.shard.replica
         if replica is not None:
             self._transfers.setdefault(unit.index, []).append(replica.launch_save(section.flat.data_ptr()))
@@ -152,7 +152,7 @@ class _UnitUpload:
 
 
 @dataclass
-class _Keeping:
+class _ReplicaWrite:
     """Gathered values on their way to a replica: down to the host, and where it rests on disk, by way of a region."""
 
     replica: Replica
@@ -171,7 +171,7 @@ class DeviceParamLoader:
         self._staging = staging
         self._shard_index = shard_index
         self._flying: dict[int, _UnitUpload] = {}
-        self._keeping: dict[int, list[_Keeping]] = {}
+        self._keeping: dict[int, list[_ReplicaWrite]] = {}
         self.streams = UnitStreams(device)
 
     def ready(self, unit: Unit) -> bool:
@@ -249,17 +249,17 @@ class DeviceParamLoader:
             handoff.take()
         if landing.region is not None:
             # Without the tensors: a tensor on the unit's buffer would keep the unit here.
-            self._staging.give_back(landing.region, [handoff.ready for handoff in landing.uploads])
+            self._staging.release(landing.region, [handoff.ready for handoff in landing.uploads])
         del self._flying[unit.index]
 
-    def keep(self, unit: Unit, section: Section) -> None:
+    def launch_replica(self, unit: Unit, section: Section) -> None:
         replica = section.shard.replica
         if replica is None:
             return
         if replica.memory is None:
             region = self._lease(section.flat.nbytes)
             landed = region.tensor(section.flat.dtype, section.flat.numel())
-            keeping = _Keeping(replica, self._device.download(landed, section.flat), region)
+            keeping = _ReplicaWrite(replica, self._device.download(landed, section.flat), region)
         else:
             parts = [slice(None)]
             if not section.shard.on_device:
@@ -269,20 +269,20 @@ class DeviceParamLoader:
             for part in parts:
                 self._counters.written(Tier.CPU, section.flat[part].nbytes)
                 download = self._device.download(replica.memory[part], section.flat[part])
-            keeping = _Keeping(replica, download, None)  # the last one: a lane keeps the order
+            keeping = _ReplicaWrite(replica, download, None)  # the last one: a lane keeps the order
         self._keeping.setdefault(unit.index, []).append(keeping)
         replica.fresh = True
 
     def cancel(self, unit: Unit) -> None:
         for keeping in self._keeping.pop(unit.index, []):
-            self._end_keeping(keeping)
+            self._finish_replica(keeping)
         landing = self._flying.get(unit.index)
         if landing is None:
             return
         for _, _, transfers in landing.reads:
             for transfer in transfers:
                 transfer.wait()
-        self._end_landing(landing)
+        self._finish_upload(landing)
         del self._flying[unit.index]
 
     def make_room(self, nbytes: int) -> None:
@@ -290,21 +290,21 @@ class DeviceParamLoader:
         if nbytes <= self._staging.part_max_bytes:
             return
         while (oldest := self._oldest_kept()) is not None:
-            self._end_keeping(oldest)
+            self._finish_replica(oldest)
         for flying in self._flying.values():
             self._upload(flying)
-            self._end_landing(flying)
+            self._finish_upload(flying)
         while self._staging.free_oldest():
             pass
         self._staging.widen(nbytes)
 
-    def _end_keeping(self, keeping: _Keeping) -> None:
+    def _finish_replica(self, keeping: _ReplicaWrite) -> None:
         keeping.download.take_on_host()
         if keeping.region is not None:
             if keeping.write is None:
                 keeping.write = keeping.replica.launch_save(keeping.region.address)
             keeping.write.wait()
-            self._staging.give_back(keeping.region)
+            self._staging.release(keeping.region)
 
     def _upload(self, landing: _UnitUpload) -> None:
         if not landing.reads:
@@ -326,14 +326,14 @@ class DeviceParamLoader:
         self.make_room(nbytes)  # for a unit of experts, which is read in groups otherwise
         while not self._staging.fits(nbytes):
             if (oldest := self._oldest_kept()) is not None:
-                self._end_keeping(oldest)
+                self._finish_replica(oldest)
             elif not self._staging.free_oldest():
                 flying = next(each for each in self._flying.values() if each.region is not None)
                 self._upload(flying)
-                self._end_landing(flying)
+                self._finish_upload(flying)
         return self._staging.lease(nbytes)
 
-    def _oldest_kept(self) -> _Keeping | None:
+    def _oldest_kept(self) -> _ReplicaWrite | None:
         """Taken off the list."""
         for kept in self._keeping.values():
             for keeping in kept:
@@ -349,10 +349,10 @@ class DeviceParamLoader:
                 if keeping.region is not None and keeping.write is None and keeping.download.ready.done():
                     keeping.write = keeping.replica.launch_save(keeping.region.address)
 
-    def _end_landing(self, landing: _UnitUpload) -> None:
+    def _finish_upload(self, landing: _UnitUpload) -> None:
         """Wait for the uploads and give the region back."""
         for upload in landing.uploads:
             upload.take_on_host()
         if landing.region is not None:
-            self._staging.give_back(landing.region)
+            self._staging.release(landing.region)
             landing.region = None

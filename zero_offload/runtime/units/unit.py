@@ -113,7 +113,7 @@ class Unit:
         """True if single operations use it, outside of its modules or in backward: between two of them it may go."""
         self.saved_views: set[weakref.ref[Any]] = set()
         """Tensors on its buffers that are saved for a backward, which fetches the unit before it reads them."""
-        self.kept = False
+        self.stays = False
         """True if the program holds a view of its buffers: it stays, and is looked at again when a cycle begins."""
         self._versions: list[int] = []
         """Versions of the parameters, when they were opened."""
@@ -121,7 +121,7 @@ class Unit:
         """Fingerprints of their values, (params,) where they are; None in most uses."""
         self._is_replaced = False
         """True if at the end of the last use some parameter was in other memory."""
-        self.is_set = False
+        self.compares_values = False
         """True once a parameter had another version after a use and the same value, as where a parametrization sets it
         to itself. From then on its values are compared in every use."""
         self.gathered_uses = 0
@@ -187,18 +187,18 @@ class Unit:
                 section.buffer.detach()
         self.has_memory = False
 
-    def open(self) -> None:
+    def unguard(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
-        for param in self._opened:
+        for param in self._unguarded:
             if isinstance(param, AtRest):
                 param.__class__ = type(param).__bases__[1]  # its class is (AtRest, the class in use)
         if self.writable:
-            self._take_replaced()
+            self._adopt_replaced()
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self.params]
 
     @cached_property
-    def _opened(self) -> tuple[nn.Parameter, ...]:
+    def _unguarded(self) -> tuple[nn.Parameter, ...]:
         """The parameters that are plain in a use: not quantized weights, unless the unit never leaves and torch's own
         class is theirs. See [Note: quantized weights in use] in guard.py."""
         return tuple(
@@ -209,7 +209,7 @@ class Unit:
         )
 
     def watch(self) -> None:
-        """After `open`: see changes in this use that torch counts no version for, too, made through `.data`.
+        """After `unguard`: see changes in this use that torch counts no version for, too, made through `.data`.
 
         A pass over the parameters, and one more in `changed`, which on a GPU is the first to wait.
         """
@@ -231,12 +231,12 @@ class Unit:
         if self.forward_uses == 0:
             changed = self.changed(holds_value)
             if self._is_replaced and not self.writable:  # a program may write those now
-                self.put_back()
-        self.close()
+                self.restore_views()
+        self.guard()
         return changed
 
     def changed(self, holds_value: Callable[[Section], bool] = lambda section: False) -> list[str]:
-        """Names of parameters that were changed since `open`, where what is changed here is lost.
+        """Names of parameters that were changed since `unguard`, where what is changed here is lost.
 
         A change of the value counts. A new version says that a write is possible; without fingerprints of this use
         `holds_value` says whether a buffer still holds what rests elsewhere.
@@ -262,7 +262,7 @@ class Unit:
         else:
             kept = {id(section): holds_value(section) for section in dict.fromkeys(section for section, _ in doubtful)}
             names += [name for section, name in doubtful if not kept[id(section)]]
-        self.is_set |= bool(doubtful)
+        self.compares_values |= bool(doubtful)
         return names
 
     def _misplaced(self) -> list[tuple[Section, ParamSlice, nn.Parameter]]:
@@ -280,7 +280,7 @@ class Unit:
                     found.append(place)
         return found
 
-    def put_back(self) -> None:
+    def restore_views(self) -> None:
         """Make parameters views of the buffers again, with the values that were there, if the program has given them
         other memory, as by `param.data = values`. To be called while the unit is here."""
         self._is_replaced = False
@@ -289,15 +289,15 @@ class Unit:
                 if not is_dtensor(param):
                     param.data = section.own_view(piece)
 
-    def _take_replaced(self) -> None:
+    def _adopt_replaced(self) -> None:
         """Make parameters views of the buffers again, with the values that the program gave them."""
         with torch._C.DisableTorchFunctionSubclass():
             for section, piece, param in self._misplaced():
                 if param.shape == piece.spec.shape:
                     section.own_view(piece).copy_(param.detach())
-        self.put_back()
+        self.restore_views()
 
-    def close(self) -> None:
+    def guard(self) -> None:
         """Guard the parameters again, unless a forward or backward uses them or a program may change them."""
         if self.forward_uses > 0 or self.backward_uses > 0:
             return
@@ -327,7 +327,7 @@ class Unit:
 
     @property
     def may_be_evicted(self) -> bool:
-        return not self.resident and not self.kept
+        return not self.resident and not self.stays
 
     @property
     def may_leave_in_use(self) -> bool:
@@ -338,7 +338,7 @@ class Unit:
     def break_off(self) -> None:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
         self.forward_uses = self.backward_uses = 0
-        self.close()
+        self.guard()
 
 
 def stays_guarded(section: Section, piece: ParamSlice) -> bool:

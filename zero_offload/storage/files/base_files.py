@@ -241,7 +241,7 @@ class BaseFiles:
             for file, each in zip(files, of_rank, strict=True):
                 file.learn(each)
         for number, file in enumerate(files):
-            known = self._known(file)
+            known = self._same_file(file)
             if known is file:
                 self._files.append(file)
             else:
@@ -254,7 +254,7 @@ class BaseFiles:
             files[number] = known
         return files
 
-    def _known(self, file: BaseFile) -> BaseFile:
+    def _same_file(self, file: BaseFile) -> BaseFile:
         """A file that is alike, here or elsewhere, best an open one; else this one."""
         alike = [each for each in self._files if each.fingerprint == file.fingerprint]
         return min(alike, key=lambda each: (not each.is_open, each.path != file.path), default=file)
@@ -303,8 +303,8 @@ class BaseFiles:
         nbytes = _covering_bytes(cuts)
         self.counters.read(Tier.NVME, nbytes)
         spans_on = self.counters.spans
-        told = partial(spans_on.put, Track.READ, name, nbytes=nbytes) if spans_on.on else None
-        return Transfer(self._submit(_Read(self, cuts, urgency)), on_error, told)
+        on_done = partial(spans_on.put, Track.READ, name, nbytes=nbytes) if spans_on.on else None
+        return Transfer(self._submit(_Read(self, cuts, urgency)), on_error, on_done)
 
     def read(self, spans: Sequence[BaseSpan], begin: int, end: int, address: int) -> None:
         """The same, and wait. An error is the caller's alone."""

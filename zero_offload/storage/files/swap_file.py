@@ -403,8 +403,8 @@ class SwapFile:
         else:
             ctypes.memset(address, 0, nbytes)
         spans = self.counters.spans
-        told = partial(spans.put, Track.READ, extent.name, nbytes=nbytes) if spans.on else None
-        return Transfer(moving, self._fail, told)
+        on_done = partial(spans.put, Track.READ, extent.name, nbytes=nbytes) if spans.on else None
+        return Transfer(moving, self._fail, on_done)
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
@@ -413,9 +413,9 @@ class SwapFile:
         self.counters.written(Tier.NVME, nbytes)
         extent.written[rows] = True
         spans = self.counters.spans
-        told = partial(spans.put, Track.WRITE, extent.name, nbytes=nbytes) if spans.on else None
+        on_done = partial(spans.put, Track.WRITE, extent.name, nbytes=nbytes) if spans.on else None
         moving = _OfEngine(self._engine, self._engine.submit(IoOp.WRITE, blocks, address))
-        return Transfer(moving, self._fail, told)
+        return Transfer(moving, self._fail, on_done)
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:
         """Fill `out`, sector-aligned host memory, and wait."""

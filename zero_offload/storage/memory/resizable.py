@@ -80,7 +80,7 @@ class FrameBudget:
         assert count <= self.free_frames
         self.taken += count
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         self.taken -= count
 
 
@@ -120,5 +120,5 @@ class ResizableBuffer:
         """Free the memory; kernels already launched may still use it, as with any freed tensor."""
         assert self._attached
         self._storage.resize_(0)
-        self._budget.give_back(self.num_frames)
+        self._budget.release(self.num_frames)
         self._attached = False

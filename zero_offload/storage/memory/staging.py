@@ -1,7 +1,7 @@
 """Host memory that bytes pass through, between the tensors of a model and where they rest.
 
 `Staging` owns slabs, parts of which are leased. The calls: `lease`, after `fits` where the caller can wait for leases
-of its own. `give_back` when the bytes have passed, with the copies that may still read the part. `free_oldest` where
+of its own. `release` when the bytes have passed, with the copies that may still read the part. `free_oldest` where
 memory is short.
 
 [Note: memory that is no staging]
@@ -57,7 +57,7 @@ class Staging:
         # The smallest slab: larger ones are for what fits nowhere else.
         return min((slab for slab in self._slabs if slab.fits(nbytes)), key=lambda slab: slab.nbytes).lease(nbytes)
 
-    def give_back(self, part: ByteRange, copies: Sequence[Event] = ()) -> None:
+    def release(self, part: ByteRange, copies: Sequence[Event] = ()) -> None:
         """`copies` may still read it."""
         if copies:
             self._returning.append((part, copies))

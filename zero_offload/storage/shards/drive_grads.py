@@ -35,8 +35,8 @@ class DriveRoom:
     """Which sections whose gradients rest on a drive have pages, and which give theirs back first.
 
     Backward fills the pages of a section while those of the unit before are written. Sections that wait for their last
-    gradients (some never come) rest on their drive until those arrive. The calls: `open` before a gradient is put in
-    its place. `launch_writes` when the section is complete, or `drop`. `detach_pages` when the pages are wanted
+    gradients (some never come) rest on their drive until those arrive. The calls: `make_room` before a gradient is put
+    in its place. `launch_writes` when the section is complete, or `drop`. `detach_pages` when the pages are wanted
     elsewhere. The outcome depends on the order of the calls alone, never on what is complete, so that it is the same on
     all ranks.
     """
@@ -59,7 +59,7 @@ class DriveRoom:
         self._stores.setdefault(store.layout.index, []).append(weakref.ref(store))
         self._units[store.layout.index] = store.layout.unit
 
-    def open(self, section: int) -> None:
+    def make_room(self, section: int) -> None:
         """There is room for this section's pages."""
         if self._open and self._open[-1] == section and len(self._writing) < GRADS_IN_FLIGHT:
             return  # the next gradient of the same section
@@ -145,13 +145,13 @@ class DriveGrads(HostGrads):
     def add_shard(self, new: Gathered) -> None:
         downloads = self._memory.downloads
         if downloads is None:
-            self._take(new.parts, new.adds, new.flat)
+            self._store_flat(new.parts, new.adds, new.flat)
         else:
             self._stage(downloads, new)
 
-    def open_pages(self) -> None:
+    def take_pages(self) -> None:
         self.widen()
-        self.open()
+        self.writable_array()
 
     def complete(self) -> None:
         self._room.launch_writes(self.layout.index)
@@ -165,7 +165,7 @@ class DriveGrads(HostGrads):
             self._detach_pages()
 
     def _write(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        self._room.open(self.layout.index)
+        self._room.make_room(self.layout.index)
         if adds or not self._may_stream(grad):
             super()._write(index, grad, adds=adds)
             return
@@ -201,12 +201,12 @@ class DriveGrads(HostGrads):
     def on_disk(self) -> bool:
         return self._array is None
 
-    def open(self) -> torch.Tensor:
+    def writable_array(self) -> torch.Tensor:
         if self._array is None:
-            self._room.open(self.layout.index)
-        return super().open()
+            self._room.make_room(self.layout.index)
+        return super().writable_array()
 
-    def _bring(self) -> torch.Tensor:
+    def _fetch_array(self) -> torch.Tensor:
         numel = self.layout.shard_numel
         if self._pages is not None and self._pages.attached and self._writes:
             self._await_writes()  # what they write must not change

@@ -3,7 +3,7 @@ staging where the host has something to do with them.
 
 The calls: `make_room` before gradients are gathered, then `place` or `stage`. `advance` at each sign of backward;
 `land` where a section is wanted; `drain` where all are; or `drop`. A gradient that is never whole on the GPU takes
-staging at once (`open`), and leaves in parts (`send`). It is `stage_slices`' then, comes back whole (`bring`), or is
+staging at once (`open`), and leaves in parts (`send`). It is `stage_slices`' then, comes back whole (`upload`), or is
 read from there (`read_here`).
 
 Memory that a lane still reads on the GPU is kept here, as much at a time as most sections have
@@ -69,7 +69,7 @@ class StagedGrad:
         self.last: Handoff | None = None
         """The last copy from or to it: when it is over, all are."""
         self.taken = False
-        """True from when a section has taken it: it outlives the backward, and `bring` has no part in it."""
+        """True from when a section has taken it: it outlives the backward, and `upload` has no part in it."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -149,7 +149,7 @@ class GradDownloads:
         handoffs = [grad.last for grad in grads if grad.last is not None]
         self._staged.append(_StagedDownload(section, land, leases, handoffs))
 
-    def bring(self, grad: StagedGrad) -> torch.Tensor:
+    def upload(self, grad: StagedGrad) -> torch.Tensor:
         """The gradient, whole, in memory of the device. Its staging is given back."""
         if grad.lease is None or grad.taken:
             raise ZeroOffloadError("this gradient is over: a step's gradients have taken it, or its backward has ended")
@@ -159,20 +159,20 @@ class GradDownloads:
             grad.last.take_on_host()
         handoff = self._device.upload(whole, grad.values)
         handoff.take_on_host()
-        self._close(grad)
+        self._release(grad)
         return handoff.take()
 
-    def close_open(self) -> None:
+    def drop_untaken(self) -> None:
         """A backward is over: what no section has taken is not wanted."""
         for grad in [each for each in self._open if not each.taken]:
-            self._close(grad)
+            self._release(grad)
 
-    def _close(self, grad: StagedGrad) -> None:
+    def _release(self, grad: StagedGrad) -> None:
         if grad.last is not None:
             grad.last.take_on_host()
         self._open = [each for each in self._open if each is not grad]
         if grad.lease is not None:
-            self._staging.give_back(grad.lease)
+            self._staging.release(grad.lease)
         grad.lease = None
 
     def advance(self) -> None:
@@ -197,7 +197,7 @@ class GradDownloads:
         while self._staged:
             self._end(self._staged.popleft(), land=False)
         while self._open:
-            self._close(self._open[-1])
+            self._release(self._open[-1])
         while self._leaving:
             self._leaving.popleft().read.synchronize()
         self.sums.drop()
@@ -222,7 +222,7 @@ class GradDownloads:
         if land:
             staged.land()
         for lease in staged.leases:
-            self._staging.give_back(lease)
+            self._staging.release(lease)
 
 
 def _fill(grad: StagedGrad) -> None:

@@ -136,7 +136,7 @@ class GradStore:
         here. With `more` the section is not complete: further ones come."""
         raise NotImplementedError
 
-    def open_pages(self) -> None:
+    def take_pages(self) -> None:
         """Take the pages of fp32 gradients, where they come and go. All ranks do, with or without gradients."""
 
     def complete(self) -> None:
@@ -254,7 +254,7 @@ class HostGrads(GradStore):
     def add_shard(self, new: Gathered) -> None:
         downloads = self._memory.downloads
         if downloads is None:
-            self._take(new.parts, new.adds, new.flat)
+            self._store_flat(new.parts, new.adds, new.flat)
             return
         if is_wider(new.flat.dtype, self.dtype) and not self.held:
             self.widen()  # nothing moves
@@ -267,7 +267,7 @@ class HostGrads(GradStore):
             self.sums |= sums
         else:
             made = self._memory.device.mark()
-        target = self.open()[new.begin : new.begin + new.flat.numel()]
+        target = self.writable_array()[new.begin : new.begin + new.flat.numel()]
         self._arriving, self.held = downloads.place(target, new.flat, made), True
 
     def add_part(self, begin: int, flat: torch.Tensor, adds: frozenset[int]) -> None:
@@ -278,7 +278,7 @@ class HostGrads(GradStore):
         assert self._coming is not None
         downloads.send(self._coming, begin, flat)
         if begin + flat.numel() == numel:
-            land = partial(self._take, self.parts, adds, self._coming.flat)
+            land = partial(self._store_flat, self.parts, adds, self._coming.flat)
             downloads.stage_slices(self.layout.index, [self._coming], land)
             self._coming = None
 
@@ -286,20 +286,20 @@ class HostGrads(GradStore):
         downloads = self._memory.downloads
         assert downloads is not None
         values = {index: grad.flat for index, grad in sorted(new.items())}
-        land = partial(self._take_each, values, adds, more=more)
+        land = partial(self._store_each, values, adds, more=more)
         downloads.stage_slices(self.layout.index, [*new.values()], land)
 
     def _stage(self, downloads: GradDownloads, new: Gathered) -> None:
         """By way of staging: the host adds these gradients, converts them or writes them to a drive."""
         downloads.stage(
-            self.layout.index, new.flat, self._memory.device.mark(), partial(self._take, new.parts, new.adds)
+            self.layout.index, new.flat, self._memory.device.mark(), partial(self._store_flat, new.parts, new.adds)
         )
 
-    def _take(self, parts: Mapping[int, slice], adds: Container[int], flat: torch.Tensor) -> None:
+    def _store_flat(self, parts: Mapping[int, slice], adds: Container[int], flat: torch.Tensor) -> None:
         """Write gradients that lie in one tensor of the host to their places, or add them."""
-        self._take_each({index: flat[part] for index, part in parts.items()}, adds)
+        self._store_each({index: flat[part] for index, part in parts.items()}, adds)
 
-    def _take_each(self, grads: Mapping[int, torch.Tensor], adds: Container[int], *, more: bool = False) -> None:
+    def _store_each(self, grads: Mapping[int, torch.Tensor], adds: Container[int], *, more: bool = False) -> None:
         for index, grad in grads.items():
             self._write(index, grad, adds=index in adds)
         if not more:
@@ -343,14 +343,14 @@ class HostGrads(GradStore):
 
     # The array
 
-    def open(self) -> torch.Tensor:
+    def writable_array(self) -> torch.Tensor:
         """The array, (shard_numel,) `dtype`, with the gradients it holds; what a device sends is there after
         `_await_arrival`."""
         if self._array is None:
-            self._array = self._bring()
+            self._array = self._fetch_array()
         return self._array
 
-    def _bring(self) -> torch.Tensor:
+    def _fetch_array(self) -> torch.Tensor:
         """An array with the gradients that are held."""
         return self._new_array(self.dtype)
 
@@ -369,7 +369,7 @@ class HostGrads(GradStore):
 
     def _in_array(self, index: int) -> torch.Tensor:
         """A gradient's place in the array, which is complete."""
-        array = self.open()
+        array = self.writable_array()
         self._await_arrival()
         if index not in self._views:
             self._views[index] = array[self.parts[index]]
@@ -380,7 +380,7 @@ class HostGrads(GradStore):
         if self.dtype != torch.float32:
             self._widen_array()
         if self._adopted:
-            self.open()  # where there is no memory for it, they stay
+            self.writable_array()  # where there is no memory for it, they stay
         while self._adopted:
             index, grad = self._adopted.popitem()
             self._in_array(index).copy_(grad)
@@ -399,7 +399,7 @@ class HostGrads(GradStore):
         self._drop_array()
         self._begin_wide()
         if narrow is not None:
-            self.open().copy_(narrow)
+            self.writable_array().copy_(narrow)
             self.held = True
 
     def _begin_wide(self) -> None:
@@ -407,7 +407,7 @@ class HostGrads(GradStore):
         self.dtype, self.held = torch.float32, False
 
     def _complete_array(self) -> torch.Tensor:
-        array = self.open()
+        array = self.writable_array()
         self._await_arrival()
         return array
 
@@ -436,7 +436,7 @@ class HostGrads(GradStore):
 
         def in_array(first: int, last: int) -> list[GradPiece]:
             """Where there are no elements, no array is made for them."""
-            return [GradPiece(first - begin, last - begin, self.open()[first:last])] if first < last else []
+            return [GradPiece(first - begin, last - begin, self.writable_array()[first:last])] if first < last else []
 
         found, at, arriving = list[GradPiece](), begin, self._arriving
         for index, grad in sorted(self._adopted.items()):

@@ -29,9 +29,9 @@ LAUNCHED_MAX = GRAD_RING_UNITS - 3
 class GradRing:
     """A pool that the shards of a model lease parts of. Control thread only.
 
-    The calls: `open` when an updating backward begins. `lease` for a shard's first gradient waits for the oldest update
-    while the ring is full. `passing` when an update has taken a unit's shards. `collect` gives back the parts that
-    updates have used; `close` when backward ends.
+    The calls: `begin_backward` when an updating backward begins. `lease` for a shard's first gradient waits for the
+    oldest update while the ring is full. `passing` when an update has taken a unit's shards. `collect` gives back the
+    parts that updates have used; `end_backward` when backward ends.
     """
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
@@ -39,21 +39,21 @@ class GradRing:
         self._filling: dict[int, dict[int, RingGrads]] = {}
         """By the unit's index: shards with a part that no update has taken, by the section's index."""
         self._launched: deque[tuple[UnitUpdate, Sequence[RingGrads]]] = deque()
-        self._is_open = False
+        self._in_backward = False
 
-    def open(self) -> None:
+    def begin_backward(self) -> None:
         """Gradients that come from now on are used by this backward."""
-        self._is_open = True
+        self._in_backward = True
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         """Gradients that come from now on are held until later, and so are those that no update has taken."""
-        self._is_open = False
+        self._in_backward = False
         for unit in list(self._filling):
             self.release_unit(unit)
 
     def lease(self, shard: RingGrads, nbytes: int) -> Region | None:
         """Memory until `release`; None where gradients are to be held elsewhere."""
-        if not self._is_open:
+        if not self._in_backward:
             return None
         while not self._pool.fits(nbytes) and self._launched:
             self._await_oldest()
@@ -74,7 +74,7 @@ class GradRing:
     def passing(self, update: UnitUpdate, unit: int) -> None:
         """An update is launched that uses the unit's gradients; waits while too many are."""
         self._launched.append((update, tuple(self._filling.pop(unit, {}).values())))
-        while self._is_open and len(self._launched) > LAUNCHED_MAX:
+        while self._in_backward and len(self._launched) > LAUNCHED_MAX:
             self._await_oldest()
 
     def collect(self) -> None:
@@ -106,12 +106,12 @@ class RingGrads(HostGrads):
         super().__init__(memory, layout, tier, unit, sums_up=sums_up)
         self._ring = ring
 
-    def open(self) -> torch.Tensor:
+    def writable_array(self) -> torch.Tensor:
         if self._array is None and not self.held:
             self._span = self._ring.lease(self, self.layout.shard_numel * self.dtype.itemsize)
             if self._span is not None:
                 self._array = self._span.tensor(self.dtype, self.layout.shard_numel)
-        return super().open()
+        return super().writable_array()
 
     def release_span(self) -> None:
         """Give back what was leased, unless an update reads it; gradients that are still held move to memory of their
@@ -126,7 +126,7 @@ class RingGrads(HostGrads):
     def lend(self, made: Event | None) -> None:
         # The ring is not for the update's thread, which may want to see what is between gradients.
         if not self.on_disk:
-            self.open()
+            self.writable_array()
         super().lend(made)
 
     def _moved(self, array: torch.Tensor) -> torch.Tensor | None:

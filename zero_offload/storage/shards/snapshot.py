@@ -71,7 +71,7 @@ class DeviceStaging:
     """Host memory through which states in a device's memory pass on their way to a drive.
 
     Keeps the moment after which the device's states are those of the last update. The calls: `updated` when an update,
-    or whatever else changes states, is launched, on its thread; `bring` and `give_back` on the commit's. A copy from
+    or whatever else changes states, is launched, on its thread; `download` and `release` on the commit's. A copy from
     pageable memory counts too: it returns when the host's memory may change, and the device may have it later.
     """
 
@@ -86,7 +86,7 @@ class DeviceStaging:
             self._newest.let_wait(self._device.stream())
         self._newest = self._device.mark()
 
-    def bring(self, arrays: Sequence[torch.Tensor]) -> tuple[Region, list[int]]:
+    def download(self, arrays: Sequence[torch.Tensor]) -> tuple[Region, list[int]]:
         """Copies of the arrays, each on sectors of its own, and their addresses; the arrays may change then."""
         region = self._memory.lease(sum(map(_room, arrays)))
         addresses, copies, offset = [], [], 0
@@ -99,8 +99,8 @@ class DeviceStaging:
             copy.take_on_host()
         return region, addresses
 
-    def give_back(self, region: Region) -> None:
-        self._memory.give_back(region)
+    def release(self, region: Region) -> None:
+        self._memory.release(region)
 
 
 class Snapshots:
@@ -150,7 +150,7 @@ class Snapshots:
             if len(in_flight) == SNAPSHOT_CHUNKS_IN_FLIGHT:
                 self._finish(in_flight.popleft())
             if copy.shard.on_device:
-                self._bring(copy)
+                self._download(copy)
             else:
                 self._launch(copy)
             in_flight.append(copy)
@@ -197,10 +197,10 @@ class Snapshots:
             if copy.writes is None:
                 copy.launch(self._swap, [array.data_ptr() for array in copy.arrays()])
 
-    def _bring(self, copy: ChunkCopy) -> None:
+    def _download(self, copy: ChunkCopy) -> None:
         """Copy what is in a device's memory; on the commit's thread alone."""
         assert self._swap is not None
-        region, addresses = self.staging.bring(copy.arrays())
+        region, addresses = self.staging.download(copy.arrays())
         copy.staging = region
         self._changed.notify()
         copy.launch(self._swap, addresses)
@@ -211,7 +211,7 @@ class Snapshots:
     def _finish(self, copy: ChunkCopy) -> None:
         copy.wait()
         if copy.staging is not None:
-            self.staging.give_back(copy.staging)
+            self.staging.release(copy.staging)
 
     def _wait_for(self, copy: ChunkCopy) -> None:
         if not copy.done():

@@ -25,13 +25,13 @@ def gradients_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[HostGrads]:
     """Shards whose gradients are written to an array, which is made for them."""
-    found, open_array = [], HostGrads.open
+    found, open_array = [], HostGrads.writable_array
 
     def noted(shard: HostGrads) -> Tensor:
         found.append(shard)
         return open_array(shard)
 
-    monkeypatch.setattr(HostGrads, "open", noted)
+    monkeypatch.setattr(HostGrads, "writable_array", noted)
     return found
 
 

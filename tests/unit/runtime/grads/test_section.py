@@ -32,7 +32,7 @@ class Gathering:
         assert len(self.layout.params) == 3 and self.layout.params[-1].end < self.layout.numel
         self.partial = HostPartial(self.layout, Arena(16), attach)
         self.arrived: set[int] = set()
-        self.partial.open()
+        self.partial.begin()
         self.partial.here().fill_(float("nan"))
 
     def put(self, index: int, grad: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def test_gradients_keep_their_dtype_and_the_rest_is_zero(gathering: Gathering) -
         assert torch.equal(gathering.part(index), value.view(-1))
     assert not gathering.part(1).any() and not partial.here()[gathering.layout.params[2].end :].any()
     partial.drop()
-    assert partial.sum is None and not partial.is_open
+    assert partial.sum is None and not partial.has_begun
 
 
 def test_a_second_gradient_in_one_backward_is_added_in_fp32(gathering: Gathering) -> None:

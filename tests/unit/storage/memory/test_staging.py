@@ -29,7 +29,7 @@ def test_a_part_that_a_copy_reads_is_not_leased_again() -> None:
     staging, reading = Staging(Arena(0)), copies(2)
     staging.widen(MIB)
     part = staging.lease(MIB)
-    staging.give_back(part, reading)
+    staging.release(part, reading)
     reading[0].is_done = True
     assert not staging.fits(SECTOR), "the other copy reads it"
     reading[1].is_done = True
@@ -40,7 +40,7 @@ def test_what_came_back_first_is_waited_for() -> None:
     staging, reading = Staging(Arena(0)), copies(3)
     staging.widen(3 * MIB)
     for copy in reading:
-        staging.give_back(staging.lease(MIB), [copy])
+        staging.release(staging.lease(MIB), [copy])
     assert staging.free_oldest() and [each.is_done for each in reading] == [True, False, False]
     assert staging.fits(MIB) and not staging.fits(2 * MIB)
     assert staging.free_oldest() and staging.free_oldest() and not staging.free_oldest()
@@ -53,7 +53,7 @@ def test_memory_is_the_most_that_was_leased_at_once() -> None:
     for size in (3, 2, 4, 4):
         parts = [staging.lease(size * MIB) for _ in range(2)]
         for part in parts:
-            staging.give_back(part)
+            staging.release(part)
         del parts, part
     assert arena.allocated_bytes == 2 * 4 * MIB
 
@@ -63,7 +63,7 @@ def test_small_parts_leave_large_slabs_to_large_ones() -> None:
     staging = Staging(arena)
     first = [staging.lease(size * MIB) for size in (4, 1)]
     for part in first:
-        staging.give_back(part)
+        staging.release(part)
     again = [staging.lease(size * MIB) for size in (1, 4)]
     assert [part.address for part in again] == [part.address for part in reversed(first)]
     assert arena.allocated_bytes == 5 * MIB
@@ -79,7 +79,7 @@ def test_slabs_have_the_least_size_and_are_widened_only_where_nothing_is_leased(
     parts.append(staging.lease(7 * MIB))
     assert arena.allocated_bytes == 12 * MIB, "a part of the first one is leased"
     while parts:
-        staging.give_back(parts.pop())
+        staging.release(parts.pop())
     staging.widen(2 * MIB)
     assert staging.part_max_bytes == 2 * MIB and arena.allocated_bytes == 0
 
@@ -88,7 +88,7 @@ def test_parts_never_overlap() -> None:
     rng, staging, leased = random.Random(0), Staging(Arena(0), slab_bytes=16 * SECTOR), list[Region]()
     for _ in range(1000):
         if leased and rng.random() < 0.5:
-            staging.give_back(leased.pop(rng.randrange(len(leased))))
+            staging.release(leased.pop(rng.randrange(len(leased))))
         else:
             part = staging.lease(rng.randint(0, 9 * SECTOR))
             for other in leased:

@@ -28,11 +28,11 @@ def grad_shard(tier: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> It
 def test_values_survive_closing(tier: Tier, nvme: Path) -> None:
     with grad_shard(tier, nvme) as shard:
         for step in range(3):
-            shard.open().fill_(step)
+            shard.writable_array().fill_(step)
             shard.held = True
             close(shard)
             assert shard.on_disk == (tier is Tier.NVME)
-            assert torch.all(shard.open() == step)
+            assert torch.all(shard.writable_array() == step)
             close(shard)
             shard.held = False
 
@@ -42,18 +42,18 @@ def test_values_survive_closing(tier: Tier, nvme: Path) -> None:
 def test_widening_keeps_what_is_held(closed: bool, tier: Tier, nvme: Path) -> None:
     with grad_shard(tier, nvme) as shard:
         values = torch.randn(shard.layout.shard_numel).bfloat16()
-        shard.open().copy_(values)
+        shard.writable_array().copy_(values)
         shard.held = True
         if closed:
             close(shard)
         shard.widen()
-        wide = shard.open()
+        wide = shard.writable_array()
         assert wide.dtype == shard.dtype == torch.float32 and torch.equal(wide, values.float()) and shard.held
         wide += 1e-6
         expected = wide.clone()
         close(shard)
         shard.widen()
-        assert torch.equal(shard.open(), expected)
+        assert torch.equal(shard.writable_array(), expected)
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -61,7 +61,7 @@ def test_widening_keeps_what_is_held(closed: bool, tier: Tier, nvme: Path) -> No
 def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> None:
     with grad_shard(tier, nvme, dtype) as shard:
         values = torch.randn(shard.layout.shard_numel).to(dtype)
-        shard.open().copy_(values)
+        shard.writable_array().copy_(values)
         shard.held = True
         close(shard)
         staging = Arena(0).allocate((4 << 20) + 4096)
@@ -70,7 +70,7 @@ def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> No
             for wait in waits:
                 wait()
             assert bool(waits) == (tier is Tier.NVME)
-            address = staging.address + 4096 if waits else shard.open().data_ptr() + begin * dtype.itemsize
+            address = staging.address + 4096 if waits else shard.writable_array().data_ptr() + begin * dtype.itemsize
             assert piece[:2] == (0, end - begin) and piece.grad.data_ptr() == address
             assert torch.equal(piece.grad, values[begin:end])
 
@@ -84,9 +84,9 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
             assert buffer.attach()
 
         shard = grads_of(store, attach)
-        shard.open()
+        shard.writable_array()
         assert store.arena.free_frames == 0 and len(attached) == 1
-        shard.open()
+        shard.writable_array()
         assert len(attached) == 1
         close(shard)
         close(shard)
@@ -100,7 +100,7 @@ def test_values_survive_leaving(detaches: bool, nvme: Path, monkeypatch: pytest.
     with grad_shard("nvme", nvme) as shard:
         staging = Arena(0).allocate(4 << 20)
         for step in range(3):
-            shard.open().fill_(step)
+            shard.writable_array().fill_(step)
             shard.held = True
             shard.launch_write()
             assert shard.on_disk
@@ -110,7 +110,7 @@ def test_values_survive_leaving(detaches: bool, nvme: Path, monkeypatch: pytest.
                 (piece,), (wait,) = shard.chunks(range(row, row + 1), staging)
                 wait()
                 assert piece[:2] == (0, end - begin) and torch.all(piece.grad == step)
-            assert torch.all(shard.open() == step)
+            assert torch.all(shard.writable_array() == step)
             close(shard)
             shard.held = False
 
@@ -165,7 +165,7 @@ def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, n
         weight, bias = (piece.begin for piece in shard.layout.params)
         grad = adopted(shard, 0)
         shard.view(1).fill_(3)
-        expected = shard.open().clone()
+        expected = shard.writable_array().clone()
         expected[weight : weight + grad.numel()] = grad
         found = torch.empty_like(expected)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
@@ -184,7 +184,7 @@ def test_widening_takes_adopted_gradients_in(dtype: torch.dtype, nvme: Path) -> 
         grad = adopted(shard, 0)
         piece = shard.layout.params[0]
         shard.widen()
-        assert torch.equal(shard.open()[piece.begin : piece.end], grad.float())
+        assert torch.equal(shard.writable_array()[piece.begin : piece.end], grad.float())
         shard.add(0, torch.ones_like(grad), adds=False)
         assert torch.all(shard.view(0) == 1)
 

@@ -38,7 +38,7 @@ class Part:
 def ring() -> GradRing:
     """Room for two parts of a sector."""
     ring = GradRing(Arena(0), 2 * SECTOR)
-    ring.open()
+    ring.begin_backward()
     return ring
 
 
@@ -49,7 +49,7 @@ def launch(ring: GradRing, part: Part) -> UnitUpdate:
 
 
 def test_a_closed_ring_gives_nothing(ring: GradRing) -> None:
-    ring.close()
+    ring.end_backward()
     assert Part(ring).region is None
 
 
@@ -82,13 +82,13 @@ def test_what_was_used_is_given_back_whichever_came_first(ring: GradRing) -> Non
 
 def test_no_more_updates_than_the_ring_has_room_for() -> None:
     ring = GradRing(Arena(0), 8 * SECTOR)
-    ring.open()
+    ring.begin_backward()
     oldest, *_ = [launch(ring, Part(ring, unit)) for unit in range(LAUNCHED_MAX)]
     waiting = threading.Timer(0.05, oldest.complete)
     waiting.start()
     launch(ring, Part(ring))
     assert oldest.is_done
-    ring.close()
+    ring.end_backward()
     launch(ring, Part(ring))  # a closed ring does not wait: backward is over
 
 
@@ -98,7 +98,7 @@ def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[HostGrads]:
     with open_store(nn.Linear(64, 64), ("cpu", request.param, "cpu"), nvme, dtype=torch.bfloat16) as store:
         layout = store.shards[0].layout
         ring = GradRing(store.arena, 4 * layout.shard_numel)
-        ring.open()
+        ring.begin_backward()
         made = grads_of(store, ring=ring)
         RINGS[made] = ring
         yield made
@@ -116,40 +116,40 @@ def leased(shard: HostGrads) -> bool:
 
 
 def test_a_shard_leases_whatever_its_tier(shard: HostGrads) -> None:
-    shard.open().fill_(1)
+    shard.writable_array().fill_(1)
     assert leased(shard) and not shard.on_disk
     shard.held = True
     close(shard)
-    assert leased(shard) and torch.all(shard.open() == 1)
+    assert leased(shard) and torch.all(shard.writable_array() == 1)
     shard.held = False
     RINGS[shard].release_unit(shard.layout.unit)
     assert not leased(shard)
 
 
 def test_what_is_held_moves_to_memory_of_its_own(shard: HostGrads) -> None:
-    shard.open().fill_(3)
+    shard.writable_array().fill_(3)
     shard.held = True
     RINGS[shard].release_unit(shard.layout.unit)
     assert not leased(shard)
     assert shard.on_disk == (shard.tier is Tier.NVME)
-    assert torch.all(shard.open() == 3)
+    assert torch.all(shard.writable_array() == 3)
     close(shard)
 
 
 def test_widening_leases_anew(shard: HostGrads) -> None:
-    shard.open().fill_(5)
+    shard.writable_array().fill_(5)
     shard.held = True
     shard.widen()
-    assert shard.open().dtype == torch.float32 and torch.all(shard.open() == 5)
+    assert shard.writable_array().dtype == torch.float32 and torch.all(shard.writable_array() == 5)
     close(shard)
 
 
 def test_what_is_held_elsewhere_is_added_to_there(shard: HostGrads) -> None:
     ring = RINGS[shard]
-    ring.close()
-    shard.open().fill_(7)
+    ring.end_backward()
+    shard.writable_array().fill_(7)
     shard.held = True
     close(shard)
-    ring.open()
-    assert torch.all(shard.open() == 7) and not leased(shard)
+    ring.begin_backward()
+    assert torch.all(shard.writable_array() == 7) and not leased(shard)
     close(shard)
