@@ -46,7 +46,7 @@ def find_compiler() -> str | None:
 
 
 def is_for_x86(compiler: str) -> bool:
-    """What it makes code for, which a cross compiler does for another machine."""
+    """True if the compiler makes code for x86, as a cross compiler may not."""
     machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
     return machine.startswith(("x86_64", "amd64"))
 

@@ -1,15 +1,15 @@
-"""What offloading costs on a GPU, in the half hour that one may be lent for.
+"""The cost of offloading on a GPU, within the half hour that one may be lent for.
 
     python3 setup.py -q build_ext --inplace                       # once, unless zero_offload/_native.so is there
     PYTHONPATH=. python3 benchmarks/gpu.py --until 9 --json gpu.json
 
 Sections run in order of worth (--list), each in a process of its own, which is killed when its time is up. FILE has
 every figure as soon as it is measured: the same command again goes on with the sections that it does not have. With
---until MINUTES no section starts that might not end by then, so three commands of ten minutes make a half hour; what is
-shorter and fits runs in its place. A part that fails has its traceback in FILE, and the next one runs.
+--until MINUTES no section starts that might not end by then, so three commands of ten minutes make a half hour. A
+shorter section that fits runs in its place. A part that fails has its traceback in FILE, and the next one runs.
 
 Needs 128 GiB of memory and 64 GiB of disk for all of it. Where the host has less memory than a section plans, the
-section says so and is skipped; where the disk has less, its model has fewer layers. `--rehearse` runs every line of
+section says so and is skipped. Where the disk has less, its model has fewer layers. `--rehearse` runs every line of
 every section at toy size, without a GPU; its figures are worth nothing, and its file says so.
 
 DeepSpeed runs where it can be imported. For a machine without network, make the wheels on another one with the same
@@ -58,7 +58,7 @@ ENDING_SHARE = 0.1
 """Of a section's time: it measures no longer, since 100 GiB that are pinned take a while to go."""
 STDERR = 2
 STDERR_LINES = 200
-"""The last ones that are kept of a section that failed."""
+"""Lines that are kept of a failed section, the last of all."""
 MACHINE = "machine"
 """Of the figures: what each section says of where it ran."""
 
@@ -144,7 +144,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def open_document(args: argparse.Namespace) -> dict[str, Any]:
-    """What `--json` names, to go on with, or a new one. Raises SystemExit for one of another machine or kind."""
+    """The file that `--json` names, to go on with, or a new document. Raises SystemExit for one of another machine or
+    kind.
+    """
     document: dict[str, Any] = {"rehearsal": args.rehearse, "gpu": None if args.rehearse else gpu_name()}
     if args.json is not None and args.json.exists():
         found: dict[str, Any] = json.loads(args.json.read_text())
@@ -217,7 +219,7 @@ def _lacks_peer(row: Row) -> bool:
 
 
 def _lacking() -> str | None:
-    """What is not here without which there is nothing to measure, and what to do."""
+    """The missing part without which there is nothing to measure, and a remedy."""
     if not torch.accelerator.is_available():
         return "no GPU here; --rehearse runs every section at toy size without one"
     if not native.available():

@@ -1,4 +1,4 @@
-"""What takes less memory, and what that costs: activations, logits, states, whole models.
+"""Ways to take less memory, and their cost: activations, logits, states, whole models.
 
 python benchmarks/memory.py [COMPARISON] [--quick] [--json FILE] ...
 """

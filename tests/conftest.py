@@ -1,4 +1,4 @@
-"""What every test can count on: a fixed seed, a number of threads, the quickest kernels, and a directory on a disk."""
+"""The ground of every test: a fixed seed, a number of threads, the quickest kernels, and a directory on a disk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What there is of thousands of tests stays: each look of the garbage collector at it would take half a second."""
+    """Objects of thousands of tests stay: each look of the garbage collector at them would take half a second."""
     importlib.import_module("torch._dynamo")  # as the first optimizer does: a million objects more
 
     gc.collect()

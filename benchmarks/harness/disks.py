@@ -1,8 +1,8 @@
-"""What a disk and the memory of this machine do, taken between the turns of what is measured; and a disk that is busy.
+"""Rates of a disk and of this machine's memory, taken between the turns of a measurement; and a busy disk.
 
-The disk: the better of fio, where it is installed, and O_DIRECT transfers on huge pages, which fio has only where some
-are reserved and which read up to twice as fast. Training overwrites its files, so the first write, which takes fresh
-blocks, does not count. The memory: a copy of a tensor by torch, counted both ways.
+The disk: the better of fio, where it is installed, and O_DIRECT transfers on huge pages. These read up to twice as
+fast, and fio has them only where some are reserved. Training overwrites its files, so the first write, which takes
+fresh blocks, does not count. The memory: a copy of a tensor by torch, counted both ways.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def start(*jobs: list[str]) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     """Wait for the end; what fio reports of each job. Raises SystemExit with its words if it fails."""
     printed, complaints = process.communicate()
-    # One that was interrupted has an exit code too, and all of its figures.
+    # An interrupted fio has an exit code too, and all of its figures.
     jobs: list[dict[str, Any]] = json.loads(printed[printed.index("{") :])["jobs"] if "{" in printed else []
     if not jobs or any(each["error"] for each in jobs):
         raise SystemExit(f"fio ended with code {process.returncode}: {complaints.strip() or printed.strip()}")

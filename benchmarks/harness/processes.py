@@ -71,7 +71,7 @@ def rss_bytes() -> int:
 
 
 def disk_bytes() -> tuple[int, int]:
-    """What this process has had read from and written to disks so far."""
+    """Bytes that this process has had read from and written to disks so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 

@@ -1,4 +1,4 @@
-"""What every run of `train` does at its end, made short where a test looks at something else."""
+"""The end of every run of `train`, made short where a test looks at something else."""
 
 from __future__ import annotations
 

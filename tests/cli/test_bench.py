@@ -30,7 +30,7 @@ def test_the_table_and_what_auto_uses(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_json_of_several_directories(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run never tries may be the fastest: it is shown, and not what "auto" uses."""
+    """An engine that a run never tries may be the fastest. It is shown, and not as the choice of "auto"."""
 
     def measured(directory: object, candidates: Sequence[EngineSettings], *rest: Any) -> list[EngineRates]:
         found = measure(directory, candidates, *rest)  # type: ignore[arg-type]

@@ -455,7 +455,7 @@ def test_what_is_held_is_the_byte_table(benchmark: Any) -> None:
 
 @pytest.fixture
 def version2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """What looks like the root of version 2, where a new group has its files."""
+    """A directory that looks like the root of version 2, where a new group has its files."""
     (tmp_path / "cgroup.controllers").write_text("memory")
     mkdir = Path.mkdir
 

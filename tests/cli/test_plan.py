@@ -320,7 +320,7 @@ def test_this_machine_is_measured_once_and_remembered(
     assert "this machine, measured 20" in result["step"]["rates"] and "not" not in result["step"]["rates"]
     before = plan(capsys, *flags)[1]["step"]
     assert before["rates"] == result["step"]["rates"] and before["predicted_s"] == result["step"]["predicted_s"]
-    # What was measured in one precision says nothing of another.
+    # Rates that were measured in one precision say nothing of another.
     _, other = plan(capsys, *flags, "--precision", "bf16")
     assert "not measured" in other["step"]["rates"]
     # A file that cannot be read is as if it were not there.
@@ -364,7 +364,7 @@ def test_a_machine_with_a_gpu_is_planned_for_its_gpu(
     assert result["bytes"]["device"]["available"] == available
     assert main(["plan", *MEMORY, *HERE]) == 0
     assert "(--measure takes some seconds, and is remembered)" in capsys.readouterr().out
-    # What is given is planned for, whatever is here.
+    # A machine that is given is planned for, whatever is here.
     _, other = plan(capsys, *HERE, "--gpu", "h100")
     assert "h100 computes" in other["step"]["rates"]
 

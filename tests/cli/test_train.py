@@ -1,6 +1,6 @@
 """`zero-offload train` as a user types it, on a model of a million parameters.
 
-Runs that are killed, share a directory or have two ranks are processes of their own; the others call `main`, which
+Runs that are killed, share a directory or have two ranks are processes of their own. The others call `main`, which
 spares the start of an interpreter each time.
 """
 
@@ -364,7 +364,7 @@ def test_a_trace_of_some_steps_that_is_no_part_of_what_the_run_is(text: Path, tm
     assert all(set(row["exposed_s"]) == {"params", "activations", "update", "grads", "commit"} for row in _rows(out))
     assert _here(capsys, *arguments).code == 0  # the same run
     assert (out / "trace.json").exists()
-    # What ends before is a trace of what there was.
+    # A run that ends before has a trace of the steps that it made.
     done = _here(capsys, *arguments, "--discard", "--trace", 100)
     assert [step["step"] for step in json.loads((out / "trace.json").read_text())["steps"]] == [3, 4, 5, 6]
     assert _here(capsys, *arguments, "--discard").code == 0

@@ -1,8 +1,9 @@
 """The main crash test: after a power loss or a kill at any operation, a run goes on from one committed step, whole.
 
 The code of commits and resumes is the real one, on a disk in memory (`tests/helpers/crashfs.py`). A recovery is bad if
-anything is raised, if a state of any rank is not bit for bit that of the step found, if a step that had been reported
-is gone, or if the next commit does not last. `pytest -m full -s` tries every operation and prints the rows of a table.
+anything is raised, or if a state of any rank is not bit for bit that of the step found. It is also bad if a step that
+had been reported is gone, or if the next commit does not last. `pytest -m full -s` tries every operation and prints the
+rows of a table.
 """
 
 from __future__ import annotations

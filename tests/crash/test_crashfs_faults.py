@@ -111,7 +111,7 @@ def _check_errors(history: History) -> None:
 
 
 def _check_what_is_left(history: History) -> None:
-    """The last commit, or the one that failed if that was named already; after power loss and without."""
+    """The last commit, or the failed commit if that was named already; after power loss and without."""
     named = sum(isinstance(op, Rename) and op.name in GENERATION_NAMES for op in history.fs.journal)
     reported = history.promised(len(history.fs.journal))
     assert reported <= named <= reported + 1

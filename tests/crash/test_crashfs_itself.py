@@ -43,7 +43,7 @@ def _content(disk: Disk, name: str) -> bytes | None:
 
 
 def _contents(fs: CrashFS, name: str) -> set[bytes | None]:
-    """What power loss now may leave of a file."""
+    """Contents of a file that power loss now may leave."""
     return {_content(fs.disk().without_power(None, seed), name) for seed in SEEDS}
 
 

@@ -1,7 +1,7 @@
 """The crash test has teeth: each order of a commit that lacks one barrier fails it.
 
-A variant is the real code with one piece taken out. What comes of it: "unrecoverable" (an error says so), "older than
-promised" (a reported step is gone) or "wrong states" (without an error).
+A variant is the real code with one piece taken out. The outcome is one of these: "unrecoverable" (an error says so),
+"older than promised" (a reported step is gone) or "wrong states" (without an error).
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ class Variant:
     setup: Setup
     plan: Plan
     patch: Patch
-    """What the run that crashes lacks."""
+    """The piece that the crashing run lacks."""
     verdicts: frozenset[str]
-    """What must come of it, among others."""
+    """Verdicts that must be among the outcomes."""
     recovery: Patch = contextlib.nullcontext
-    """What those that go on from it lack too."""
+    """The piece that its successors lack too."""
 
 
 LOST, OLDER, WRONG = "unrecoverable", "older than promised", "wrong states"
@@ -255,7 +255,7 @@ def _retried() -> AbstractContextManager[Any]:
 
 
 def _failed_flushes(plan: Plan, every: int) -> tuple[Tally, Tally]:
-    """What comes of them where they end the run, and where they are tried again."""
+    """Outcomes where failed flushes end the run, and where they are tried again."""
     fatal, retried = Tally(), Tally()
     num_flushes = sum(isinstance(op, Sync) for op in play(CrashFS(), COMMIT, 3, 0).fs.journal)
     for nth in range(1, num_flushes + 1, every):

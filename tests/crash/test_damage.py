@@ -1,4 +1,4 @@
-"""What a directory may hold when a run starts in it: damage, another model, another run, files of others."""
+"""Contents of a directory in which a run starts: damage, another model, another run, files of others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 6
 
 
 def _resume_and_train(nvme: Path, **settings: Any) -> None:
-    """What notices damage at the latest: every byte of the generation is read by then."""
+    """Read every byte of the generation, which notices damage at the latest."""
     model, optimizer = open_model(nvme, **settings)
     try:
         zo.resume(model, optimizer)

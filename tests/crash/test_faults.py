@@ -236,7 +236,7 @@ def test_a_slow_drive_changes_the_time_and_nothing_else(
     looked = _hold_back(model, monkeypatch, looks=8)
     losses += train(model, optimizer, 3, STEPS)
     drain(model)
-    # What was waited for is in the figure that `zo.stats` shows.
+    # The wait is in the figure that `zo.stats` shows.
     assert len(looked) >= 8 and counters.snapshot()[counter] - before > looked[7] - looked[0]
     assert losses == reference(STEPS)[0]
     zo.close(model)
@@ -256,7 +256,7 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
     assert str(nvme / SWAP) in str(error) and "stalled or slow" in str(error)
     open_before = set(os.listdir("/proc/self/fd"))
     close_broken(model)
-    # What it still has to write must not meet another file under the number of its own.
+    # Its late writes must not meet another file under the number of its own.
     assert str(nvme / SWAP) in {os.path.realpath(f"/proc/self/fd/{fd}") for fd in open_before if _is_open(fd)}
     # Nor may it meet the blocks of another run.
     with pytest.raises(zo.LockError, match=f"process {os.getpid()}"):
@@ -308,7 +308,7 @@ MOVES: list[dict[str, Any]] = [{}, {"params": "cpu"}, {"params": "cpu", "precisi
 def test_a_failure_while_the_model_moves_in_leaves_it_usable(
     settings: dict[str, Any], nth: int, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What had moved is read back: its buffers lose their pages."""
+    """Parameters that had moved are read back: their buffers lose their pages."""
     _fail_writes_from_the_start(monkeypatch, nth)
     model = build(TinyLM)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -51,7 +51,7 @@ def _committed_step(nvme: Path) -> int:
 
 
 def _stopped_at_the_next_commit(nvme: Path, change: Callable[[], object], **settings: Any) -> zo.ZeroOffloadError:
-    """What a run raises whose files change after two commits."""
+    """The error of a run whose files change after two commits."""
     model, optimizer = open_model(nvme, **settings)
     train(model, optimizer, 0, 2)
     drain(model)

@@ -51,7 +51,7 @@ def test_a_run_that_promised_less_goes_on_as_one_that_survives_power_loss(setup:
 
 @pytest.mark.parametrize("setup", [COMMIT, STRIPED, replace(COMMIT, world_size=2)], ids=str)
 def test_power_loss_while_a_run_is_discarded(setup: Setup) -> None:
-    """What is left is the old generation or none, and never keeps a run from starting."""
+    """The old generation is left or none, and never keeps a run from starting."""
     old = play(CrashFS(), setup, 2, 0)
     history = play(CrashFS(old.fs.disk()), replace(setup, existing="discard"), 0, 0)
     assert history.opened[0][0] == 0

@@ -237,7 +237,7 @@ def test_a_damaged_list_of_files_is_written_again(nvme: Path) -> None:
     assert (nvme / "run.json").read_bytes() == whole
 
 
-# One that is written over, and one that must not come back
+# A generation that is written over, and a generation that must not come back
 
 
 def test_a_generation_that_is_partly_written_over(nvme: Path, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_death_while_going_back(place: str, count: int, tmp_path: Path) -> None:
 
 
 def _as_format_1(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first version left: one global manifest, under one name."""
+    """Make the files of the first version: one global manifest, under one name."""
     payload = json.loads(generation_file(nvme).read_text())["payload"]
     del payload["edition"], payload["format"], payload["states"]
     for path in nvme.glob("generation-*.json"):

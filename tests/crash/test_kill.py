@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """What a run of so many steps ends with; neither tiers nor commits have a say in it."""
+    """The outcome of a run of so many steps; neither tiers nor commits have a say in it."""
 
     @functools.cache
     def outcome_of(num_steps: int) -> Outcome:

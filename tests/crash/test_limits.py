@@ -140,7 +140,7 @@ def test_too_little_address_space(spare_bytes: int, words: list[str]) -> None:
 
 
 def test_a_container_of_two_gibibytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the group leaves counts, not what the host has."""
+    """The memory that the group leaves counts, not the host's."""
     from zero_offload.hardware import probe
 
     group = tmp_path / "cgroup"

@@ -127,7 +127,7 @@ def test_an_interrupt_while_the_commit_of_the_step_before_has_not_begun(
 
 
 def test_an_interrupt_before_a_step_changes_nothing(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program may commit the step before, and take the one that was interrupted."""
+    """The program may commit the step before, and take the interrupted step."""
     model, optimizer = open_model(nvme, **SELDOM)
     train(model, optimizer, 0, 3)
 

@@ -42,7 +42,7 @@ NAME = f"rank {VICTIM} \\(process \\d+ on "
 
 
 def _strike(how: str, store: str) -> None:
-    """What becomes of the victim."""
+    """Strike the victim."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
@@ -120,7 +120,7 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
 
 
 def _run(case: Case, out: Path, how: str = "", place: str = "") -> list[dict[str, Any]]:
-    """What each rank wrote; the victim may have written nothing."""
+    """The rows of each rank; the victim may have written none."""
     for path in out.glob("ended*"):
         path.unlink()
     processes = [fork_server().Process(target=run_rank, args=(r, case, str(out), how, place)) for r in range(WORLD)]

@@ -33,7 +33,7 @@ if "noticed" in sys.argv:
     except zo.StorageError: print("caught")
 """
 LIMIT_S = 30
-"""What the promise allows; a container's runtime sends SIGKILL after 10 to 30 s."""
+"""Seconds that the promise allows; a container's runtime sends SIGKILL after 10 to 30 s."""
 SCRIPT = """
 import sys, torch, zero_offload as zo
 from tests.helpers.disk import open_model, train
@@ -250,8 +250,8 @@ EVERY = range(20)
 def test_at_any_moment(send: Callable[[subprocess.Popen[str]], None], moments: range, tmp_path: Path) -> None:
     """While torch is imported, while the model moves in, in the first steps: many moments, one directory.
 
-    C code of torch and numpy drops a Ctrl-C that strikes while they are imported, one in fifty on a loaded machine: the
-    program trains on, and its user strikes again. One that has trained is to end at the first.
+    C code of torch and numpy drops a Ctrl-C that strikes while they are imported, one in fifty on a loaded machine. The
+    program trains on, and its user strikes again. A program that has trained ends at the first.
     """
     printed = tmp_path / "printed"
     for moment in moments:

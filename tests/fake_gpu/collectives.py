@@ -2,8 +2,8 @@
 
 Its bytes cross by gloo. A collective is two operations on the stream: one reads what this rank sends, and one writes
 what came. Between them a thread exchanges with the other ranks. A rank's device does nothing before something waits for
-it, and the ranks wait for each other; so as soon as one rank has read, the others are told, and read as well.
-Tensors in host memory go to gloo as they are.
+it, and the ranks wait for each other. So as soon as one rank has read, the others are told, and read as well. Tensors
+in host memory go to gloo as they are.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Exchange:
     sent: Tensor
     received: Tensor
     combine: Callable[[list[Tensor]], Tensor]
-    """What comes, of what all ranks sent."""
+    """The result, made of the tensors that all ranks sent."""
 
 
 class DeviceWork:
-    """What a launch returns: a wait is one of streams."""
+    """The work of a launch: a wait is a wait of streams."""
 
     def __init__(self, over: torch.Event, group: DeviceGroup) -> None:
         self._over = over

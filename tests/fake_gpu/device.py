@@ -133,7 +133,7 @@ def synchronize() -> None:
 
 
 def take_error() -> str:
-    """What an operation raised that ran late, or ""."""
+    """The error of an operation that ran late, or ""."""
     return str(call("take_error").decode())
 
 
@@ -178,7 +178,7 @@ def refuse_pinning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
-    """What is offloaded inside computes on the CPU."""
+    """Models that are offloaded inside compute on the CPU."""
     module = importlib.import_module("zero_offload.model.offload")
     before, module.compute_device = module.compute_device, HostDevice
     try:

@@ -137,7 +137,7 @@ def test_blocks_that_were_not_read_are_used_again() -> None:
 def test_a_way_back_from_a_drive_that_breaks_off_leaves_no_upload(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What gets the target's memory next, or the landing blocks', comes after it."""
+    """The next user of the target's memory, or of the landing blocks, comes after it."""
     gpu = Watched()
     arena = Arena(0, pinner=gpu)
     with (

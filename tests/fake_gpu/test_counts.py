@@ -1,4 +1,4 @@
-"""What a step costs the host, by the device's own counts: a model of six blocks and a norm, 38 parameters."""
+"""The cost of a step for the host, by the device's own counts: a model of six blocks and a norm, 38 parameters."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def fill(shard: DeviceGrads, indices: range, index_of_shard: int = 0) -> torch.T
 
 
 def update_reads(shard: DeviceGrads, gpu: AcceleratorDevice) -> torch.Tensor:
-    """What an update finds, chunk by chunk; NaN where there is no gradient."""
+    """The gradients that an update finds, chunk by chunk; NaN where there is no gradient."""
     region = Arena(0, None, gpu).allocate(4 << 20)
     found = []
     for row, (begin, end) in enumerate(shard.layout.chunks()):

@@ -21,7 +21,7 @@ def _states(model: nn.Module, optimizer: zo.AdamW) -> dict[str, object]:
 
 
 def save_and_load(rank: int, world_size: int, first: Case, second: Case, path: str) -> bool:
-    """True if two models go on alike: one that was saved, and one that was loaded from that."""
+    """True if two models go on alike: a saved model, and a model that was loaded from that."""
     group = dist.new_group(backend="gloo")
     # The device has no streams that torch's writer could copy ahead on.
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)

@@ -88,7 +88,7 @@ def test_slices_train_to_the_bits_of_plain_tensors(row: Row, nvme: Path, seen: C
     assert seen["put"] >= row["micro_batches"] * 3 * 3 and not seen["bring"]
 
 
-# What else looks at gradients
+# Other looks at gradients
 
 Look = Callable[[nn.Module, "ManyExperts"], None]
 """A backward or several, given the model and the experts of its first block."""
@@ -239,7 +239,7 @@ OF_ONE_BYTES = 3 * 64 * 4000 * 4
 
 
 def peak_bytes(body: Callable[[], object]) -> int:
-    """What the device has more at once while `body` runs."""
+    """Bytes that the device has more at once while `body` runs."""
     module: Any = torch.get_device_module(TYPE)
     before = module.memory_allocated()
     module.reset_peak_memory_stats()
@@ -337,7 +337,7 @@ def test_gradients_that_nothing_takes_are_not_made(seen: Counter[str]) -> None:
     zo.close(model)
 
 
-# What ends early
+# Early ends
 
 
 @pytest.mark.usefixtures("late")

@@ -131,7 +131,7 @@ def test_updates_inside_of_backward(pool: RankPool, grads: str, how: str, nvme: 
     check(pool, row | {"job": (1 + (how == "no_sync"), None, how)}, nvme, overlap="backward")
 
 
-# What else looks at gradients
+# Other looks at gradients
 
 
 def look(rank: int, world_size: int, name: str, precision: str, is_whole: bool) -> tuple[Any, Counter[str]]:
@@ -221,7 +221,7 @@ def test_a_rank_that_meets_no_expert_adds_zeros(pool: RankPool, stage: int, how:
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-# What ends early
+# Early ends
 
 
 def broken_off(rank: int, world_size: int) -> tuple[list[int], bool]:

@@ -45,7 +45,7 @@ def test_generation(cache: str, schedule: Schedule, nvme: Path, monkeypatch: pyt
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["flux", "ltx"])  # the device has no convolutions
 def test_models_of_diffusers_train(name: str, lora: bool, schedule: Schedule, nvme: Path) -> None:
-    """What leaves the device has the bits of what stays there."""
+    """Parameters that leave the device have the bits of those that stay."""
     denoiser = pytest.importorskip("tests.helpers.diffusion").DENOISERS[name]
 
     def losses(**settings: Any) -> list[float]:

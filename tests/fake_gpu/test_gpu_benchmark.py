@@ -15,7 +15,7 @@ from tests.helpers.pairwise import full
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 MAY_BE_SKIPPED = {"deepspeed", "transformers"}
-"""What need not be installed."""
+"""Parts that need not be installed."""
 ALIKE = {"13b-24g", "kernel-tests", "2b-nvme"}
 """Their lines are those of other sections, at other sizes."""
 

@@ -1,5 +1,6 @@
-"""`.grad` of a GPU's gradients that rest on the host: torch's clipping waits for the device once, not once for each
-parameter, and torch's scaler works."""
+"""`.grad` of a GPU's gradients that rest on the host. torch's clipping waits for the device once, not once for each
+parameter, and torch's scaler works.
+"""
 
 from __future__ import annotations
 

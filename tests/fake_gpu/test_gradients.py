@@ -1,5 +1,6 @@
-"""Gradients that rest in the device's memory: those of a plain model, bit for bit, without a wait for the device before
-a number is asked for."""
+"""Gradients that rest in the device's memory have the bits of a plain model. Nothing waits for the device before a
+number is asked for.
+"""
 
 from __future__ import annotations
 

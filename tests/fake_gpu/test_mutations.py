@@ -123,7 +123,7 @@ def is_wrapper(replacement: Any) -> bool:
 
 
 def wrong(program: Program, expected: list[Tensor], schedule: Schedule) -> list[str]:
-    """What is wrong under a schedule."""
+    """Problems under a schedule."""
     device.policy(*schedule)
     found = []
     try:

@@ -122,7 +122,7 @@ def case_of(settings: dict[str, Any], job: tuple[int, float | None], how: str) -
 
 @pytest.fixture(scope="module")
 def on_cpu(pools: RankPools) -> Callable[..., list[Outcome]]:
-    """What ranks on the CPU make of the same case, whose states rest in memory."""
+    """Outcomes of ranks on the CPU for the same case, whose states rest in memory."""
 
     @functools.cache
     def outcomes(stage: int, precision: str, job: tuple[int, float | None], how: str) -> list[Outcome]:

@@ -46,7 +46,7 @@ def rows(number: int, count: int = 4) -> Tensor:
 
 
 class Step(NamedTuple):
-    """What was seen of one."""
+    """Figures of one step."""
 
     loss: float
     norm: float
@@ -308,7 +308,7 @@ def test_a_use_without_memory_has_that_of_units_that_are_not_used() -> None:
     limits = []
 
     def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """What comes next leaves, and there is nothing for it."""
+        """The next unit leaves, and there is no memory for it."""
         unit = owner.units[3]
         assert unit.layout.name == "3"
         owner.prefetcher._evictor.evict(unit)

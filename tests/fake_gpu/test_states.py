@@ -1,8 +1,8 @@
 """Optimizer states in the device's memory: the bits of the CPU, whatever else rests where, and commits of what was
 computed.
 
-The race detector sees a landing buffer that is filled before the update has read it, gradients that change under their
-upload, and copies for a commit that come before the states are made.
+The race detector sees three faults. A landing buffer is filled before the update has read it. Gradients change under
+their upload. Copies for a commit come before the states are made.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_a_checkpoint_moves_states_between_tiers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("params", ["cpu", "nvme", "device"])
 def test_frozen_weights_stay_on_their_tier(params: str, tmp_path: Path) -> None:
-    """Large ones, beside small ones that are trained."""
+    """Large frozen weights, beside small trained ones."""
 
     def run(config: zo.OffloadConfig) -> tuple[list[float], int]:
         model = make_model()
@@ -426,7 +426,7 @@ def two_groups(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         (two_groups, -1, 2, "bf16", "cpu"),
         (lambda params: zo.Lion(params, lr=1e-3, weight_decay=0.1), -1, 1, "compact", "device"),
         (lambda params: zo.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True), -1, 1, "fp32", "cpu"),
-        (lambda params: zo.AdamW(params, lr=1e-2, eps=0.0), -1, 6, "fp32", "cpu"),  # 0 / 0 is no zero
+        (lambda params: zo.AdamW(params, lr=1e-2, eps=0.0), -1, 6, "fp32", "cpu"),  # 0 / 0 is NaN
         (lambda params: zo.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1), -1, 6, "bf16", "device"),
     ],
 )

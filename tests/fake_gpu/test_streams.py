@@ -1,6 +1,6 @@
 """A program computes on streams of its own: each of them waits for a unit, and memory goes back after its last use.
 
-What is launched in the right order for plain tensors is right for offloaded ones, whatever moves in between.
+Launches in the right order for plain tensors are right for offloaded ones, whatever moves in between.
 """
 
 from __future__ import annotations

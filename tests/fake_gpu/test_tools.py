@@ -1,6 +1,6 @@
 """accelerate's loop, transformers' Trainer and adapters of peft around an offloaded model on the fake GPU.
 
-What leaves the device gives the bits of what stays there; tests/integrations compares with plain models.
+Parameters that leave the device give the bits of those that stay; tests/integrations compares with plain models.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_the_current_device_is_the_second() -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("schedule", [EVERY[0], EVERY[3]], ids=str)
 def test_commits_and_resume(placement: dict[str, Any], schedule: Schedule, nvme: Path) -> None:
-    """A run that ends after two steps, and goes on: the bits of one that did not end."""
+    """A run that ends after two steps, and goes on: the bits of an uninterrupted run."""
     wanted = expected(num_steps=5, precision="bf16", **placement)
     device.policy(*schedule)
     losses: list[Tensor] = []

@@ -48,7 +48,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def _lazy_init() -> None:
-    """Torch 2.11 takes a device whose module has no such function for one that is not in use: it waits for nothing."""
+    """Torch 2.11 takes a device whose module has no such function for an unused device: it waits for nothing."""
 
 
 def device_count() -> int:

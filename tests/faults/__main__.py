@@ -30,7 +30,7 @@ PYTEST_ERRORS = range(2, 6)
 
 
 def page() -> str:
-    """What README.md says."""
+    """The content of README.md."""
     head = """# Faults
 
 The easiest mistakes in offloaded training, and the test that catches each. `make faults` applies each one to a

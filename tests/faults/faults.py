@@ -1,7 +1,7 @@
 """Faults that training code is likely to have, each with the test that catches it.
 
 A fault is named by what would be wrong for a user, and is a change of a line or two. When a text is not in the source
-any more, point it at the line that does the same thing now; the behaviour and its test stay.
+any more, point it at the line that does the same now. The behaviour and its test stay.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def first_steps(rank: int, world_size: int, name: str, folder: Path) -> None:
 
 
 def go_on(rank: int, world_size: int, way: Way, folder: Path) -> dict[str, Any]:
-    """What the files hold, and what three steps more give."""
+    """The states in the files, and those after three steps more."""
     run = RUNS[way.run]
     nvme = [] if way.from_checkpoint else directories_of(folder, way.run)
     with warnings.catch_warnings():

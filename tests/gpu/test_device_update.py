@@ -66,7 +66,7 @@ def test_the_bits_of_the_native_kernels(rule: Rule, format: StateFormat, make: A
 
 @pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
 def test_the_bits_after_many_steps(format: StateFormat) -> None:
-    """What is rounded at random is rounded alike for as long as one looks, and no step waits for one."""
+    """Values that are rounded at random are rounded alike for as long as one looks, and no step waits."""
     triton_update = pytest.importorskip("zero_offload.hardware.kernels.triton_update", exc_type=ImportError)
     kept = Kept(format)
     for rule, value_dtype in itertools.product((Rule.ADAMW, Rule.SGD_MOMENTUM), FLOATS):

@@ -45,8 +45,9 @@ def image(tensors: list[torch.Tensor]) -> list[bytes]:
 
 
 def random_segments(numel: int, seed: int, grain: int = 1) -> list[Segment]:
-    """Sorted segments with gaps, some of them empty, each with other hyperparameters; each begins at a multiple of
-    `grain`, and none begins in what is left of another's last."""
+    """Sorted segments with gaps, some of them empty, each with other hyperparameters. Each begins at a multiple of
+    `grain`, and none begins in the rest of another's last.
+    """
     rng = np.random.default_rng(seed)
     cuts = np.sort(rng.integers(0, numel + 1, 2 * 9))
     pairs, free = [], 0

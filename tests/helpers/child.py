@@ -24,7 +24,7 @@ class Ended:
     """The class of what it raised."""
     message: str = ""
     exit_code: int | None = None
-    """What a command line makes of that."""
+    """The exit code of a command line for that."""
     warnings: list[str] = field(default_factory=list)
 
 

@@ -1,7 +1,7 @@
-"""What a disk holds, what of it is only in caches, and what is left when power is lost or a process killed.
+"""The content of a disk, the part of it that is only in caches, and the rest after power loss or a kill.
 
 Adversarial, as SQLite's test VFS is: nothing that was not flushed reaches the medium by itself, and of what was not
-flushed any part may. What was flushed stays.
+flushed any part may. Flushed bytes stay.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sync(Op):
 
 @dataclass(frozen=True)
 class FailedSync(Op):
-    """One that returned an error: Linux then calls the pages clean, so a later one has nothing to do for them."""
+    """A flush that returned an error: Linux then calls the pages clean, so a later one has nothing to do for them."""
 
     seed: int
 
@@ -71,7 +71,7 @@ Change = Write | Resize | Link | Unlink | Rename
 
 @dataclass
 class Disk:
-    """What the medium holds, and behind it, in order, what was issued and not flushed."""
+    """The content of the medium, and behind it, in order, the operations that were issued and not flushed."""
 
     files: dict[int, bytearray] = field(default_factory=dict)
     folders: dict[int, dict[str, int]] = field(default_factory=lambda: {ROOT: {}})
@@ -188,7 +188,7 @@ def _torn(op: Write, rng: random.Random) -> Write:
 
 
 def _remains(op: Write, rng: random.Random) -> Iterator[Write]:
-    """What a write that was not flushed has left: all, none, some of its sectors, zeros or anything."""
+    """The remains of an unflushed write: all, none, some of its sectors, zeros or anything."""
     fate = rng.choice(("all", "none", "head", "tail", "holes", "garbage", "zeros"))
     sectors = _sectors(op, rng)
     cut = rng.randrange(len(sectors) + 1)

@@ -1,8 +1,8 @@
 """A training run without a model on a `CrashFS`: the real directories, swap files, stores and generations.
 
-The states are a function of (step, rank, shard, component, element), made step by step from what is read back, so that
-a block of another step, shard or rank is seen for what it is. `explore` crashes a run everywhere, opens what is left,
-and judges it.
+The states are a function of (step, rank, shard, component, element), made step by step from the values that are read
+back. So a block of another step, shard or rank is seen for what it is. `explore` crashes a run everywhere, opens what
+is left, and judges it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zero_offload.storage.shards.shard import ADAM_STATES, Component, Shard
 from zero_offload.storage.shards.store import ShardStore
 
 STRIDE = SHARD_NUMEL * 64
-"""What a step adds to every element; fp32 holds the sums of some sixty steps exactly."""
+"""The number that a step adds to every element; fp32 holds the sums of some sixty steps exactly."""
 TIERS = {
     "mixed": {"disk": (Tier.NVME, Tier.NVME), "memory": (Tier.CPU, Tier.CPU), "frozen": (Tier.CPU, Tier.CPU)},
     "disk": {"disk": (Tier.NVME, Tier.NVME), "memory": (Tier.NVME, Tier.CPU), "frozen": (Tier.NVME, Tier.NVME)},
@@ -57,7 +57,7 @@ CHANGE_STEP = 3
 
 @dataclass(frozen=True)
 class Setup:
-    """What kind of run."""
+    """The kind of run."""
 
     durability: Durability = Durability.COMMIT
     world_size: int = 1
@@ -226,7 +226,7 @@ class History:
 
 
 def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[Crew], None] | None = None) -> History:
-    """Open, check, train so many steps more, close. What is raised ends a rank, as it ends a run.
+    """Open, check, train so many steps more, close. An error ends a rank, as it ends a run.
 
     `watch` is told of the crew before anything happens.
     """
@@ -239,7 +239,7 @@ def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[
         with ExitStack() as cleanup:
             run = Run(setup, CrewGroup(crew, rank), cleanup)
             history.opened.append((run.step, run.wrong_arrays()))
-            # What a run goes on from is promised too: its user has seen it.
+            # The step that a run goes on from is promised too: its user has seen it.
             history.reported.append((len(fs.journal), run.step))
             for _ in range(num_steps):
                 run.train()
@@ -259,7 +259,7 @@ class Crash(Enum):
 
 @dataclass
 class Tally:
-    """What came of the crashes of one or several runs."""
+    """The outcomes of the crashes of one or several runs."""
 
     points: int = 0
     """Operations before which a run was broken off."""

@@ -1,8 +1,8 @@
 """A file system in memory whose disk loses what was not flushed.
 
 `CrashFS` takes the place of `storage.system.FileSystem`, and `CrashEngine` that of the native engine: the code above is
-the real one. Every operation that changes something goes into a journal, so that `crash_disk.Disk` can say what is left
-when the machine loses its power, or the process is killed, before or within any of them.
+the real one. Every operation that changes something goes into a journal. So `crash_disk.Disk` can say what is left when
+the machine loses its power, or the process is killed, before or within any of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks as threads of which one runs at a time, in an order drawn by a seed; and how they talk.
 
-A rank hands the baton on, or keeps it, at each `turn` (every call of the file system) and when it waits for the others
-(`Crew.meet`). Nothing else lets another run, so the same seed gives the same run. One that ends, by whatever end, fails
-those that wait for it.
+A rank hands the baton on, or keeps it, at each `turn` (every call of the file system). It also does when it waits for
+the others (`Crew.meet`). Nothing else lets another run, so the same seed gives the same run. A rank that ends, by
+whatever end, fails those that wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Crew:
         """Who has the baton."""
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What `work(rank)` returned, or raised, on every rank."""
+        """The results of `work(rank)`, or its errors, on every rank."""
         if len(self._batons) == 1:
             return [_outcome(work, 0)]
         outcomes: list[Any] = [None] * len(self._batons)
@@ -63,7 +63,7 @@ class Crew:
             self._pass_on(self.rank)
 
     def meet(self, said: Any) -> list[Any]:
-        """What every rank said, once all have. Raises RankError when one is gone."""
+        """The words of every rank, once all have spoken. Raises RankError when one is gone."""
         rank, size = self.rank, len(self._batons)
         if self._gone:
             raise RankError(f"rank {min(self._gone)} is gone")

@@ -37,7 +37,7 @@ def built(make: Callable[[], nn.Module], *, deferred: bool) -> tuple[nn.Module, 
 
 
 def made_values(model: nn.Module) -> dict[str, Tensor]:
-    """What the recipes of its parameters give."""
+    """The values that the recipes of its parameters give."""
     found = {}
     for name, param in model.named_parameters():
         recipe = recipe_of(param)

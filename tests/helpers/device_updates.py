@@ -45,7 +45,7 @@ WHOLE = Kept()
 
 
 def scales_of(name: str) -> str:
-    """What the scales of a state are called."""
+    """The name of the scales of a state."""
     return f"scales of {name}"
 
 
@@ -129,7 +129,7 @@ def import_triton_module(patch: pytest.MonkeyPatch, name: str, interpreted: str)
     triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'zero_offload[triton]'")
     patch.setenv("TRITON_INTERPRET", interpreted)
     if interpreted == "1":
-        # What is a kernel's function itself was declared when triton was imported; this is what it calls.
+        # The kernel's function itself was declared when triton was imported; it calls this.
         tl = triton.language
         patch.setattr(tl, "max", lambda x, axis: tl.reduce(x, axis, tl.standard._elementwise_max))
     before = {each: sys.modules.pop(each) for each in MODULES if each in sys.modules}

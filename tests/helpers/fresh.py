@@ -1,4 +1,4 @@
-"""Scripts in new processes that have imported the package and done nothing else: forks of one that has.
+"""Scripts in new processes that have imported the package and done nothing else: forks of such a process.
 
 A start of Python imports torch for two seconds, a fork takes milliseconds. It ends as Python does.
 """

@@ -1,7 +1,7 @@
 """Commits that wait for the test, and writes that take place when they are waited for, with the bytes of that moment.
 
-Memory that is changed before its write was waited for is then written changed, which a checksum does not notice: the
-file has other states than it should.
+Memory that changes before its write was waited for is then written changed. A checksum does not notice that: the file
+has other states than it should.
 """
 
 from __future__ import annotations

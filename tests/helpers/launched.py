@@ -23,7 +23,7 @@ def free_port() -> str:
 
 
 def launched(rank: int, size: int, port: str) -> dict[str, str]:
-    """What torchrun sets."""
+    """The variables that torchrun sets."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return dict(zip(names, (str(rank), str(rank), str(size), str(size), "127.0.0.1", port), strict=True))
 

@@ -55,7 +55,7 @@ class Keeper:
     checkpoints: dict[int, State] = field(default_factory=dict)
 
     def note(self, event: str, **known: Any) -> None:
-        """What follows an update or a load owes nothing to what came before."""
+        """Events after an update or a load owe nothing to those before."""
         if event in ("update", "load"):
             self.happened.clear()
         self.happened.append(event)

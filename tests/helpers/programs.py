@@ -1,8 +1,8 @@
 """The programs of README, docs and examples: where they are, what their folders become, and which cannot run.
 
 A page's blocks of Python run as they stand, in order, in one process: `run_page`. Blocks of the guide are parts of a
-reader's program, which `GIVEN` stands in for. Loops over `range` are cut to `ROUNDS`, folders are small ones of the
-same class (`FOLDERS`), and a line `...` is where the reader's own code stands. Commands of shell blocks: `commands`.
+reader's program, which `GIVEN` stands in for. Loops over `range` are cut to `ROUNDS`, and folders are small ones of the
+same class (`FOLDERS`). A line `...` is where the reader's own code stands. Commands of shell blocks: `commands`.
 Everything that is not run has a reason in `NOT_RUN`; `tests/house/test_guide.py` holds that nothing else is left out.
 """
 

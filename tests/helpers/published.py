@@ -12,8 +12,8 @@ the 8B model; updates run inside backward; nothing is clipped.
 [llm-foundry] github.com/mosaicml/llm-foundry at 061f2c7, scripts/train/benchmarking/README.md: MPT models under FSDP
 on 8 GPUs of one machine, nothing offloaded. Its torch, before 2.1, runs a checkpointed block again as a whole.
 
-Left out: RoundPipe (arXiv 2604.27085), whose RTX 4090 sums in fp16, at twice the rate, and updates asynchronously;
-runs in fp8; NVIDIA's own on B200 and H200, which are fp8.
+Left out: RoundPipe (arXiv 2604.27085), whose RTX 4090 sums in fp16, at twice the rate, and updates asynchronously.
+Further runs in fp8; NVIDIA's own on B200 and H200, which are fp8.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ RUNS: tuple[Run, ...] = (
     Run("MPT-7B", "llm-foundry", "a100-40", 3854, _MPT_7B, 24, 4, gpus=8, rerun=1.0, rest=RESIDENT),
     Run("MPT-13B", "llm-foundry", "a100-40", 1727, _MPT_13B, 8, 16, gpus=8, rerun=1.0, rest=RESIDENT),
 )
-"""By card; of each the first is the one that its share is fitted on."""
+"""By card; each card's share is fitted on its first run."""
 
 
 def predict(run: Run) -> float:

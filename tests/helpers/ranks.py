@@ -1,7 +1,7 @@
 """Several ranks on one machine: a pool of processes in one gloo group that runs jobs, and the jobs.
 
 `RankPool.call` runs a function on every rank and returns what each returned or raised. A pool serves all tests that
-need so many ranks, so one that passes and leaves ranks out of step breaks the next: that is wanted.
+need so many ranks. A test that passes and leaves ranks out of step breaks the next: that is wanted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNEVEN = 33
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised."""
+    """The error of a rank."""
 
     kind: str
     message: str
@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained on every rank."""
+    """The model and settings that every rank trains with."""
 
     settings: dict[str, Any]
     num_steps: int = 5
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What must be equal."""
+    """The figures that must be equal."""
 
     losses: list[float] = field(default_factory=list)
     """Of this rank's rows."""
@@ -91,9 +91,9 @@ class Outcome:
 class RankPool:
     """Ranks that wait for jobs.
 
-    They are started anew now and then: the process groups of a model live as long as the program, with three threads
-    each, which take time even when ranks are idle (40 models on four ranks: a third of a core). A start takes 0.1 s.
-    After a job that left them out of step, `renew` does so.
+    They are started anew now and then. The process groups of a model live as long as the program, with three threads
+    each, which take time even when ranks are idle. For 40 models on four ranks that is a third of a core. A start takes
+    0.1 s. After a job that left them out of step, `renew` does so.
     """
 
     JOBS_MAX = 10

@@ -1,8 +1,8 @@
-"""What training must do, written out on plain tensors, and the same recipe on an offloaded model.
+"""The rules of training, written out on plain tensors, and the same recipe on an offloaded model.
 
-`train_plain` is the reference: a plain module and plain lists. fp32: `zo.AdamW` on ordinary parameters. bf16: the
-bf16 halves of fp32 masters, bf16 gradients summed in fp32, one kernel call per parameter. fp16: fp32 masters, rounded
-for the model by torch, and a loss scale that starts so high that it must back off, and grows until it must again.
+`train_plain` is the reference: a plain module and plain lists. fp32: `zo.AdamW` on ordinary parameters. bf16: the bf16
+halves of fp32 masters, bf16 gradients summed in fp32, one kernel call per parameter. fp16: fp32 masters, rounded for
+the model by torch. The loss scale starts so high that it must back off, and grows until it must again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**18, 3
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained; where its states rest is not part of it."""
+    """A training job; where its states rest is not part of it."""
 
     make: Callable[[], nn.Module]
     precision: str = "fp32"
@@ -45,7 +45,7 @@ class Recipe:
 
 @dataclass
 class Trajectory:
-    """What must be equal, bit for bit."""
+    """The figures that must be equal, bit for bit."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -15,7 +15,7 @@ from zero_offload.storage.memory.heap import trim_heap
 
 
 def measured_alone(module: str, *arguments: object) -> Any:
-    """What a module prints in JSON, run in a process of its own. Raises AssertionError where it fails."""
+    """The JSON that a module prints, run in a process of its own. Raises AssertionError where it fails."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     # A fixed threshold: glibc raises its own as blocks are freed, and then keeps freed tensors, more in some runs.
     environment |= {"MALLOC_MMAP_THRESHOLD_": str(MIB)}

@@ -2,7 +2,7 @@
 
 A script is a list of operations, each the name of a method of `Player` and its arguments. `Player` has what is the same
 on both sides; `plain_player` and `offloaded_player` have the rest. An operation that has no meaning where it stands (a
-backward without a loss) does nothing, on both sides, so every list of operations is a script.
+backward without a loss) does nothing, on both sides. So every list of operations is a script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_LR = 1e-2
 
 
 class Explosion(Exception):
-    """What breaks a forward or a backward."""
+    """The error that breaks a forward or a backward."""
 
 
 class _Fuse(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _Fuse(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward does."""
+    """The work of one forward."""
 
     seed: int
     route: tuple[int, ...] = tuple(range(NUM_BLOCKS))
@@ -106,14 +106,14 @@ NOT_BEFORE_STEP = {
     *("backward", "backward_of_all", "break_backward", "explode", "zero_grad", "set_lr"),
     *("commit", "save", "reopen", "restart"),
 }
-"""What has no meaning, or raises, between a backward that has updated and its step."""
+"""Operations that have no meaning, or raise, between a backward that has updated and its step."""
 
 
 class Player(ABC):
-    """One side. What the operations return is compared.
+    """One side. Results of the operations are compared.
 
-    Where the update runs in backward, that of each backward outside of `no_sync`, there is no clipping, and backwards
-    that break run inside of it: there they change nothing.
+    Where the update runs in backward, that of each backward outside of `no_sync`, there is no clipping. Backwards that
+    break run inside of it: there they change nothing.
     """
 
     model: nn.Module
@@ -158,7 +158,7 @@ class Player(ABC):
             self.model.breaks = None
         return loss
 
-    # What runs the model
+    # Passes
 
     def forward(self, what: Pass) -> list[Any]:
         loss = self._run(what)
@@ -202,7 +202,7 @@ class Player(ABC):
         self._live.clear()
         return []
 
-    # What goes wrong
+    # Faults
 
     def break_forward(self, what: Pass, place: int) -> list[Any]:
         try:
@@ -237,7 +237,7 @@ class Player(ABC):
             self.zero_grad()
         return []
 
-    # What differs
+    # Parts that differ
 
     @abstractmethod
     def _update_in_backward(self) -> None:

@@ -7,7 +7,7 @@ import subprocess
 
 
 def interrupt(process: subprocess.Popen[str], times: int = 1, limit_s: float = 60.0) -> tuple[str, str]:
-    """What it printed until it ended."""
+    """Its output until it ended."""
     for _ in range(times):
         process.send_signal(signal.SIGINT)
     return process.communicate(timeout=limit_s)

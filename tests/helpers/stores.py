@@ -64,7 +64,7 @@ def attach(buffer: MovableBuffer) -> None:
 
 
 def grad_memory(store: ShardStore, device: AcceleratorDevice | None = None, shard_index: int = 0) -> GradMemory:
-    """What gradient stores share, where a CPU computes, or a `device`."""
+    """The common parts of gradient stores, where a CPU computes, or a `device`."""
     downloads = None if device is None else GradDownloads(device, store.arena, store.counters)
     return GradMemory(store, device or HostDevice(), shard_index, downloads)
 

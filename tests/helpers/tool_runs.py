@@ -50,7 +50,7 @@ class Outcome:
     ends: list[float] = field(default_factory=list)
     """The mean loss and the number of operations of the whole run."""
     rows: list[int] = field(default_factory=list)
-    """What this rank has trained on, in order: sums of the rows' tokens."""
+    """Rows that this rank has trained on, in order: sums of their tokens."""
 
     def __eq__(self, other: object) -> bool:
         """True if logs and weights are the same; the rest differs where a run goes on."""
@@ -146,7 +146,7 @@ def _child(
 
 
 def in_processes(world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `job` returns on each rank; None of one that was killed. The first death kills all."""
+    """The result of `job` on each rank; None of a rank that was killed. The first death kills all."""
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world_size):

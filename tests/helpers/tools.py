@@ -1,4 +1,5 @@
-"""What the tests of tools share: a small Llama, its data, and what a launcher and accelerate leave in a process.
+"""Common parts of the tests of tools: a small Llama, its data, and the environment that a launcher and accelerate leave
+in a process.
 
 Import this before transformers or accelerate: it keeps them off the network, the device and the progress bars.
 """

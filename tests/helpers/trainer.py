@@ -2,8 +2,8 @@
 
 `train` is the script a user would write: DataLoader workers, scheduler, data position, `zo.commit` every step. It
 records every step in a file and, at its end, digests of all states. `Run` starts it in a process of its own, forked
-from a server that has imported torch already, so that a start costs milliseconds; `python -m
-tests.helpers.trainer SPEC` does it the slow way.
+from a server that has imported torch already. So a start costs milliseconds; `python -m tests.helpers.trainer SPEC`
+does it the slow way.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Run:
 
 
 def rows(spec: Spec) -> list[dict[str, Any]]:
-    """What was recorded so far; a row that a kill has cut short is passed over."""
+    """Rows recorded so far; a row that a kill has cut short is passed over."""
     if not spec.records.exists():
         return []
     return list(_whole_rows(spec.records.read_text()))

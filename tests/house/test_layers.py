@@ -1,5 +1,6 @@
-"""The architecture in the package's listing: an entry imports from the entries above it, and no import is circular,
-neither between files nor between the parts of an entry, its files and folders."""
+"""The architecture in the package's listing. An entry imports from the entries above it, and no import is circular.
+This holds between files, and between the parts of an entry, its files and folders.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def dotted_names(source: str) -> Iterator[str]:
 
 
 def aliases_of(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for."""
+    """The meaning of each imported name."""
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS_MAX = 25
-PLACES = ("zero_offload", "docs", "README.md", "CONTRIBUTING.md", "benchmarks/results")
+PLACES = ("zero_offload", "benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md")
 """Folders and pages that keep the rules; STATUS.md names the others."""
 
 _CODE = re.compile(r"`+[^`]+`+")

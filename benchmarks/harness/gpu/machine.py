@@ -89,7 +89,7 @@ class Machine:
         torch.set_num_threads(1 if self.rehearses else count_cores())
 
     def free_host_bytes(self) -> int:
-        """What this process may still take, under every limit."""
+        """Bytes that this process may still take, under every limit."""
         return min(limit.free_bytes for limit in memory_limits())
 
     def hardware(self, directory: Path) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def this_machine(rehearses: bool) -> Machine:
 
 
 def races(machine: Machine) -> list[str]:
-    """What a rehearsal's device saw used before it was there, or after."""
+    """Memory that a rehearsal's device saw used before it was there, or after."""
     if not machine.rehearses:
         return []
     from tests.fake_gpu import device
@@ -152,7 +152,7 @@ def commit() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints; None where it is not there, or fails."""
+    """The output of a program; None where it is missing, or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -169,7 +169,7 @@ def host_kernels() -> str:
 
 
 def device_update(machine: Machine) -> dict[str, str]:
-    """What updates states in the device's memory."""
+    """The code that updates states in the device's memory."""
     is_triton = has_device_update(torch.zeros(1, device=machine.device))
     return {"by": "Triton" if is_triton else "torch's operations", "host": host_kernels()}
 

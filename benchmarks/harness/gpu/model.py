@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def active_numel(self) -> int:
-        """What a token meets, without the embedding."""
+        """Parameters that a token meets, without the embedding."""
         return self.num_layers * self._layer(self.top_k or 1) + self.vocab * self.width + self.width
 
     def flops(self, num_tokens: int, seq: int, *, is_frozen: bool = False) -> float:

@@ -1,7 +1,7 @@
-"""What one section of `gpu.py` finds, in a file after each figure: a section that is killed keeps what it had.
+"""Figures of one section of `gpu.py`, in a file after each figure: a section that is killed keeps what it had.
 
 A part that fails is a figure too, `{"error": TRACEBACK}`, and the next part runs. Memory that runs out is an answer,
-not a failure: `{"out_of_memory": MESSAGE}`. What cannot run on this machine raises `Skip`, with the reason.
+not a failure: `{"out_of_memory": MESSAGE}`. A part that cannot run on this machine raises `Skip`, with the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The bars of `gpu.py`: rows made of all figures in its JSON, whichever command measured them.
 
-A step of ours is compared with the largest of what bounds it, at rates of the same file: the step without offload, or
-its arithmetic at the rate that the largest such step reached; what the link takes for the gradients, and for new values
-or, where the device does not keep them, for all values twice; the update on the host; the disk's bytes.
+A step of ours is compared with the largest of its bounds, at rates of the same file. One is the step without offload,
+or its arithmetic at the rate that the largest such step reached. One is the link's time for the gradients and for new
+values, or for all values twice where the device does not keep them. The others are the update on the host and the
+disk's bytes.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def no_offload(bench: Bench) -> None:
 
 
 def modes_2b(bench: Bench) -> None:
-    """What the settings cost: the same model in CPU memory, updated behind backward, and updated on the device."""
+    """The cost of settings: the same model in CPU memory, updated behind backward, and updated on the device."""
     shape, (tokens, seq) = _shape(bench.machine, "2b"), _sizes(bench.machine, 4096, 16384)
     variants: dict[str, dict[str, Any]] = {
         "cpu": {},

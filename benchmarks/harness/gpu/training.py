@@ -1,7 +1,7 @@
 """Training steps of `gpu.py`: ours, plain torch's, FSDP2's and DeepSpeed's, timed the same way.
 
-A `Trainer` is built, stepped and closed; `measure` times it at several numbers of tokens; `profile` says what share of
-one step the device computes, and what the largest gaps lie between.
+A `Trainer` is built, stepped and closed; `measure` times it at several numbers of tokens. `profile` gives the share of
+one step that the device computes, and the operations around the largest gaps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TIMED_STEPS, SLOW_STEP_S = 3, 12.0
 PROCESS_BYTES = 8 * GIB
 """Of host memory beside what is planned: the driver, torch, and what is on its way while the model is built."""
 GAPS = 8
-"""The largest ones that are kept."""
+"""How many of the largest gaps are kept."""
 
 Forward = Callable[[Batch], Tensor]
 Build = Callable[[], nn.Module]
 
 
 class Bench(NamedTuple):
-    """What a section is given."""
+    """Arguments of a section."""
 
     machine: Machine
     record: Record
@@ -55,7 +55,7 @@ class Trainer:
     step: Callable[[Batch], Tensor]
     """Forward, backward and update; returns the loss, without waiting for the device."""
     tell: Callable[[], Figures] = dict
-    """What is known of the last step beside its time."""
+    """Figures of the last step beside its time."""
     close: Callable[[], None] = lambda: None
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -246,7 +246,7 @@ def time_steps(step: Callable[[Batch], Tensor], machine: Machine, batch: Batch) 
 
 
 class Interval(NamedTuple):
-    """What the device did at a time; microseconds."""
+    """Work of the device at a time; microseconds."""
 
     begin: float
     end: float

@@ -1,14 +1,14 @@
 """The file engine against fio and DeepSpeed's, the update pass against its limit, a stripe against its drives.
 
 All on the same file system, in turns, huge pages in both, medians of the rounds. Ours computes and verifies checksums
-all the time; fio does not, so it is also run beside a thread that sums as many bytes: where processors and drive share
+all the time; fio does not, so it is also run beside a thread that sums as many bytes. Where processors and drive share
 a cache, as on a virtual machine, that slows the drive down, for ours and for fio. Seconds per 10^9 bytes are compared,
 so less is better.
 
-The bars: reads, writes and a 50/50 mix of requests of 4 to 64 MiB at 97 % of fio's best engine and depth or better,
-and no slower than DeepSpeed's aio at its best setting; processor time per byte at most fio's and that of a checksum;
-the update pass at most 1.05 times the larger of its transfers at fio's rates and its arithmetic; two directories of
-different speed at 95 % of their sum or better.
+The bars: reads, writes and a 50/50 mix of requests of 4 to 64 MiB at 97 % of fio's best engine and depth or better.
+They are no slower than DeepSpeed's aio at its best setting. Processor time per byte is at most fio's and that of a
+checksum. The update pass takes at most 1.05 times the larger of its transfers at fio's rates and its arithmetic. Two
+directories of different speed reach 95 % of their sum or better.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STRIPE_BLOCK = 4 * MIB
 SUMMED_BYTES = MIB
 """By one call of the thread beside fio."""
 WAKE_S = 6e-5
-"""What a short sleep takes longer than asked for."""
+"""Seconds that a short sleep takes longer than asked for."""
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 FIO_ENGINES = (("io_uring", 4), ("io_uring", 8), ("libaio", 4), ("libaio", 8), ("psync", 1))
 """With their depths."""
@@ -143,7 +143,7 @@ class FioResult(NamedTuple):
 
 @dataclass(frozen=True)
 class FioJob:
-    """What fio does: "read", "write" or "rw" (half of each)."""
+    """A job of fio: "read", "write" or "rw" (half of each)."""
 
     rw: str
     block_bytes: int
@@ -206,8 +206,9 @@ class ChecksumsBeside:
 
 
 def deepspeed_rates(file: Path, nbytes: int) -> dict[str, float] | None:
-    """Bytes per second of DeepSpeed's asynchronous I/O, "write" and "read": whole files from its locked buffers, the
-    median of the rounds at the fastest setting of a grid. None if it is not installed."""
+    """Bytes per second of DeepSpeed's asynchronous I/O, "write" and "read". They are for whole files from its locked
+    buffers, the median of the rounds at the fastest setting of a grid. None if it is not installed.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         from deepspeed.ops.op_builder import AsyncIOBuilder

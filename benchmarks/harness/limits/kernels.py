@@ -1,9 +1,9 @@
 """Optimizer kernels: against torch's fused AdamW and DeepSpeedCPUAdam, and against what memory and arithmetic allow.
 
-All things compared take turns in one process, on the same arrays on huge pages, in another order each round; a figure
+All things compared take turns in one process, on the same arrays on huge pages, in another order each round. A figure
 is the median of its rounds, a ratio the median of the rounds' ratios. `torch` and `DeepSpeed` update fp32 parameters,
-and copy them to bf16 for the model. The limit of a kernel is the larger of a loop that only streams the same bytes, and
-a loop of the same arithmetic in the first-level cache (loops.cpp). The peer runs where it is installed:
+and copy them to bf16 for the model. The limit of a kernel is the larger of two loops (loops.cpp). One only streams the
+same bytes, and one does the same arithmetic in the first-level cache. The peer runs where it is installed:
 
     PYTHONPATH=. DS_ACCELERATOR=cpu PEER_ENVIRONMENT/bin/python benchmarks/limits.py kernels --quick
 """
@@ -46,7 +46,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Format:
-    """What a kernel is asked for."""
+    """The dtypes, rule and formats of a kernel's call."""
 
     name: str
     rule: Rule

@@ -1,13 +1,14 @@
-"""What backward needs of forward: kept in memory, computed again, or on disk, alone and together.
+"""Tensors that backward needs of forward: kept in memory, computed again, or on disk, alone and together.
 
 A GPT of 8 layers of width 256, bf16, 4096 tokens. Every system is a process of its own that steps in turns with the
-others; parameters, gradients and optimizer states are in memory in all of them. A system's memory is its peak RSS
+others. Parameters, gradients and optimizer states are in memory in all of them. A system's memory is its peak RSS
 during the steps less what it had once it was built.
 
-The bars. Memory, against activations kept in memory: recomputed <= 0.5x; on disk <= 0.4x; both <= 0.5x (what is left
-then is one block's activations, the logits, and 48 MiB of buffers). Time: recomputed <= 1.35x (four thirds of the
-arithmetic); with boundaries on disk <= 1.1x of recomputed; on disk without recompute, what the drive takes for the
-bytes counted at the rates of the same run, or the step in memory if that is more, and 35% on top.
+The bars. Memory, against activations kept in memory: recomputed <= 0.5x; on disk <= 0.4x; both <= 0.5x. Both then have
+one block's activations, the logits, and 48 MiB of buffers. Time: recomputed <= 1.35x (four thirds of the arithmetic);
+with boundaries on disk <= 1.1x of recomputed. On disk without recompute the limit is the drive's time for the bytes
+counted, at the rates of the same run, and 35% on top. Where the step in memory takes longer, its time takes the place
+of the drive's.
 """
 
 from __future__ import annotations

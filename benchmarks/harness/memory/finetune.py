@@ -4,8 +4,8 @@ A Llama of 3B parameters in bf16 (6 GB of files), in 4 GiB: by LoRA, then all pa
 command, its libraries and page cache count from the first instruction on. Then `zero-offload evaluate` reads what was
 exported, in the same group. Needs root, for the cgroup, and 70 GB of disk.
 
-The bars: the kernel ends nothing, and the peak is within the limit (of which page cache takes what is left); each step
-has a finite loss; the export is complete, and `evaluate` gives a finite loss.
+The bars: the kernel ends nothing, and the peak is within the limit, of which page cache takes the rest. Each step has a
+finite loss. The export is complete, and `evaluate` gives a finite loss.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def write_data(path: Path) -> None:
 
 
 def run(group: MemoryGroup, *arguments: object) -> tuple[str, float]:
-    """What a command in the group printed, and its seconds."""
+    """The output of a command in the group, and its seconds."""
     words = [sys.executable, "-m", "zero_offload", *map(str, arguments)]
     started = time.perf_counter()
     done = subprocess.run(group.command(words), stdout=subprocess.PIPE, text=True, check=False)

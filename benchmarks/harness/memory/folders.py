@@ -19,7 +19,7 @@ def write_weights(path: Path, files: Iterable[Shapes], config: PretrainedConfig)
 
     Matrices are parts of one pool of normal numbers, from a random place on: to draw all takes longer than to write
     them. Vectors are ones, as norms begin. Embeddings have a standard deviation of one, so that tokens stay different
-    through the layers, and choose different experts, as those of a trained model do.
+    through the layers. So they choose different experts, as those of a trained model do.
     """
     path.mkdir()
     generator = torch.Generator().manual_seed(0)

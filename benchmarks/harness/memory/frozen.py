@@ -1,15 +1,15 @@
 """LoRA over a base many times the memory, in a memory cgroup: what it reads and writes; killed and resumed.
 
-Two folders of random bf16 weights: `moe`, in the shape of Qwen3-30B-A3B (128 experts in each layer, 8 for a token), and
-`dense`, in the shape of Llama-8B, quantized to nf4 as it is loaded. The base stays on the drive. Adapters of rank 8 on
+Two folders of random bf16 weights: `moe` has the shape of Qwen3-30B-A3B (128 experts in each layer, 8 for a token).
+`dense` has the shape of Llama-8B, quantized to nf4 as it is loaded. The base stays on the drive. Adapters of rank 8 on
 attention are trained, with their states in memory and recomputed layers. Each process runs in a cgroup of 4 GiB, so
 libraries and page cache count too. It is killed in a backward, and a second one resumes in the same group. Needs root,
 for the cgroup, and disk: 1.2 GB for each layer of `moe`, 22 GB for `dense`.
 
-The bars: the kernel ends nothing and the peak is within the limit; bytes read in a step are at most 1.05 times what is
-counted (layers twice, for forward and backward, with the experts that tokens choose and those between them in a group;
-the embedding once; the head once); no file of the base changes; bytes
-written in a step are at most those of the adapters and their states; losses go on bit for bit.
+The bars: the kernel ends nothing and the peak is within the limit. Bytes read in a step are at most 1.05 times the
+counted ones. Counted are layers twice, for forward and backward, and the embedding and the head once. Layers have the
+experts that tokens choose and those between them in a group. No file of the base changes. Bytes written in a step are
+at most those of the adapters and their states. Losses go on bit for bit.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def config_of(model: str, layers: int, vocab: int | None) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process trains."""
+    """The model and settings that a process trains with."""
 
     model: str
     folder: str
@@ -151,10 +151,11 @@ def _num_fetched(chosen: list[int]) -> int:
 
 
 def counted_bytes(config: PretrainedConfig, quantize: str | None, num_experts: int) -> int:
-    """What a step reads: layers in forward and in backward, with this many experts; the embedding and the head once.
+    """Bytes that a step reads: layers in forward and in backward, with this many experts; the embedding and the head
+    once.
 
-    What stays in host memory is counted too, and blocks that hold more than was asked for are not. nf4 has half a byte
-    for each weight of a linear layer and an fp32 scale for 64 of them.
+    Weights that stay in host memory are counted too. Parts of blocks that were not asked for are not. nf4 has half a
+    byte for each weight of a linear layer and an fp32 scale for 64 of them.
     """
     *layers, embedding, head = decoder_files(config)
 
@@ -170,7 +171,7 @@ def counted_bytes(config: PretrainedConfig, quantize: str | None, num_experts: i
 
 
 def _marks(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """What changes when a file is written to."""
+    """Properties of files that a write changes."""
     found = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found}
 

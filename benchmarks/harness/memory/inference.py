@@ -4,8 +4,8 @@ A model of equal blocks in bf16 writes one token after the other, with memory fo
 forward is of one token, without a cache of keys, so that all time is that of weights. The disk's rate is measured
 between rounds, in turns with them.
 
-The bars: a token reads <= 1.3x of what does not fit, and takes <= 1.3x of the longer of two times: that of reading what
-it reads, and that of a token when all fits. Memory is <= 1.1x of the budget and what the process had before.
+The bars: a token reads <= 1.3x of the bytes that do not fit. It takes <= 1.3x of the longer of two times: that of
+reading its bytes, and that of a token when all fits. Memory is <= 1.1x of the budget and what the process had before.
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ from zero_offload.hardware.probe import peak_resident_bytes
 
 Step = dict[str, Any]
 KILL_AFTER = 0.2
-"""Of a step, behind the loss of the one that is broken off."""
+"""The time of the kill, as a share of a step, behind the loss of the broken step."""
 STEPS_MIN = 3
-"""One before the kill, the one that is broken off, one behind it."""
+"""A step before the kill, the broken step, and a step behind it."""
 REACH_DISK = 1.10
 
 
 class Job(Protocol):
-    """What a process trains: a dataclass of plain values."""
+    """The model and settings that a process trains with: a dataclass of plain values."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     num_steps: int
@@ -84,7 +84,7 @@ def train_steps(
 
 @dataclass
 class Life:
-    """What a process told until it ended or was killed."""
+    """The output of a process until it ended or was killed."""
 
     begins: int = 0
     trained: int = 0
@@ -104,7 +104,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Lives:
-    """A process that was killed, and the one that went on, in one group."""
+    """A process that was killed, and its successor, in one group."""
 
     before: Life
     after: Life
@@ -184,7 +184,7 @@ def ended_early(group: MemoryGroup, name: str, how: str) -> EndedEarlyError:
 
 
 def rows_or_failure(name: str, limit_bytes: int, measure: Callable[[], list[Row]]) -> list[Row]:
-    """What is measured; one row where no group can be made, or a process in it ended early."""
+    """The measured rows; one row where no group can be made, or a process in it ended early."""
     try:
         return measure()
     except NoGroupError as error:

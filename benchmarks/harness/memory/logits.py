@@ -4,10 +4,10 @@ Vocabulary 50257, width 768, bf16, forward and backward. Every system is a proce
 the others. Its memory is its peak RSS during the steps less what it had before it built anything: weights, gradients
 and logits. The systems on disk have parameters, gradients and optimizer states there and make their update, too.
 
-The bars: the chunked loss takes <= 0.5x the memory and, as it makes the logits twice (four products for three),
-<= 4/3x the time of plain torch. A head of 8 tiles on disk takes <= 0.75x the memory of one that is there in one piece
-if there are few tokens; what is the same for both (logits, chunks of the update) is in these figures. With many tokens
-it saves nothing, since whole logits outweigh the weight and are put together by a copy: <= 1.25x plain torch in RAM.
+The bars: the chunked loss takes <= 0.5x the memory of plain torch. It takes <= 4/3x the time, as it makes the logits
+twice (four products for three). With few tokens a head of 8 tiles on disk takes <= 0.75x the memory of a head in one
+piece. These figures include the logits and chunks of the update, which are the same for both. With many tokens it saves
+nothing: <= 1.25x plain torch in RAM. Whole logits outweigh the weight then, and are put together by a copy.
 """
 
 from __future__ import annotations

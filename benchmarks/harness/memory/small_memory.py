@@ -1,13 +1,13 @@
 """Models whose states are many times the memory: trained inside a memory cgroup, killed, and resumed.
 
 Parameters, gradients and optimizer states on disk, clipping, recomputed blocks. A process starts in a cgroup of the
-given size, so libraries and page cache count too; it is killed in a backward, a second one resumes in the same group,
-and losses of steps that both made must be equal. By default 1.5B parameters with exact states, then 3B with
-compact ones, each in 4 GiB. Needs root, for the cgroup, and 40 GB of disk. A processor without AVX-512 multiplies bf16
-matrices by a plain loop: there use --dtype fp32, or few tokens.
+given size, so libraries and page cache count too. It is killed in a backward, and a second one resumes in the same
+group. Losses of steps that both made must be equal. By default 1.5B parameters with exact states, then 3B with compact
+ones, each in 4 GiB. Needs root, for the cgroup, and 40 GB of disk. A processor without AVX-512 multiplies bf16 matrices
+by a plain loop: there use --dtype fp32, or few tokens.
 
-The bars: the kernel ends nothing and the peak is within the limit; the kill loses two steps at most (the one that runs,
-and the one whose commit runs beside it); losses go on bit for bit.
+The bars: the kernel ends nothing and the peak is within the limit. The kill loses two steps at most: the running step,
+and the step whose commit runs beside it. Losses go on bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS_LOST_MAX = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What a process trains."""
+    """The model and settings that a process trains with."""
 
     model: str
     states: str

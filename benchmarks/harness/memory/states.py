@@ -1,10 +1,10 @@
 """Training with compact and bf16 states against fp32 states: the main job's model, its text, several seeds.
 
 Each run is `zero-offload train` with its states in memory, and goes on where it was stopped. The seed decides weights
-and batches, so runs of one seed differ by the format alone. `--jobs` runs train at once and share the cores: two runs
-of one thread each do more steps than one run of two threads, for a model this small. Reach: the mean of the final
-validation losses is no further from that of fp32 states than the spread of these over seeds (their standard
-deviation); with one seed the spread is not known, and nothing is claimed. `--quick` starts anew each time.
+and batches, so runs of one seed differ by the format alone. `--jobs` runs train at once and share the cores. For a
+model this small two runs of one thread each do more steps than one run of two threads. Reach: the mean of the final
+validation losses is near that of fp32 states, within the standard deviation of these over seeds. With one seed the
+spread is not known, and nothing is claimed. `--quick` starts anew each time.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ COMPACT_STATE_BYTES = 1 + 4 / 256
 
 @dataclass(frozen=True)
 class Case:
-    """What every system of a comparison trains, and how."""
+    """The model, settings and place that every system of a comparison trains with."""
 
     model: str
     seq: int
@@ -74,7 +74,7 @@ class Ours:
         itemsize = DTYPES[dtype].itemsize
         if self.optimizer == "nvme":
             return itemsize * ((self.grads == "cpu") + (self.params == "cpu"))
-        # What completes the fp32 master of a bf16 value: 16 bits of it, or 8.
+        # The part that completes the fp32 master of a bf16 value: 16 bits of it, or 8.
         completing = (2 if self.states == "fp32" else 1) if dtype == "bf16" else 0
         return itemsize + itemsize + completing + 2 * (4 if self.states == "fp32" else COMPACT_STATE_BYTES)
 
@@ -130,7 +130,7 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class System:
-    """What a worker steps."""
+    """The system that a worker steps."""
 
     forward: Forward
     backward: Callable[[Tensor], None]
@@ -260,7 +260,7 @@ def deepspeed_config(case: Case, optimizer_tier: str) -> dict[str, Any]:
 
 
 def join_alone() -> None:
-    """What a launcher would tell the only rank there is."""
+    """Set the environment of a launcher for the only rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -294,7 +294,7 @@ def build(name: str, case: Case) -> System:
 
 
 def serve(name: str, case: Case) -> None:
-    """What a worker does: read a number of steps, make them, answer with one line of JSON."""
+    """The loop of a worker: read a number of steps, make them, answer with one line of JSON."""
     torch.set_num_threads(case.num_threads)
     system = build(name, case)
     tokens = torch.randint(case.gpt.vocab_size, (1, case.seq + 1), generator=torch.Generator().manual_seed(0))

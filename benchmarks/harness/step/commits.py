@@ -1,12 +1,12 @@
-"""What commits cost: steps without them against one every 1, 10 and 100 steps, and as "auto" chooses.
+"""The cost of commits: steps without them against one every 1, 10 and 100 steps, and as "auto" chooses.
 
-A GPT of 29M parameters, bf16 with fp32 master, 4 sequences of 128 tokens a step, activations recomputed; once with its
-states on disk, once in CPU memory, where a commit has to write them out (12 B/param). The models of one kind of states
-live in one process and train in turns, in blocks of as many steps as are between two commits (at least 10), each round
-in another order. The first step of a block is one that is committed, and a block ends when nothing is under way: all
-that a commit costs is in its own block. Times are the medians of blocks; each row's ratio is that of times, to be at
-most 1.02: 2% of a step.
-Bytes written to NVMe per step are counted, and compared with the plan's arithmetic.
+A GPT of 29M parameters, bf16 with fp32 master, makes steps of 4 sequences of 128 tokens, with activations recomputed.
+Its states are once on disk, and once in CPU memory, where a commit has to write them out (12 B/param). The models of
+one kind of states live in one process and train in turns, each round in another order. A turn is a block of as many
+steps as are between two commits (at least 10). The first step of a block is committed, and a block ends when nothing is
+under way. So all costs of a commit are in its own block. Times are the medians of blocks. Each row's ratio is that of
+times, to be at most 1.02: 2% of a step. Bytes written to NVMe per step are counted, and compared with
+the plan's arithmetic.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Run:
         self.num_steps = 0
         self.step_s: list[float] = []
         """Per block."""
-        # Up to the step before one that is committed; the first steps record, and fill pools.
+        # Up to the step before a committed one; the first steps record, and fill pools.
         self.steps(self.block_steps - 1)
         self.bytes_before = self.written_bytes()
         self.steps_before = self.num_steps

@@ -1,4 +1,4 @@
-"""What the runtime itself costs: hooks per unit, ranks against FSDP2, the import.
+"""The cost of the runtime itself: hooks per unit, ranks against FSDP2, the import.
 
 * Hooks: forward and backward of 48 units that never move, against the same model without us.
 * Two ranks (gloo, CPU): a step of a 30M GPT under stage 3, all in CPU memory, against FSDP2 without and with its CPU

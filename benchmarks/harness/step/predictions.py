@@ -1,8 +1,9 @@
 """Predictions against this machine: predicted over measured step times of a small GPT, under a dozen placements.
 
-Rates are taken beside each placement, before and after it: the plain model's forward and backward, unit by unit, AdamW
-in memory on all cores and on those that it has beside forward, the drive under the engine that a run would choose. In
-fp32, since some processors have no instructions for bf16 products. Medians of steps are compared with predictions.
+Rates are taken beside each placement, before and after it. They are the plain model's forward and backward, unit by
+unit, and the drive under the engine that a run would choose. AdamW in memory is measured on all cores, and on those
+that it has beside forward. In fp32, since some processors have no instructions for bf16 products. Medians of steps are
+compared with predictions.
 
 The bar: predicted / measured between 1 / 1.1 and 1.1, on eight placements or more.
 """

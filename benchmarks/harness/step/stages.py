@@ -1,8 +1,8 @@
-"""What a rank holds and sends under each ZeRO stage: predicted by the plan and by the paper, and measured.
+"""Bytes that a rank holds and sends under each ZeRO stage: predicted by the plan and by the paper, and measured.
 
-Trains a GPT of 30M parameters for three steps of two micro-batches on 1, 2 and 4 ranks (gloo, this machine), all states
-in CPU memory, bf16 with fp32 sums of gradients. Memory is what the arena has given out, frames included; the plan's
-figure includes its buffers in flight. Traffic is bytes of whole buffers per parameter: parameters are bf16, and so are
+Trains a GPT of 30M parameters for three steps of two micro-batches on 1, 2 and 4 ranks (gloo, this machine). All states
+are in CPU memory, bf16 with fp32 sums of gradients. Memory is what the arena has given out, frames included; the plan's
+figure includes its buffers in flight. Traffic is bytes of whole buffers per parameter. Parameters are bf16, and so are
 the gradients of one backward; sums of several (stage 1) are fp32.
 """
 
@@ -30,7 +30,7 @@ REACH = 1.15
 
 
 def run(rank: int, world_size: int, stage: int, folder: str) -> None:
-    """What one rank does; rank 0 writes what it measured."""
+    """The steps of one rank; rank 0 writes the measurements."""
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)

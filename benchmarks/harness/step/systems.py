@@ -1,7 +1,7 @@
 """One training step: ours against plain PyTorch in RAM, and against DeepSpeed and FSDP2 with the same placement.
 
-The systems live in processes of their own and step in turns, so that all of them see the same moods of the machine;
-rates of disk and memory are taken between the rounds, the disk's in the directory that the states rest in. All start
+The systems live in processes of their own and step in turns, so that all of them see the same moods of the machine.
+Rates of disk and memory are taken between the rounds, the disk's in the directory that the states rest in. All start
 before the first round, two at a time. Where not all fit the memory at once, each is started anew for its turn. Medians
 are compared. GPTs of 125M and 350M parameters, micro-batch 1, AdamW, clipping, activations recomputed in backward, bf16
 with fp32 master. A processor without AVX-512 multiplies bf16 matrices by a plain loop: there use --dtype fp32.
@@ -17,10 +17,11 @@ The bars:
 * after step 2 the arena grows by nothing, and no range of memory is taken or registered;
 * <= 5% of the step waits for the update: in CPU memory, and on disk where the disk is not the bound.
 
-What each system could reach with its own bytes is printed: the largest of plain compute, its disk's bytes at the disk's
-rates, and its update's bytes at the memory's. What clipping allows a step on disk: an update begins with the norm, so
-its bytes have the next forward to move beside and not the backward. And what a drive's work costs the compute beside
-it: plain torch's step while fio moves the bytes of our step on disk at its pace, and nothing waits for any of them.
+The reach of each system with its own bytes is printed. It is the largest of plain compute, its disk's bytes at the
+disk's rates, and its update's bytes at the memory's. For a step on disk the reach with clipping is printed, too. An
+update begins with the norm, so its bytes have the next forward to move beside and not the backward. The cost of a
+drive's work for the compute beside it is printed as well. There plain torch's step runs while fio moves the bytes of
+our step on disk at its pace, and nothing waits for any of them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Found:
-    """What the rounds of one case have brought."""
+    """The results of the rounds of one case."""
 
     case: Case
     answers: dict[str, list[Answer]]
@@ -95,16 +96,18 @@ class Found:
         return self.of_steps("plain", "forward_s") + self.of_steps("plain", "backward_s")
 
     def update_disk_s(self, system: str) -> float:
-        """What the disk has to do between a backward and the end of the next forward, where all is on disk: its bytes
-        less those of backward, which reads weights and writes gradients."""
+        """Seconds of the disk's work between a backward and the end of the next forward, where all is on disk. Its
+        bytes are those of a step less those of backward, which reads weights and writes gradients.
+        """
         backwards = self.case.itemsize * num_parameters(self.case.gpt)
         written = backwards * (OURS[system].grads == "nvme")
         read_bytes = self.of_steps(system, "read_bytes") - backwards
         return self.disk.seconds(read_bytes, self.of_steps(system, "written_bytes") - written)
 
     def clipped_limit_s(self, system: str) -> float:
-        """For an exact step that clips and holds no states in memory but what is in flight: the norm ends backward and
-        begins the update, whose values the next forward needs; and compute and update have the same cores."""
+        """Seconds of an exact step that clips and holds no states in memory but those in flight. The norm ends backward
+        and begins the update, whose values the next forward needs. Compute and update have the same cores.
+        """
         in_memory = "cpu_compact" if OURS[system].states == "compact" else "cpu"
         update_beside_forward_s = self.of_steps("plain", "backward_s") + self.update_disk_s(system)
         return max(self.disk_s(system), self.of_steps(in_memory, "step_s"), update_beside_forward_s)
@@ -138,7 +141,7 @@ class Turns:
     def take(self, name: str, num_steps: int) -> Answer:
         """A turn, on a worker that is warm."""
         if self._alive is None:
-            # What it leaves on the drive goes with it: of all turns together it would fill one.
+            # Its files on the drive go with it: those of all turns together would fill the drive.
             with tempfile.TemporaryDirectory(prefix=f"{name}_", dir=self._case.directory) as directory:
                 worker = self._start(name, directory)
                 answer = worker.step(num_steps)
