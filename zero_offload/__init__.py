@@ -35,12 +35,12 @@ from zero_offload.model.api import (
     no_sync,
     stats,
 )
+from zero_offload.model.checkpoints import Resumed, commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.gathered import gathered
 from zero_offload.model.offload import offload, plan
 from zero_offload.model.profile import profile
 from zero_offload.model.run_log import RunLog
-from zero_offload.model.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 

@@ -19,7 +19,7 @@ from tests.helpers.models import TinyLM, build
 from tests.helpers.pretrained import Everything, read_folder
 from tests.helpers.ranks import Case, RankPool, RankPools
 from zero_offload.checkpoint.hf_export import export_saved
-from zero_offload.checkpoint.saved import SavedGeneration, open_generation
+from zero_offload.checkpoint.saved_generation import SavedGeneration, open_generation
 from zero_offload.cli.main import main
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig  # as the card says
 from zero_offload.runs.locate import alone

@@ -20,7 +20,7 @@ from tests.helpers.fresh import run_script
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import read_masters
 from tests.helpers.trainer import NoisyLM, Run, Spec
-from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.cli.main import main
 from zero_offload.storage.files.directory import RunDirectory
 

@@ -15,7 +15,7 @@ from tests.helpers.experts import experts_lm
 from tests.helpers.models import build, tokens_of
 from tests.helpers.reference import param_groups
 from tests.helpers.trainer import DEADLINE_S, fork_server
-from zero_offload.runtime.units.groups import GroupReader
+from zero_offload.runtime.units.group_reader import GroupReader
 
 NUM_STEPS = 4
 PER_PASS = 9

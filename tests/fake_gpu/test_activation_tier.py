@@ -18,7 +18,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.types import MIB
 from zero_offload.hardware.device import AcceleratorDevice, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCKS_BACK
-from zero_offload.runtime.saved import tiers
+from zero_offload.runtime.saved_tensors import tiers
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import SwapFile

@@ -12,8 +12,8 @@ from tests.helpers import ranks
 from tests.helpers.models import TinyLM, tokens_of
 from tests.helpers.ranks import Case, Outcome
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.saved import activations, tiers
-from zero_offload.runtime.saved.activations import Activations
+from zero_offload.runtime.saved_tensors import activations, tiers
+from zero_offload.runtime.saved_tensors.activations import Activations
 
 SMALLEST_BYTES = 4096
 

@@ -291,15 +291,15 @@ def too_large(large: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> F
 
 def test_ways_fit_and_are_planned_anew(too_large: FolderPlan) -> None:
     assert not too_large.fits and "GPU: needs" in too_large.shortages[0]
-    assert too_large.ways
-    for way in too_large.ways:
+    assert too_large.alternatives
+    for way in too_large.alternatives:
         assert way.plan.fits and way.plan.step_s > 0 and way.plan.run_s == 10 * way.plan.step_s
         job = way.plan.job
         expected = {"--batch": job.batch, "--accumulate": job.accumulate, "--seq": job.seq}
         for flag, value in zip(way.flags[::2], way.flags[1::2], strict=True):
             assert value == str(expected.get(flag, value))
         assert job.batch * job.accumulate == 64
-    flags = [way.flags for way in too_large.ways]
+    flags = [way.flags for way in too_large.alternatives]
     assert len(set(flags)) == len(flags)
     assert any("--lora" in each for each in flags) and any("--activations-tier" in each for each in flags)
 
@@ -309,7 +309,7 @@ def test_tiers_are_changed_where_that_alone_does_not_help(large: ModelFolder, tm
     there = {"gpu": "rtx4090", "ram": "5GiB", "drives": parse_drives(["7GB/s"])}
     job = _job(large, tmp_path, **there)
     plan = plan_job(replace(job, offload=replace(job.offload, optimizer="cpu")), None)
-    assert [way.flags for way in plan.ways] == [
+    assert [way.flags for way in plan.alternatives] == [
         ("--optimizer-tier", "auto"),
         ("--optimizer-tier", "auto", "--states", "compact"),
         ("--lora", "16"),
@@ -329,7 +329,7 @@ def test_the_base_is_quantized_where_adapters_alone_do_not_fit(
     lora = Lora(16, 32.0)
     job = _job(large, tmp_path, gpu="rtx4090", ram="1GiB", drives=parse_drives(["7GB/s"]))
     job = replace(job, lora=lora if has_adapter else None)
-    monkeypatch.setattr("zero_offload.finetune.fit.ways._first_that_fits", looks)
+    monkeypatch.setattr("zero_offload.finetune.fit.alternatives._first_that_fits", looks)
     assert not plan_job(job, None).fits
     assert tried[-2:] == [(lora, "int8"), (lora, "nf4")] and tried[-3] == (lora, None)
     tried.clear()
@@ -341,8 +341,8 @@ def test_it_says_what_would_fit(too_large: FolderPlan) -> None:
     lines = as_text(too_large).splitlines()
     head, *ways = lines[lines.index("what would fit:") + 1 :]
     assert re.split(" {2,}", head.strip()) == ["a step", "tokens/s", "in all", "written", "600 TBW last", "with"]
-    assert len(ways) == len(too_large.ways)
-    for line, way in zip(ways, too_large.ways, strict=True):
+    assert len(ways) == len(too_large.alternatives)
+    for line, way in zip(ways, too_large.alternatives, strict=True):
         step, speed, run, written, life, flags = re.split(" {2,}", line.strip())
         assert (step, run) == (format_duration(way.plan.step_s), format_duration(10 * way.plan.step_s))
         assert float(speed.replace(",", "")) > 0 and written.endswith("B") and "day" in life + "days" * ("year" in life)
@@ -357,10 +357,10 @@ def test_a_run_that_wears_drives_out_names_what_does_not(folder: ModelFolder, tm
     quiet = plan_job(job, tmp_path)
     share = quiet.endured_share
     assert quiet.fits and quiet.written_bytes and share is not None
-    assert not quiet.ways and "drives are written less:" not in as_text(quiet)
+    assert not quiet.alternatives and "drives are written less:" not in as_text(quiet)
     loud = plan_job(replace(job, tbw=job.tbw * share / 0.5), tmp_path)
-    assert loud.fits and ("--lora", "16") in [way.flags for way in loud.ways]
-    assert all(2 * way.plan.written_per_step <= loud.written_per_step for way in loud.ways)
+    assert loud.fits and ("--lora", "16") in [way.flags for way in loud.alternatives]
+    assert all(2 * way.plan.written_per_step <= loud.written_per_step for way in loud.alternatives)
     assert "drives are written less:" in as_text(loud)
 
 
@@ -370,7 +370,7 @@ def test_a_full_disk_is_short(folder: ModelFolder, tmp_path: Path, monkeypatch: 
     (place,) = plan.places  # swap files and outputs are on one disk, whose free space counts once
     assert set(place.needed) == {"swap files", "activations", "model"} and place.free_bytes == 4 * MIB
     assert not plan.fits and f"{place.name}: needs" in plan.shortages[0]
-    assert [way.flags for way in plan.ways][-1] == ("--lora", "16")
+    assert [way.flags for way in plan.alternatives][-1] == ("--lora", "16")
 
 
 # Frozen bases

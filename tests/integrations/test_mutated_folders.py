@@ -29,7 +29,7 @@ from zero_offload.cli.main import main
 from zero_offload.finetune.data.prepare import prepare
 from zero_offload.finetune.model.build import meta_model
 from zero_offload.finetune.model.folder import CAUSAL, MASKED, open_folder
-from zero_offload.finetune.model.generation import generation_config
+from zero_offload.finetune.model.text_generation import generation_config
 
 LIMIT_S = 30.0
 """Of one folder, on a busy machine; most take a tenth of a second."""

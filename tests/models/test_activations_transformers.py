@@ -14,7 +14,7 @@ import zero_offload as zo
 from tests.helpers.activations import make_small
 from tests.helpers.architectures import ARCHITECTURES, Architecture
 from tests.helpers.reference import read_masters
-from zero_offload.runtime.saved import activations
+from zero_offload.runtime.saved_tensors import activations
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'zero_offload[hf]'")
 

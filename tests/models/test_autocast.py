@@ -20,7 +20,7 @@ from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same
 from zero_offload.base.types import format_bytes
 from zero_offload.runtime import pass_tracker
-from zero_offload.runtime.saved.tensors import SavedTensors
+from zero_offload.runtime.saved_tensors.tensors import SavedTensors
 
 
 class Shared(TinyLM):

@@ -455,7 +455,7 @@ def test_compiled(
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    monkeypatch.setattr("zero_offload.runtime.saved.activations.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("zero_offload.runtime.saved_tensors.activations.SMALLEST_BYTES", 1)
 
     def steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
         torch._dynamo.reset()

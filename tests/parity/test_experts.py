@@ -19,7 +19,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.reference import Recipe, Trajectory, param_groups, read_masters, train_offloaded, train_plain
 from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import need_runtime
-from zero_offload.plan.groups import group_bytes
+from zero_offload.plan.expert_groups import group_bytes
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.runtime.experts import GroupedExperts
 

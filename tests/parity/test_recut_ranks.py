@@ -15,7 +15,7 @@ from tests.helpers import ranks
 from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Failure, Outcome, RankPools
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.storage.files.swap_file import SwapFile
 
 SETTINGS: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "existing": "resume", "precision": "bf16"}

@@ -27,7 +27,7 @@ from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.extras import decoded
 from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_files import DTYPES, STEMS, adapter_names, shard_name
-from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.checkpoint.values import master_of
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.storage.files.base_file import LENGTH_NBYTES

@@ -27,7 +27,7 @@ from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
 from zero_offload.base.types import SECTOR, Durability, StateKind, Tier
 from zero_offload.checkpoint.format import CHECKPOINT_KIND, History, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.checkpoint.saved import open_in_turn
+from zero_offload.checkpoint.saved_generation import open_in_turn
 from zero_offload.hardware.kernels.checksums import reseeded
 from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup

@@ -23,7 +23,7 @@ from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.base_record import base_sections
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.checkpoint.saved import SavedGeneration, open_in_turn, take_directories
+from zero_offload.checkpoint.saved_generation import SavedGeneration, open_in_turn, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
 from zero_offload.plan.layout import ShardLayout

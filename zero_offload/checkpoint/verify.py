@@ -17,7 +17,7 @@ from typing import TypeVar
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.base_record import files_of
 from zero_offload.checkpoint.format import Generation
-from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
+from zero_offload.checkpoint.saved_generation import RankFiles, SavedGeneration
 from zero_offload.storage.files.base_file import BLOCK_BYTES, BaseSpan, Stretch, missing_text
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.files.swap_file import Transfer

@@ -24,7 +24,7 @@ from zero_offload.base.types import format_bytes
 from zero_offload.cli.reading import add_folder_argument, add_tier_flags, open_checked, open_for_reading
 from zero_offload.finetune.data.rendering import Renderer, RenderError
 from zero_offload.finetune.model.folder import ModelFolder
-from zero_offload.finetune.model.generation import write_text
+from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.model.api import close, need_runtime, stats
 from zero_offload.runs.terminal import printable
 

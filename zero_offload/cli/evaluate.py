@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zero_offload.base.errors import ConfigError, NonFiniteError
 from zero_offload.cli.reading import add_folder_argument, add_tier_flags, open_checked, open_for_reading
 from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, ModelFolder
-from zero_offload.finetune.model.generation import write_text
+from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.finetune.settings import TASKS
 from zero_offload.model.api import close, need_runtime

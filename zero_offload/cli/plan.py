@@ -27,7 +27,7 @@ from zero_offload.finetune.fit.request import (
     find_work,
     offers,
     plan_request,
-    ways_of,
+    suggestions_of,
 )
 from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.hardware.machines import GPUS, Cluster, Drives, find_gpu, parse_drives
@@ -142,7 +142,9 @@ def run(args: argparse.Namespace) -> int:
     if planned.memory.fits:
         found = forecast(planned.job, planned.placement, planned.machine)
         more = list(offers(request, planned, found.prediction))
-    plan = ModelPlan(request, planned, found, ways_of(request, planned), more, args.tbw, args.step_time, recommended)
+    plan = ModelPlan(
+        request, planned, found, suggestions_of(request, planned), more, args.tbw, args.step_time, recommended
+    )
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if planned.memory.fits else CapacityError.exit_code
 

@@ -19,7 +19,13 @@ from typing import Any
 from zero_offload.base.errors import ConfigError, IntegrityError
 from zero_offload.base.types import format_bytes, user_path
 from zero_offload.checkpoint.format import Generation, History
-from zero_offload.checkpoint.saved import Reading, SavedGeneration, is_immutable, other_directories, read_directories
+from zero_offload.checkpoint.saved_generation import (
+    Reading,
+    SavedGeneration,
+    is_immutable,
+    other_directories,
+    read_directories,
+)
 from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.integrations.folder_check import FolderVerdict, check_folder, is_model_folder
 from zero_offload.runs.locate import RUN_HELP, alone, find_home

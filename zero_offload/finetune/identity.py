@@ -26,7 +26,7 @@ from zero_offload.finetune.model.folder import (
     adapter_file,
     class_name,
 )
-from zero_offload.finetune.model.generation import generation_config
+from zero_offload.finetune.model.text_generation import generation_config
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.integrations.gate import reading
 from zero_offload.integrations.identity import (

@@ -37,7 +37,7 @@ from zero_offload.finetune.data.prepare import Prepared
 from zero_offload.finetune.data.rendering import Renderer
 from zero_offload.finetune.learning import Learning
 from zero_offload.finetune.model.folder import CAUSAL, ModelFolder
-from zero_offload.finetune.model.generation import write_text
+from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.finetune.outputs import Weights
 from zero_offload.finetune.scores import has_loss, loss_of_labels, mean_loss
 from zero_offload.finetune.settings import FinetuneConfig

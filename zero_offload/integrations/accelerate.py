@@ -17,7 +17,7 @@ from torch import nn
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_optimizer
 from zero_offload.model.api import no_sync
-from zero_offload.model.saving import load_checkpoint, save_checkpoint
+from zero_offload.model.checkpoints import load_checkpoint, save_checkpoint
 from zero_offload.standins.owners import owner_of
 
 _FOLDER = "offloaded_{}"

@@ -37,7 +37,7 @@ from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.model_spec import ExpertGroups
 from zero_offload.plan.quantized import is_wrapper
 from zero_offload.runtime.hooks import experts_of, mark_experts
-from zero_offload.runtime.saved.tensors import untraced
+from zero_offload.runtime.saved_tensors.tensors import untraced
 from zero_offload.standins.owners import owner_of
 
 GROUP_BYTES = 256 * MIB

@@ -24,9 +24,9 @@ from zero_offload.base.inputs import check_config
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.model.api import no_sync, runtime_of
+from zero_offload.model.checkpoints import load_checkpoint, save_checkpoint
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload
-from zero_offload.model.saving import load_checkpoint, save_checkpoint
 from zero_offload.standins.owners import owner_of
 from zero_offload.storage.files.own_files import STATES_NAME, delete, move_aside, of_kinds
 

@@ -49,9 +49,9 @@ from zero_offload.integrations.peft import is_peft
 from zero_offload.integrations.pretrained import export_pretrained, replace_weights
 from zero_offload.model.about import adapter_values, config_values, plain
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
+from zero_offload.model.checkpoints import commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.model.offload import offload as offload_model
 from zero_offload.model.run_log import RunLog
-from zero_offload.model.saving import commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
 from zero_offload.storage.files.own_files import (
     LIST_NAME,

@@ -18,8 +18,8 @@ from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
-from zero_offload.runtime.saved.activations import Activations
-from zero_offload.runtime.units.groups import GroupReader
+from zero_offload.runtime.saved_tensors.activations import Activations
+from zero_offload.runtime.units.group_reader import GroupReader
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.owners import Recipe
 from zero_offload.storage.memory.resizable import FrameBudget

@@ -78,8 +78,8 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import CALL, Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.ranks.watch import Notice
-from zero_offload.runtime.saved.activations import open_activations
-from zero_offload.runtime.units.groups import GroupReader
+from zero_offload.runtime.saved_tensors.activations import open_activations
+from zero_offload.runtime.units.group_reader import GroupReader
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit, stays_guarded
 from zero_offload.standins.guard import class_at_rest, compile_around, unguard

@@ -45,7 +45,7 @@ from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import replaced
-from zero_offload.runtime.saved.tensors import runs
+from zero_offload.runtime.saved_tensors.tensors import runs
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.grad_handle import GradHandle
 from zero_offload.standins.owners import Touched, owner_of

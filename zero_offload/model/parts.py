@@ -41,7 +41,7 @@ from zero_offload.optim.state import BESIDE
 from zero_offload.plan.boxes import Box, boxes_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.prefetcher import replaced
-from zero_offload.runtime.saved.tensors import runs
+from zero_offload.runtime.saved_tensors.tensors import runs
 from zero_offload.standins.checkpointed import Holder, Part, Put
 from zero_offload.standins.state_tensor import STEP
 from zero_offload.storage.shards.shard import Component, Shard

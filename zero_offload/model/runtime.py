@@ -31,16 +31,16 @@ from zero_offload.checkpoint.base_record import files_of
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
-from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.checkpoint.values import replace_masters
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.assembly import Assembly
 from zero_offload.model.params import ModelStates
 from zero_offload.model.updates import check_holds_grads, failing
-from zero_offload.optim.groups import Names
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
+from zero_offload.optim.param_groups import Names
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors

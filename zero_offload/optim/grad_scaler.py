@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
-from zero_offload.optim.groups import group_records
+from zero_offload.optim.param_groups import group_records
 from zero_offload.standins.owners import Owner, by_owner, check_adopted
 
 INIT_SCALE = 2.0**16

@@ -26,7 +26,7 @@ from zero_offload.hardware.kernels.choice import has_device_update
 from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update, update_on_device
 from zero_offload.hardware.probe import kernel_threads
-from zero_offload.optim.groups import Names, group_records, plain
+from zero_offload.optim.param_groups import Names, group_records, plain
 from zero_offload.optim.state import (
     BESIDE,
     Entry,

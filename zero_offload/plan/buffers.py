@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import FRAME, StateKind, Tier, whole_sectors
-from zero_offload.plan.groups import GROUPS_IN_FLIGHT, group_bytes
+from zero_offload.plan.expert_groups import GROUPS_IN_FLIGHT, group_bytes
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,

@@ -41,7 +41,7 @@ from zero_offload.base.types import (
     format_bytes,
 )
 from zero_offload.hardware.abi import STATE_BLOCK
-from zero_offload.plan.groups import GROUPS_IN_FLIGHT, group_bytes
+from zero_offload.plan.expert_groups import GROUPS_IN_FLIGHT, group_bytes
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.table import (
@@ -133,7 +133,7 @@ class UnitNumel:
     is_trained_part: bool = False
     """As in `UnitSpec`."""
     group_bytes: int = 0
-    """As `plan.groups.group_bytes`: memory for one group, of a unit that is not fetched whole."""
+    """As `plan.expert_groups.group_bytes`: memory for one group, of a unit that is not fetched whole."""
     base_bytes: int = 0
     """Bytes of frozen values that rest in files of a base: drives get none of them, and they are read there."""
 

@@ -106,10 +106,10 @@ def place(
     placement = assign_tiers(units, config, budget, partition, outlook)
     plan = estimate_memory(units, placement, config, partition)
     if not plan.fits:
-        ways = ways_to_fit(units, config, hardware, partition)
+        suggestions = suggestions_to_fit(units, config, hardware, partition)
         on_disk = plan.used_bytes(Tier.NVME) > budget.of(Tier.NVME) > 0
         where = [f"the nvme tier is {', '.join(map(str, config.nvme_dirs))}"] if on_disk else []
-        raise CapacityError("\n".join([*plan.reasons, *where, *ways]))
+        raise CapacityError("\n".join([*plan.reasons, *where, *suggestions]))
     return placement
 
 
@@ -394,7 +394,7 @@ _VARIANT_CHANGES: tuple[Mapping[str, str | None], ...] = (
 )
 """Changes that a variant of the model may need beside itself; the first under which it fits is named."""
 _RANK_FACTORS = (2, 4, 8, 16)
-_WAYS_MAX = 2
+_SUGGESTIONS_MAX = 2
 _UNKNOWN_BYTES = 1 << 62
 
 
@@ -407,13 +407,13 @@ class Variant:
     config: OffloadConfig
 
 
-def ways_to_fit(
+def suggestions_to_fit(
     units: Sequence[UnitBytes],
     config: OffloadConfig,
     hardware: HardwareProfile,
     partition: Partition,
     variants: Sequence[Variant] = (),
-    most: int = _WAYS_MAX,
+    most: int = _SUGGESTIONS_MAX,
 ) -> list[str]:
     """Up to `most` changes of settings under which the same model fits; of each variant the least change."""
     elsewhere = _try(units, config, _with_any_disk(hardware), partition)
@@ -426,15 +426,15 @@ def ways_to_fit(
     for variant in variants:
         words = next(_fitting(variant.units, variant.config, hardware, partition, _VARIANT_CHANGES), None)
         fitting += [] if words is None else [variant.title + (f", {words}" if words else "")]
-    ways = dict.fromkeys(f"would fit: {words}" for words in fitting)
+    suggestions = dict.fromkeys(f"would fit: {words}" for words in fitting)
     for factor in _RANK_FACTORS if partition.divides_params else ():
         more = replace(partition, world_size=partition.world_size * factor)
         if _try([_divide(unit, factor, partition) for unit in units], config, hardware, more).fits:
-            ways[f"would fit: {more.world_size} ranks, each with this much memory and disk"] = None
+            suggestions[f"would fit: {more.world_size} ranks, each with this much memory and disk"] = None
             break
     if config.nvme_dirs and elsewhere.fits:
-        ways[f"would fit: nvme= {another}"] = None
-    return list(ways)[:most] or ["nothing else fits this machine: use a smaller model or more memory"]
+        suggestions[f"would fit: nvme= {another}"] = None
+    return list(suggestions)[:most] or ["nothing else fits this machine: use a smaller model or more memory"]
 
 
 def _fitting(

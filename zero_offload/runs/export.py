@@ -21,8 +21,8 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import user_path
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.hf_export import TensorEntry, export_saved, read_values, saved_buffers
-from zero_offload.checkpoint.saved import SavedGeneration, read_generation
-from zero_offload.integrations.saved_models import GenerationValues, config_words, write_merged, write_separate
+from zero_offload.checkpoint.saved_generation import SavedGeneration, read_generation
+from zero_offload.integrations.generation_models import GenerationValues, config_words, write_merged, write_separate
 from zero_offload.runs.locate import alone, described, find_home, read_object
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine

@@ -32,9 +32,9 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.saved.recompute import Autocast, keep_result, kept_result
-from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS
-from zero_offload.runtime.units.groups import ExpertGroup, GroupReader, is_here
+from zero_offload.runtime.saved_tensors.recompute import Autocast, keep_result, kept_result
+from zero_offload.runtime.saved_tensors.tensors import KEPT_AS_IT_IS
+from zero_offload.runtime.units.group_reader import ExpertGroup, GroupReader, is_here
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 

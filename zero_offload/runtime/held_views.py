@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.runtime.saved.tensors import Saved
+from zero_offload.runtime.saved_tensors.tensors import Saved
 from zero_offload.runtime.units.unit import Unit, UnitState
 from zero_offload.standins.views import ReadOnly
 

@@ -23,8 +23,8 @@ from zero_offload.plan.dtypes import Cast
 from zero_offload.plan.model_spec import ExpertGroups
 from zero_offload.plan.quantized import take_state
 from zero_offload.runtime.pass_tracker import PassTracker
-from zero_offload.runtime.saved.recompute import Group, RecomputedModule
-from zero_offload.runtime.saved.tensors import untraced
+from zero_offload.runtime.saved_tensors.recompute import Group, RecomputedModule
+from zero_offload.runtime.saved_tensors.tensors import untraced
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.checkpointed import INSTEAD, refuse_full, refuse_savers
 from zero_offload.standins.grad_hooks import LastHook, ProgramHook

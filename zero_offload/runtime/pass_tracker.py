@@ -43,9 +43,9 @@ from zero_offload.runtime.bring import bring
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.saved.activations import Activations
-from zero_offload.runtime.saved.recompute import drop_stale
-from zero_offload.runtime.saved.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
+from zero_offload.runtime.saved_tensors.activations import Activations
+from zero_offload.runtime.saved_tensors.recompute import drop_stale
+from zero_offload.runtime.saved_tensors.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.standins.away import Away
 from zero_offload.standins.derived import Derived

@@ -22,7 +22,7 @@ from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.gather import Gatherer
-from zero_offload.runtime.units.groups import GroupReader
+from zero_offload.runtime.units.group_reader import GroupReader
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, ParamLoader, UnitStreams
 from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency

@@ -15,7 +15,7 @@ from tests.helpers.disk import SWAP, close_broken, flip_bit, generation_file, op
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_pairs, in_turn
 from tests.helpers.reference import read_masters
-from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec

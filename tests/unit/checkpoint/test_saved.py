@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.helpers.crew import Crew, CrewGroup
 from zero_offload.base.errors import ConfigError, StorageError
-from zero_offload.checkpoint.saved import open_in_turn
+from zero_offload.checkpoint.saved_generation import open_in_turn
 from zero_offload.storage.files.directory import RunDirectory
 
 

@@ -13,7 +13,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import StateKind, Tier
 from zero_offload.hardware.machines import Machine, Resource
 from zero_offload.plan.dtypes import resolve
-from zero_offload.plan.groups import GROUPS_IN_FLIGHT
+from zero_offload.plan.expert_groups import GROUPS_IN_FLIGHT
 from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
     BASE_BUFFER_BYTES,

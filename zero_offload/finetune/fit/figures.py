@@ -40,7 +40,7 @@ class FileSystemNeed:
 
 
 @dataclass(frozen=True)
-class Way:
+class Alternative:
     """Other flags, with which the run fits."""
 
     flags: tuple[str, ...]
@@ -87,7 +87,7 @@ class FolderPlan:
     """Linear layers that have none, likewise."""
     notes: tuple[str, ...] = ()
     """Parts of the folder's config that were not understood, and are guessed."""
-    ways: tuple[Way, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
     """With fewer and with more micro-batches in a step, those that fit; this one is among them."""
@@ -213,7 +213,7 @@ class ModelPlan:
     planned: Planned
     found: Forecast | None
     """None where the plan does not fit."""
-    ways: Sequence[str]
+    suggestions: Sequence[str]
     """Ways to make it fit, where it does not."""
     offers: Sequence[Upgrade]
     tbw: float

@@ -22,6 +22,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Durability, HardwareProfile, StateKind, Tier, parse_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.finetune.fit.alternatives import by_tokens, find_alternatives
 from zero_offload.finetune.fit.figures import BESIDE_BYTES, FileSystemNeed, FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import (
@@ -35,7 +36,6 @@ from zero_offload.finetune.fit.request import (
     is_automatic,
     plan_request,
 )
-from zero_offload.finetune.fit.ways import by_tokens, find_ways
 from zero_offload.finetune.fit.work import FolderWork, with_saved
 from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
@@ -53,16 +53,16 @@ _ROUNDS = 4
 def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bool = False) -> FolderPlan:
     """Plan a run that writes its outputs to `out`; None where that is not known yet. No weights are read.
 
-    With `tries` a plan that does not fit, or that wears drives out, has `ways`; with `tokens` a plan that fits has
-    `by_tokens`. Raises what `zo.plan` raises for a model that cannot be offloaded.
+    With `tries` a plan that does not fit, or that wears drives out, has `alternatives`; with `tokens` a plan that fits
+    has `by_tokens`. Raises what `zo.plan` raises for a model that cannot be offloaded.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT and Trainer use
         plan_of = functools.partial(_plan, out=out, model=FolderWork(job.folder))
         plan = plan_of(job)
         if tries and (not plan.fits or plan.wears_out):
-            ways = (way for way in find_ways(job, plan_of) if not plan.fits or way.plan.spares(plan))
-            plan = replace(plan, ways=tuple(ways))
+            found = (each for each in find_alternatives(job, plan_of) if not plan.fits or each.plan.spares(plan))
+            plan = replace(plan, alternatives=tuple(found))
         if tokens and plan.fits:
             plan = replace(plan, by_tokens=tuple(by_tokens(plan, plan_of)))
     return plan

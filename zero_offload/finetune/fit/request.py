@@ -1,7 +1,7 @@
 """A `Request` for a plan, of a folder or of a model by its name or size: units, machine, batch; and its placement.
 
 Never prints. Calls, in order: a `Request`; `with_budgets` for a machine that is given whole. `plan_request` plans it,
-`offers` plans again with more of something, and `ways_of` finds changes that would fit.
+`offers` plans again with more of something, and `suggestions_of` finds changes that would fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zero_offload.hardware.rates import with_measured
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, UnitNumel, estimate_memory, value_bytes
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import AUTO_FRACTION, Outlook, Variant, assign_tiers, tier_budget, ways_to_fit
+from zero_offload.plan.placement import AUTO_FRACTION, Outlook, Variant, assign_tiers, suggestions_to_fit, tier_budget
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
 from zero_offload.plan.step_time import (
     Prediction,
@@ -55,7 +55,7 @@ _SELDOM = 1000
 """Steps between generations, hardly any commits."""
 MORE_GIB_MAX = 64
 ADAPTER_SHARE = 0.01
-WAYS_MAX = 8
+SUGGESTIONS_MAX = 8
 LOGITS_TOKENS = 1024
 """Whose logits are in memory at once, with `zo.nn.chunked_cross_entropy`."""
 
@@ -273,12 +273,14 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     return Planned(job, placement, machine, memory)
 
 
-def ways_of(request: Request, planned: Planned) -> list[str]:
+def suggestions_of(request: Request, planned: Planned) -> list[str]:
     """Ways to make it fit, where it does not."""
     if planned.memory.fits:
         return []
     variants = list(_variants(request))
-    return ways_to_fit(planned.job.units, request.config, request.hardware(), request.partition, variants, WAYS_MAX)
+    return suggestions_to_fit(
+        planned.job.units, request.config, request.hardware(), request.partition, variants, SUGGESTIONS_MAX
+    )
 
 
 def _variants(request: Request) -> Iterator[Variant]:

@@ -58,17 +58,17 @@ def _folder_lines(plan: FolderPlan) -> Iterator[str]:
         yield from _time_lines(plan)
         yield from _wear_lines(plan)
         yield from _token_lines(plan)
-        if plan.ways:
+        if plan.alternatives:
             yield "drives are written less:"
-            yield from _way_lines(plan)
+            yield from _alternative_lines(plan)
         return
     yield "it does not fit"
     yield from plan.shortages
     if any(place.total > place.free_bytes for place in plan.places) and plan.job.drives is None:
         yield "a larger disk: --nvme DIR for swap files, --out OUT for outputs"
-    if plan.ways:
+    if plan.alternatives:
         yield "what would fit:"
-        yield from _way_lines(plan)
+        yield from _alternative_lines(plan)
     else:
         yield "nothing that was tried fits: LoRA, compact states, smaller batches, shorter sequences"
 
@@ -200,11 +200,11 @@ def _percent(share: float) -> str:
     return f"{format_number(100 * share)}%" if share >= 1e-4 else "less than 0.01%"
 
 
-def _way_lines(plan: FolderPlan) -> Iterator[str]:
+def _alternative_lines(plan: FolderPlan) -> Iterator[str]:
     what = ("a step writes",) if plan.run_s is None else ("in all", "written")
     rows = [("a step", "tokens/s", *what, f"{plan.job.tbw:g} TBW last", "with")]
-    for way in plan.ways:
-        each = way.plan
+    for alternative in plan.alternatives:
+        each = alternative.plan
         rows.append(
             (
                 format_duration(each.step_s),
@@ -212,7 +212,7 @@ def _way_lines(plan: FolderPlan) -> Iterator[str]:
                 *([] if each.run_s is None else [format_duration(each.run_s)]),
                 format_written(each.written_per_step if each.written_bytes is None else each.written_bytes),
                 _life(each),
-                " ".join(way.flags),
+                " ".join(alternative.flags),
             )
         )
     yield from table_lines(rows, left=len(what) + 3)
@@ -243,7 +243,7 @@ def _model_lines(plan: ModelPlan) -> Iterator[str]:
     if automatic := [kind for kind in PLACED_KINDS if is_automatic(request.config, kind)]:
         yield f"auto: {', '.join(f'{kind.value} {_shares_text(_shares(plan, kind))}' for kind in automatic)}"
     yield from plan.planned.memory.lines(plan.table, "of one rank:")
-    yield from plan.ways
+    yield from plan.suggestions
     yield from _forecast_lines(plan)
     yield from _model_wear_lines(plan.wear, plan.tbw, plan.step_s)
     yield from _interval_lines(plan)
@@ -422,12 +422,12 @@ def _folder_json(plan: FolderPlan) -> dict[str, Any]:
         ],
         "ways": [
             {
-                "flags": list(way.flags),
-                "step_s": way.plan.step_s,
-                "run_s": way.plan.run_s,
-                "written_bytes": way.plan.written_bytes,
+                "flags": list(alternative.flags),
+                "step_s": alternative.plan.step_s,
+                "run_s": alternative.plan.run_s,
+                "written_bytes": alternative.plan.written_bytes,
             }
-            for way in plan.ways
+            for alternative in plan.alternatives
         ],
     }
 
@@ -450,7 +450,7 @@ def _model_json(plan: ModelPlan) -> dict[str, Any]:
     return {
         "fits": memory.fits,
         "reasons": memory.shortages(plan.table),
-        "suggestions": list(plan.ways),
+        "suggestions": list(plan.suggestions),
         "bytes": tiers,
         "model": plan.request.model,
         "tokens_per_step": batch.tokens * batch.micro_batches * plan.request.cluster.ranks,

@@ -26,8 +26,8 @@ from zero_offload.finetune.model.folder import (
     adapter_file,
     model_of,
 )
-from zero_offload.finetune.model.generation import generation_config
 from zero_offload.finetune.model.targets import Targets
+from zero_offload.finetune.model.text_generation import generation_config
 from zero_offload.integrations.adapter_kinds import plain_init
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
 from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names

@@ -23,7 +23,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.base.types import user_path
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
-from zero_offload.finetune.model.generation import check_generation
+from zero_offload.finetune.model.text_generation import check_generation
 from zero_offload.finetune.model.tokenizer import read_tokenizer
 from zero_offload.integrations.adapter_kinds import check_adapter_words, reads_base
 from zero_offload.integrations.gate import check_sizes, culprit_of, read_object, reading

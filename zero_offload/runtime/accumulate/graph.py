@@ -36,7 +36,7 @@ from torch.utils import checkpoint
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.runtime.pass_tracker import tensors_in
-from zero_offload.runtime.saved.activations import Activations
+from zero_offload.runtime.saved_tensors.activations import Activations
 from zero_offload.runtime.units.unit import Unit
 
 Edge = tuple[Node, int]

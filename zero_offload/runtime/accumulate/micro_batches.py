@@ -27,8 +27,8 @@ from zero_offload.runtime.accumulate.relay import Forks, Relay, Runner, Surround
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.pass_tracker import PassTracker, Scope, changed_in_forward
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.saved.activations import Activations
-from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
+from zero_offload.runtime.saved_tensors.activations import Activations
+from zero_offload.runtime.saved_tensors.tensors import recomputed_later, saving_hooks
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.owners import Owner, owner_of
 

@@ -36,8 +36,8 @@ from torch.utils import _python_dispatch as dispatch
 from zero_offload.base.host import host_empty
 from zero_offload.base.threads import LOOK_S, Bell, start
 from zero_offload.hardware.device import Device, this_stream
-from zero_offload.runtime.saved.recompute import Autocast, generators, set_generators
-from zero_offload.runtime.saved.tensors import runs, saving_hooks
+from zero_offload.runtime.saved_tensors.recompute import Autocast, generators, set_generators
+from zero_offload.runtime.saved_tensors.tensors import runs, saving_hooks
 
 Station = tuple[int, ...]
 """The units that a forward needs to go on, as indices."""

@@ -6,9 +6,9 @@ memory is short.
 
 [Note: memory that is no staging]
 A part is leased, filled, emptied and given back. Memory with another life stays with its owner. A CPU computes on
-groups of experts where they land (`runtime/units/groups.py`). The number of regions bounds the chunks of an update that
-are under way (`optim/pipeline.py`, `optim/device_pass.py`). Activations on their way have blocks of one size: a GPU's
-are numbered, for few copies, and wait for each other on a lane (`runtime/saved/tiers.py`).
+groups of experts where they land (`runtime/units/group_reader.py`). The number of regions bounds the chunks of an
+update that are under way (`optim/pipeline.py`, `optim/device_pass.py`). Activations on their way have blocks of one
+size: a GPU's are numbered, for few copies, and wait for each other on a lane (`runtime/saved_tensors/tiers.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from zero_offload.runtime.saved.tensors import runs
+from zero_offload.runtime.saved_tensors.tensors import runs
 
 
 def test_calls_of_this_thread_and_of_others() -> None:

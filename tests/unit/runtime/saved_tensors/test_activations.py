@@ -21,8 +21,8 @@ from zero_offload.base.events import Counters
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import HostDevice
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.saved.activations import Activations, OffloadedActivation
-from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, DiskTier
+from zero_offload.runtime.saved_tensors.activations import Activations, OffloadedActivation
+from zero_offload.runtime.saved_tensors.tiers import LANDING_SLAB_BYTES, DiskTier
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.native_engine import NativeEngine

@@ -39,8 +39,8 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.hardware.accelerators import present_type
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.runtime.ranks.group import all_gather
-from zero_offload.runtime.saved.activations import VersionCheck
-from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, Unpack, runs, runs_again, saver_of, saving_hooks
+from zero_offload.runtime.saved_tensors.activations import VersionCheck
+from zero_offload.runtime.saved_tensors.tensors import KEPT_AS_IT_IS, Unpack, runs, runs_again, saver_of, saving_hooks
 from zero_offload.standins.owners import owner_of
 
 Group = dist.ProcessGroup

@@ -19,7 +19,7 @@ from torch import nn
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
 from zero_offload.base.host import host_empty
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
-from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.integrations.adapter_kinds import BASE_INITS, FILE_INITS, plain_init
 from zero_offload.integrations.peft import base_names, merge_layer, merged_tensors, write_adapters
 from zero_offload.integrations.pretrained import saved_tensors, usual_dtype

@@ -1,7 +1,7 @@
 """Other settings with which a fine-tuning run fits, or spares its drives; and with other numbers of tokens in a step.
 
 Owns what is tried, in which order, and the flags that say it. Never plans: what it is given does. The calls:
-`find_ways` and `by_tokens`.
+`find_alternatives` and `by_tokens`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import GIB, Tier
-from zero_offload.finetune.fit.figures import FolderPlan, Way
+from zero_offload.finetune.fit.figures import Alternative, FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import find_gpu_here, is_automatic
 from zero_offload.finetune.model.folder import Lora
@@ -50,14 +50,14 @@ class _SettingsChange:
         return replace(job, **self.settings, offload=replace(job.offload, **self.offload))
 
 
-def find_ways(job: FolderJob, plan_of: PlanOf) -> Iterator[Way]:
+def find_alternatives(job: FolderJob, plan_of: PlanOf) -> Iterator[Alternative]:
     """Other settings under which the run fits, each as near to what was asked as it can be."""
     for changes in _changes(job):
         tried = ((change.flags, _first_that_fits(change.of(job), plan_of)) for change in changes)
         if (found := next(((flags, *fitting) for flags, fitting in tried if fitting is not None), None)) is not None:
             flags, smaller, plan = found
             states = f"{-(-plan.states_bytes // GIB)}GiB"
-            yield Way((*(states if word == _MORE else word for word in flags), *smaller), plan)
+            yield Alternative((*(states if word == _MORE else word for word in flags), *smaller), plan)
 
 
 def _changes(job: FolderJob) -> Iterator[list[_SettingsChange]]:

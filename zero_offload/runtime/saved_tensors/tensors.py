@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
-from zero_offload.runtime.saved.activations import Activations, changed_in_place
+from zero_offload.runtime.saved_tensors.activations import Activations, changed_in_place
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.derived import Derived, Step, plain_of
 from zero_offload.standins.owners import AtRest
@@ -301,7 +301,7 @@ def saving_hooks() -> SavingHooks | None:
     return hooks
 
 
-_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved.recompute")
+_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved_tensors.recompute")
 _SECOND_PASSES = ("_recomputation_hook.", "Region.refill")
 
 

@@ -28,8 +28,8 @@ from zero_offload.model.about import about
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
-from zero_offload.optim.groups import check_groups, group_records, restore_groups
 from zero_offload.optim.optimizer import FusedOptimizer
+from zero_offload.optim.param_groups import check_groups, group_records, restore_groups
 from zero_offload.runtime.grads.gradients import check_closed
 from zero_offload.standins.owners import owner_of
 

@@ -25,7 +25,7 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
 from zero_offload.plan.layout import Dealer
-from zero_offload.runtime.saved.tiers import ActivationTier, DiskTier, HostTier, StoredBytes
+from zero_offload.runtime.saved_tensors.tiers import ActivationTier, DiskTier, HostTier, StoredBytes
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.storage.shards.store import ShardStore

@@ -21,7 +21,7 @@ from torch import Tensor
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.hardware.device import Device, Event, Handoff
-from zero_offload.plan.groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, ShardRange
+from zero_offload.plan.expert_groups import GROUPS_IN_FLIGHT, GroupLayout, GroupPart, ShardRange
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero_offload.base.types import MIB
-from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, ActivationStaging, TensorLease
+from zero_offload.runtime.saved_tensors.tiers import LANDING_SLAB_BYTES, ActivationStaging, TensorLease
 from zero_offload.storage.memory.arena import Arena
 
 
