@@ -1,4 +1,4 @@
-// What the functions of the border share: checks of arguments, and every failure as a status and a message.
+// The functions of the border share checks of arguments, and every failure as a status and a message.
 #pragma once
 
 #include <cstddef>

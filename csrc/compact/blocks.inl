@@ -26,9 +26,9 @@ inline typename W::F decode_lanes(const uint8_t *codes, typename W::F scale) {
     return W::mul(root, kSigned ? magnitude<W>(root) : root);
 }
 
-// What a block has in memory (`kept`) between the pass that makes its values and the one that makes its
-// codes: a signed value itself, of one that is never negative the root. Here the scale from the bits of the
-// largest magnitude of those, and what a root is multiplied with to be in units of it.
+// Between the pass that makes its values and the pass that makes its codes, a block has numbers in memory
+// (`kept`): a signed value itself, of a value that is never negative the root. The scale comes from the bits of
+// their largest magnitude; a root times `inverse` is in units of it.
 struct Scale {
     float scale, inverse;
     bool finite;

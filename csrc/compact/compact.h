@@ -8,7 +8,7 @@
 //     rounded c q over q is nearer to c than a rounding can tell; and where the lowest bit of q is set, as it
 //     is made to be, the rounded 127 q over 127, or 255 q over 255, is q again.
 //   - A value between those of two codes becomes one of them, at random so that it keeps its mean, or the
-//     nearer one. What is above 0 and never negative does not become 0: the root is divided by.
+//     nearer one. A state above 0 that is never negative does not become 0: its root is divided by.
 //   - A block with a NaN or an infinity gets the scale NaN and codes 0: all of it decodes to NaN.
 #pragma once
 

@@ -17,8 +17,8 @@ struct BetweenPasses {
     Scale scale[3];
 };
 
-// What is the same for all elements of a block; and lane by lane the bits of the largest magnitudes kept, and
-// the number of the element that comes next.
+// Numbers that are the same for all elements of a block; and lane by lane the bits of the largest magnitudes
+// kept, and the number of the next element.
 template <class W>
 struct BlockLanes {
     BlockLanes(const UpdateBuffers &b, const UpdateScalars &scalars, int num_states, int64_t first)

@@ -1,4 +1,4 @@
-// What this processor can run, and which of it the kernels use.
+// Instruction sets that this processor has, and those that the kernels use.
 #pragma once
 
 #include <cstdint>

@@ -92,12 +92,12 @@ enum zo_rule {
 
 /* How the states rest in memory. ZO_STATES_FP32: whole. ZO_STATES_BF16: as uint16_t halves.
  * ZO_STATES_COMPACT: as 8-bit codes, with an fp32 scale for each ZO_STATE_BLOCK elements, counted from the
- * start of the section; a bf16 value then keeps the upper 24 bits of its master, in a residual of 8. What is
- * shortened is rounded at random so that it keeps its mean; a step itself uses the new states before that.
+ * start of the section; a bf16 value then keeps the upper 24 bits of its master, in a residual of 8. Numbers
+ * are shortened by random rounding, so that they keep their mean; a step itself uses the new states before.
  * An fp32 value, and the master of an fp16 one, stay whole.
  * A code is the root of a value in units of its block's scale, q: with code c, a state that is never negative
- * (uint8_t) is (c q)^2, another (int8_t) is c |c| q^2. What is above 0 and never negative does not get code
- * 0. A block with a NaN or an infinity gets the scale NaN: all of it decodes to NaN. */
+ * (uint8_t) is (c q)^2, another (int8_t) is c |c| q^2. A state above 0 that is never negative does not get
+ * code 0. A block with a NaN or an infinity gets the scale NaN: all of it decodes to NaN. */
 enum zo_state_format { ZO_STATES_FP32 = 0, ZO_STATES_BF16 = 1, ZO_STATES_COMPACT = 2 };
 #define ZO_NUM_STATE_FORMATS 3
 #define ZO_STATE_BLOCK 256
@@ -139,7 +139,7 @@ typedef struct {
 /* One fused pass over the segments, which are sorted and disjoint; elements in no segment are not touched.
  * `residual` is read for bf16 values only, `master` for fp16 values only. `value_out`, when not NULL,
  * receives a second copy of the new value. No two buffers may overlap.
- * What is rounded at random depends on `seed`, the segment's step and the element's index in its section
+ * Random rounding depends on `seed`, the segment's step and the element's index in its section
  * alone: not on how a section is cut into calls and segments. Sections need seeds of their own. Beside
  * compact states, `origin` and each segment's begin are multiples of ZO_STATE_BLOCK. A segment may end inside
  * a block: what follows it there is not touched and counts as 0, so it must not be anyone's. */

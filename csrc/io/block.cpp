@@ -8,7 +8,7 @@
 namespace zo {
 namespace {
 
-// What a transfer that stopped early may be continued at: O_DIRECT takes whole sectors only.
+// A transfer that stopped early goes on at a multiple of this: O_DIRECT takes whole sectors only.
 constexpr uint64_t kSector = 4096;
 constexpr int kStormLength = 40;
 

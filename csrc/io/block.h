@@ -14,7 +14,7 @@
 
 namespace zo {
 
-// What became of one block.
+// The outcome of one block.
 struct BlockOutcome {
     int32_t status = ZO_IO_DONE;
     int32_t sys_errno = 0;

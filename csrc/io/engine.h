@@ -80,7 +80,7 @@ class Transport {
 std::unique_ptr<Transport> make_threads_transport(IoEngine *engine, Lane *lane, const zo_io_config &config);
 std::unique_ptr<Transport> make_uring_transport(IoEngine *engine, Lane *lane, const zo_io_config &config);
 
-// What a lane still has to start of a batch.
+// The part of a batch that a lane still has to start.
 struct LaneBatch {
     std::shared_ptr<Batch> batch;
     std::vector<uint32_t> rows;     // of the batch's blocks

@@ -13,7 +13,7 @@ ZO_INLINED inline void fetch_ahead(const Element *p) {
     __builtin_prefetch(reinterpret_cast<const char *>(p) + kAheadBytes);
 }
 
-// What one call computes and stores at element i, as fp32 lanes: see the operations below.
+// One call computes and stores fp32 lanes at element i: see the operations below.
 template <class Operation>
 inline ChunkSum sum_chunk(const Operation &operation, int64_t numel) {
     constexpr int kGroup = 16 / Vec::kLanes;

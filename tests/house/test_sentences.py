@@ -8,9 +8,7 @@ letter. Code in backquotes counts as one word. Code blocks, headings, tables and
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +16,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS_MAX = 25
-PLACES = ("zero_offload", "benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md")
-"""Folders and pages that keep the rules; STATUS.md names the others."""
+PLACES = (
+    "zero_offload",
+    "benchmarks",
+    "examples",
+    "tests",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "STATUS.md",
+)
 
+_COMMENT = re.compile(r"(?:^\s*|  )#[#:]?(?: |$)(.*)$")
 _CODE = re.compile(r"`+[^`]+`+")
 _END = re.compile(r"(?:(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)|(?<=:)(?=\s+[^a-z\s]))[\"')*_]*\s+")
 _BEGINS_WITH_WHAT = re.compile(r"[\"'(*_]*What('s)?\s")
@@ -32,21 +40,22 @@ _NOT_PROSE = re.compile(r"```|<!--|\[Note:|[|#>=]|.*(->|\S {3,}\S)")
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """Docstrings and comments of a Python file, each with its line; comments in successive lines are one text."""
+    of_strings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+            of_strings.update(range(node.lineno, (node.end_lineno or 0) + 1))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
     found: dict[int, str] = {}
     end = -1
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            line, text = token.start[0], token.string.lstrip("#: ")
-            is_alone = not token.line[: token.start[1]].strip()
-            if is_alone and line == end + 1:
-                begin = next(reversed(found))
-                found[begin] += f"\n{text}"
+    for number, line in enumerate(source.split("\n"), 1):
+        if (match := _COMMENT.search(line)) and number not in of_strings:
+            is_alone, text = not match.start(), match.group(1)
+            if is_alone and number == end + 1:
+                found[next(reversed(found))] += f"\n{text}"
             else:
-                found[line] = text
-            end = line if is_alone else -1
+                found[number] = text
+            end = number if is_alone else -1
     yield from found.items()
 
 
@@ -136,6 +145,6 @@ def test_the_rules_allow_what_is_legal(sentence: str) -> None:
 
 
 def test_texts_are_docstrings_and_comments() -> None:
-    source = '"""One.\n\nTwo\nthree."""\n\n# Four\n# five.\nx = 1  # Six.\n# Seven.\ny = "# Eight."\n'
+    source = '"""One.\n\nTwo\nthree."""\n\n# Four\n# five.\nx = 1  # Six.\n# Seven.\ny = """\n# Eight."""\n'
     found = [paragraph for _, text in texts(source) for _, paragraph in paragraphs(text)]
     assert found == ["One.", "Two three.", "Four five.", "Six.", "Seven."]

@@ -39,7 +39,7 @@ CLIPPED = 2e-7
 
 @dataclass(frozen=True)
 class Loop:
-    """What is asked of accelerate."""
+    """A loop of accelerate, by its settings."""
 
     precision: str = "no"
     backend: str = "no"
@@ -133,7 +133,7 @@ def test_the_loop(pools: RankPools, tmp_path: Path, where: str, world_size: int,
 
 
 def split(rank: int, world_size: int, loop: Loop, where: str, folder: Path) -> tuple[Trained, Trained]:
-    """A run of four steps, saved after two, and one that goes on from there in a new model and accelerator."""
+    """A run of four steps, saved after two, and a run that goes on from there in a new model and accelerator."""
     state = folder / "state"
     with launched(rank, world_size):
         made = parts(loop, where, folder / "run")

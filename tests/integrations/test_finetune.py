@@ -98,7 +98,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def num_rows(out: Path) -> int:
-    """Whole lines; the last may be one that is written now."""
+    """Whole lines; the last line may still be in writing."""
     file = out / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -124,7 +124,7 @@ def adapted(place: Place, seed: int = 0) -> nn.Module:
 
 
 def plain_losses(place: Place, method: str, lora: bool, **settings: Any) -> tuple[list[float], nn.Module]:
-    """What TRL's trainer logs of the plain model, with the same kernel of AdamW."""
+    """The log of TRL's trainer of the plain model, with the same kernel of AdamW."""
     tools.reset_accelerate()
     data = place.preferences if method == "dpo" else place.chat
     prepared = prepare([str(data)], open_folder(place.model), method=method, seq=96)
@@ -514,7 +514,7 @@ def test_an_end_that_failed_is_completed(place: Place, tmp_path: Path) -> None:
 
 
 def test_each_moment_of_the_end_leaves_a_whole_model_or_none(place: Place, tmp_path: Path) -> None:
-    """What a kill would leave, seen at each change of a name in OUT."""
+    """The remains of a kill, seen at each change of a name in OUT."""
     out = tmp_path / "out"
     run(place, out, steps=2)
     first = (out / "model.safetensors").read_bytes()

@@ -147,7 +147,7 @@ def test_a_step_reads_experts_twice(place: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_doctor_and_report_tell_of_the_base(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its place and size, and what became of it since. What a plan gives to drives leaves it out."""
+    """Its place and size, and what became of it since. The plan's bytes for drives leave it out."""
     out, folder = tmp_path / "out", place / "qwen3_moe"
     assert (
         finetune(place, "qwen3_moe", out, "--params-tier", "nvme", "--lora-targets", "o_proj", "--quantize", "nf4") == 0

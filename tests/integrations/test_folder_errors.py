@@ -1,4 +1,4 @@
-"""What is wrong with a folder is one error that says what to do, before anything takes time."""
+"""A fault of a folder is one error that says what to do, before anything takes time."""
 
 from __future__ import annotations
 

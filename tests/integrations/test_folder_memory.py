@@ -26,7 +26,7 @@ BYTES = {"lora": 2, "full": 14}
 BUDGETS = {"lora": 160 * MIB, "full": 192 * MIB}
 """Of which chunks of states that come and go take 64 MiB, and reads of a base 32. The least that a plan allows."""
 HEAP = 48 * MIB
-"""What no plan counts: modules of adapters, activations of one row, holes."""
+"""Bytes that no plan counts: modules of adapters, activations of one row, holes."""
 
 
 def make(folder: Path) -> None:

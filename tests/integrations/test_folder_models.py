@@ -1,4 +1,4 @@
-"""The model of a folder is the one that `from_pretrained` loads, offloaded, with adapters and new heads."""
+"""A folder gives the model that `from_pretrained` loads, offloaded, with adapters and new heads."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_untied_head_must_be_in_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("task", ["masked", "classify"])
 def test_new_heads(task: str, lora: Lora | None, tmp_path: Path) -> None:
-    """In no file: drawn by the seed, and trained. What only other tasks have is left out. Names are old ones."""
+    """In no file: drawn by the seed, and trained. Heads of other tasks are left out. Names are old ones."""
     path = write_folder(tmp_path / "in", "bert")
     plain = folders.model("bert")
     values = {

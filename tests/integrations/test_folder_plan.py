@@ -1,4 +1,4 @@
-"""What `plan` and `finetune` say of a folder, against what the run takes."""
+"""The figures of `plan` and `finetune` for a folder, against the bytes that the run takes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def folder(path: Path) -> ModelFolder:
     return open_folder(path)
 
 
-# What a model's parts are
+# Parts of a model
 
 
 def _llama(**settings: Any) -> Any:
@@ -128,7 +128,7 @@ def test_adapters_of_the_table_are_those_of_peft(name: str, tmp_path: Path) -> N
     assert sum(unit.numel.frozen for unit in units) == replace(SHAPES[name], layers=layers).numel
 
 
-# What a step keeps
+# Tensors that a step keeps
 
 
 class _Saved:
@@ -219,7 +219,7 @@ def test_a_config_that_is_not_understood_is_one_line_of_the_plan(folder: ModelFo
     assert text.count("LlamaConfig.moe_topk is not understood") == 1 and "it is 'two'\n" in text
 
 
-# What is planned is what runs
+# The plan and its run
 
 
 def _job(folder: ModelFolder, nvme: Path, lora: Lora | None = None, **settings: Any) -> FolderJob:
@@ -269,7 +269,7 @@ def test_what_the_run_gets_leaves_room_for_activations(folder: ModelFolder, tmp_
     assert plan.activations[Tier.DEVICE] == rehearse(folder, None, torch.bfloat16, 2, 64, recompute=True).peak_bytes
 
 
-# What does not fit
+# Plans that do not fit
 
 
 @pytest.fixture(scope="module")

@@ -245,7 +245,7 @@ def test_settings_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
 
 
 def test_values_are_the_same_in_each_process() -> None:
-    """What JSON lacks is text, without an address."""
+    """Values that JSON lacks are text, without an address."""
     values: dict[str, Any] = {"a": (1, float("inf")), "b": {"y", "x"}, "c": object(), 4: torch.float32, "d": print}
     assert about.plain(values) == {
         "a": [1, "inf"],

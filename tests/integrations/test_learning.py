@@ -1,4 +1,4 @@
-"""A run says what it learns before its first step: rows, tokens, steps, rates. One that learns nothing says so."""
+"""A run says what it learns before its first step: rows, tokens, steps, rates. A run that learns nothing says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def learning(steps: int, *, shrinks: bool = True, counts: Counts = COUNTS, **set
 
 
 def of_transformers(steps: int, warmup: float, lr: float = 1e-3) -> list[float]:
-    """What Trainer sets: it counts the steps of a share by rounding up."""
+    """The rates that Trainer sets: it counts the steps of a share by rounding up."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
     number = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
     schedule = get_cosine_schedule_with_warmup(optimizer, number, steps)
@@ -164,7 +164,7 @@ def test_the_plan_of_learning_stands_beside_that_of_memory(
 
 
 def test_packed_rows_and_parts_of_an_epoch(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What fills packed rows up is no token that a step reads, and the last step of an epoch may be a short one."""
+    """Padding of packed rows does not count as tokens of a step, and the last step of an epoch may be a short one."""
     data, out = folders.write_instructions(tmp_path / "chat.jsonl", 20), tmp_path / "out"
     flags = ("--batch", "2", "--accumulate", "2")
     whole = run(model, data, out, *flags, "--json")

@@ -1,4 +1,4 @@
-"""What peft does to a model gives the same losses and files, bit for bit, on an offloaded one."""
+"""An offloaded model with adapters of peft has the same losses and files as the plain one, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "tied head": lambda: peft.LoraConfig(target_modules=[*QV, "lm_head"], **LORA),
     "tied copy": lambda: peft.LoraConfig(target_modules=QV, modules_to_save=["lm_head"], **LORA),
 }
-"""What works in full."""
+"""Adapters that work in full."""
 OTHERS: dict[str, Callable[[], Any]] = {
     "adalora": lambda: peft.AdaLoraConfig(target_modules=QV, init_r=6, target_r=2, total_step=9, tfinal=1, **COMMON),
     "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=QV, **COMMON),

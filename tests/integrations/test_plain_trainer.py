@@ -36,13 +36,13 @@ def t5() -> nn.Module:
 
 
 def one_block() -> nn.Module:
-    """What torch.compile takes least time for."""
+    """A model for which torch.compile takes least time."""
     return llama(num_hidden_layers=1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of the Trainer."""
+    """A run of the Trainer, by its settings."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     by_class: bool = False
@@ -144,7 +144,7 @@ def test_trainer(pools: RankPools, tmp_path: Path, name: str) -> None:
 
 
 def save_alone(rank: int, world_size: int, folder: Path) -> list[str]:
-    """What a rank is told that saves while the other does not."""
+    """The errors of a rank that saves while the other does not."""
     with launched(rank, world_size):
         model = zo.offload(llama(), config("cpu", folder))
         wrapper = nn.Sequential(model)

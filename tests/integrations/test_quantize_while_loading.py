@@ -34,7 +34,7 @@ DTYPE = torch.bfloat16
 
 
 def library_config(kind: str, dtype: torch.dtype) -> Any:
-    """What a user of the library writes."""
+    """The config that a user of the library writes."""
     if kind == "fp8":
         from torchao.quantization import Float8WeightOnlyConfig
 

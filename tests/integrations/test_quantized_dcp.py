@@ -76,7 +76,7 @@ def test_a_run_goes_on_from_it(kind: str, world_size: int, pools: RankPools, tmp
 
 
 def ask(rank: int, world_size: int, kind: str, path: str) -> list[str]:
-    """What dcp.save and dcp.load raise."""
+    """The errors of dcp.save and dcp.load."""
     model, optimizer = opened(kind, "cpu", path)
     state, found = {"model": model.state_dict()}, []
     calls: list[Callable[[], Any]] = [

@@ -110,7 +110,7 @@ def on(where: str, place: Path) -> zo.OffloadConfig:
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_from_pretrained(folder: Folder, tmp_path: Path, kind: str, where: str) -> None:
-    """In memory. What is on a drive stays in the folder."""
+    """In memory. Weights on a drive stay in the folder."""
     theirs, ours = adapted(in_memory(folder(kind))), adapted(planned(folder(kind)))
     assert [type(layer) for layer in ours.modules()] == [type(layer) for layer in theirs.modules()]
     zo.offload(ours, on(where, tmp_path / "nvme"))

@@ -42,7 +42,7 @@ def weights() -> Path:
 
 
 def texts(path: Path) -> Path:
-    """What functions of three modules do, and the module."""
+    """Descriptions of the functions of three modules, with the module as label."""
     rows = [
         {"text": text, "label": name.rpartition(".")[0]}
         for name, text in folders.descriptions()

@@ -398,7 +398,7 @@ def test_checkpoints_of_adapters_are_adapters(tmp_path: Path) -> None:
     assert without_norms(train(again, str(tmp_path / "plain" / "checkpoint-4"), adapted)) == without_norms(plain)
 
 
-# What has no meaning, and numbers
+# Settings without a meaning, and numbers
 
 
 def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:

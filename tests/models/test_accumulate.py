@@ -424,7 +424,7 @@ def test_other_ways_meet_again(nvme: Path) -> None:
     assert uses_of(model) == [0, 1, 2, 3, 0, 3, 2, 1]
 
 
-# What cannot be
+# Refusals
 
 
 class Twin(nn.Module):

@@ -91,7 +91,7 @@ def test_the_bits_are_those_of_a_plain_model(make: type[nn.Module], cache: bool,
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
-    """What is saved in bf16 and is as large as a weight."""
+    """Storages that are saved in bf16 and are as large as a weight."""
     found = []
     pack = SavedTensors._pack
 

@@ -26,7 +26,7 @@ THREE = [name for name in ARCHITECTURES if name in ("bert", "mamba", "wav2vec2")
 
 
 def _start(make: Callable[[], nn.Module], config: zo.OffloadConfig, *, deferred: bool) -> dict[str, Any]:
-    """What must be equal of an offloaded model: all that there is of it."""
+    """All properties of an offloaded model, which must be equal."""
     model, generator = built(make, deferred=deferred)
     if deferred:
         assert all(param.is_meta for param in model.parameters())
@@ -264,7 +264,7 @@ def test_skipped_values_are_missed(use: Callable[[Any, Path], Any], config: zo.O
 
 
 def test_skipped_values_beside_real_ones(config: zo.OffloadConfig, folder: Path) -> None:
-    """What was not deferred has its values from the start."""
+    """A parameter that was not deferred has its values from the start."""
     model = _skipped()
     model.norm = nn.LayerNorm(UNEVEN)
     zo.offload(model, config)

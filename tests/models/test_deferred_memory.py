@@ -33,7 +33,7 @@ class Drawn(nn.Module):
 
 
 def plain_and_deferred(kind: Callable[..., nn.Module], nvme: Path) -> dict[str, int]:
-    """What building and offloading take, plain and deferred, in bytes."""
+    """Bytes that building and offloading take, plain and deferred."""
     taken = {}
     for values in ("init", "skip", "plain"):
         folder = nvme / values
@@ -65,7 +65,7 @@ def measure(folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["lm", "drawn"])
 def test_a_unit_is_enough(kind: str, tmp_path: Path) -> None:
     taken = measured_alone("tests.models.test_deferred_memory", tmp_path, kind)
-    # What holds the whole model is seen to.
+    # The measurement sees a process that holds the whole model.
     assert taken.pop("build plain") > 0.9 * UNIT_BYTES * NUM_BLOCKS
     taken.pop("offload plain")
     shown = {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}

@@ -49,7 +49,7 @@ def step(model: nn.Module, optimizer: zo.AdamW, number: int) -> float:
 def test_its_directory_can_be_offloaded_into_at_once(
     params: str, commits: bool, nvme: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether an update or a commit was still under way. What was committed is there; a step that was not is named."""
+    """Whether an update or a commit was still under way. Committed steps are there; another step is named."""
     other = tmp_path / "other"
     model, optimizer, _ = start(other, params)
     want = [step(model, optimizer, number) for number in range(6)]

@@ -117,7 +117,7 @@ def test_a_backward_right_after_a_broken_one_counts(
     def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
         for seed in (0, 10):
             good = model(tokens_of(seed))
-            model.blocks[1].backward_error = error  # read by the forward, and by one that is run again
+            model.blocks[1].backward_error = error  # read by the forward, and by a forward that is run again
             broken = model(tokens_of(seed + 1))
             with pytest.raises(error, match="backward") as kept:
                 broken.backward()

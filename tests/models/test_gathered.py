@@ -1,4 +1,4 @@
-"""What `zo.gathered` lets a program do: read; and change what it has named, in mode="write"."""
+"""The uses of `zo.gathered`: a program reads, and changes the named parameters in mode="write"."""
 
 from __future__ import annotations
 

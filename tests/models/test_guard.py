@@ -1,4 +1,4 @@
-"""What stays true of a parameter while its data is away, and what is refused."""
+"""Properties that a parameter keeps while its data is away, and operations that are refused."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_dropped_model_frees_its_directory_and_its_memory(optimizer: str, nvme
     # In a process of its own: what other tests have left in the C library's hands would come and go in between.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         sizes = process.submit(sizes_after_drops, config).result()
-    # What one model leaves may go a moment later; what all leave stays.
+    # The remains of one model may go a moment later; those of all models stay.
     assert min(sizes[2:]) - min(sizes[:2]) < 60 << 20, "the states of one model are about 120 MB"
 
 

@@ -1,7 +1,8 @@
 """Every function that torch lets a tensor class see, with a parameter at rest at each of its tensor arguments.
 
-What needs no data gives what it gives for a plain parameter; what reads or changes data raises one error, which names
-`zo.gathered`; what torch refuses for a plain one it refuses alike. Nothing else happens, and nothing is fetched.
+A function that needs no data gives the result of a plain parameter. A function that reads or changes data raises one
+error, which names `zo.gathered`. A function that torch refuses for a plain parameter is refused alike. Nothing else
+happens, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ EXCEPTIONS = (
     *("__reduce_ex__", "__repr__", "__format__", "requires_grad_", "detach_", "share_memory_"),
     *("_cdata", "set_", "as_strided", "native_channel_shuffle"),
 )
-"""Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies, texts. The rest: an
-address; a function that torch shows to no class where it has no argument; one that asks how much memory there is; one
-that in torch 2.10 and 2.11 takes every shape where a tensor has no memory."""
+"""Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies, texts. The rest are an
+address, and a function without an argument, which torch shows to no class. One function asks how much memory there is.
+In torch 2.10 and 2.11 another takes every shape where a tensor has no memory.
+"""
 ANSWERED = {
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version", "output_nr", "data", "mT", "T"),

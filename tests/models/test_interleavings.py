@@ -1,4 +1,4 @@
-"""What views, signals and other threads meet while an update or a move is under way."""
+"""Views, signals and other threads, while an update or a move is under way."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_weight_that_leaves_between_forward_and_backward(nvme: Path) -> None:
 
 
 def test_a_touched_weight_that_is_read_again_in_backward(nvme: Path) -> None:
-    # What is touched stays until the outermost forward, or the backward, ends: room for it beside two blocks.
+    # A touched unit stays until the outermost forward, or the backward, ends: room for it beside two blocks.
     assert_same(script, partial(EarlyTouch, MANY, 6), placed("fp32", GRADS_IN_MEMORY, nvme, "14MiB"))
 
 

@@ -168,7 +168,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("overflow", ["head", "body"])
 def test_one_optimizer_of_offloaded_and_ordinary_parameters(overflow: str) -> None:
-    """What overflows in one part is skipped in both; otherwise both learn as they do unscaled."""
+    """A step that overflows in one part is skipped in both; otherwise both learn as they do unscaled."""
     results = []
     for scaler in (zo.GradScaler(SMALL), zo.GradScaler(enabled=False)):
         model = build(Mixed)

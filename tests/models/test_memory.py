@@ -1,4 +1,4 @@
-"""What a model takes it keeps within bounds, and gives back: nothing grows with steps, and a dropped model is gone."""
+"""A model takes memory within bounds, and gives it back: nothing grows with steps, and a dropped model is gone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_dropped_model_leaves_memory_at_once(use: str, fp32_config: zo.Offload
 
 WARM, STEPS = 10, 200
 HEAP_NOISE = 6 * MIB
-"""What glibc's heap and torch's own caches move by; one gradient kept per step would be several times that."""
+"""Bytes by which glibc's heap and torch's own caches move; one gradient kept per step would be several times that."""
 PLACEMENTS = {
     "cpu": ("cpu", "cpu", "cpu"),
     "nvme": ("nvme", "nvme", "nvme"),
@@ -110,7 +110,7 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What this process and our package hold now."""
+    """Resources that this process and our package hold now."""
 
     descriptors: int
     threads: int
@@ -131,8 +131,9 @@ def our_objects() -> Counter[str]:
 
 
 def taken(model: nn.Module, ranges: list[int], than: Counter[str] | None = None) -> Taken:
-    """Where there are more objects `than` these it looks again for a while: a thread tells that a job is done a moment
-    before it lets go of it."""
+    """Where there are more objects `than` these it looks again for a while. A thread tells that a job is done a moment
+    before it lets go of it.
+    """
     runtime: Any = runtime_of(model)
     runtime.drain()
     time.sleep(0.1)

@@ -48,7 +48,7 @@ class Wide(TinyLM):
         super().__init__(WIDE, 3, type(self).block)
 
 
-# What forward does
+# Forwards
 
 
 class DropsLayers(Wide):
@@ -172,7 +172,7 @@ class Pair(NamedTuple):
 
 
 class ReturnsContainers(Wide):
-    """What a block returns is packed in turn as a tuple, a list, a dict in a list, and a named tuple."""
+    """The results of a block are packed in turn as a tuple, a list, a dict in a list, and a named tuple."""
 
     class block(Block):
         def forward(self, x: Tensor, kind: int) -> Any:  # type: ignore[override]
@@ -238,7 +238,7 @@ def test_a_normed_weight_of_the_root_itself(nvme_config: zo.OffloadConfig) -> No
     assert_same(steps, lambda: nn.utils.weight_norm(nn.Linear(WIDE, WIDE)), nvme_config)
 
 
-# What the script does
+# Scripts
 
 
 def gradient_penalty(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
@@ -487,7 +487,7 @@ def test_compiled_blocks_are_one_graph_each(nvme_config: zo.OffloadConfig) -> No
     assert plain and count(zo.offload(build(Model), nvme_config)) == plain
 
 
-# What is refused
+# Refusals
 
 
 class Clamps(Wide):
@@ -614,7 +614,7 @@ def test_a_forward_that_turns_gradients_on(place: str, nvme: Path) -> None:
 
 @pytest.mark.parametrize("place", ["nvme", "cpu"])
 def test_a_state_dict_that_breaks_off_is_over(place: str, nvme: Path) -> None:
-    """A weight that is read outside of its module is the one that training has made, not the copy of then."""
+    """A weight that is read outside of its module is the trained one, not the copy of then."""
 
     class Reads(TinyLM):
         def run_blocks(self, x: Tensor) -> Tensor:

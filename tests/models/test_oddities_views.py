@@ -273,7 +273,7 @@ def test_a_change_that_starts_later_is_seen_later(nvme_config: zo.OffloadConfig)
     assert 5 < model.blocks[0].calls <= 8
 
 
-# What surrounds a model
+# Surroundings of a model
 
 
 def test_two_threads_cannot_run_one_model(nvme_config: zo.OffloadConfig) -> None:

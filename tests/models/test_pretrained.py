@@ -192,7 +192,7 @@ def test_shards_of_several_chunks(config: zo.OffloadConfig, tmp_path: Path) -> N
     zo.close(model)
 
 
-# What does not fit
+# Folders that do not fit
 
 
 def _unchanged(model: nn.Module, path: Path, kind: type[Exception], words: str, **arguments: Any) -> None:

@@ -56,7 +56,7 @@ def measure(folder: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", [full("fp32"), "bf16"])
 def test_a_unit_is_enough(precision: str, tmp_path: Path) -> None:
     taken = measured_alone("tests.models.test_pretrained_memory", tmp_path, precision)
-    # What holds the whole model is seen to; a state dict holds nothing until it is looked at.
+    # The measurement sees a process that holds the whole model; a state dict holds nothing until it is looked at.
     assert taken.pop("whole") > UNIT_BYTES * NUM_BLOCKS / (1 if precision == "fp32" else 2)
     assert max(taken.values()) < UNITS_MAX * UNIT_BYTES, {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
 

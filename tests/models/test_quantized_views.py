@@ -165,7 +165,7 @@ def plain(
 
 
 def saved_of(loss: Tensor) -> list[Any]:
-    """What the nodes of a graph have saved, as hooks have packed it."""
+    """The tensors that the nodes of a graph have saved, as hooks have packed them."""
     found, nodes, left = [], set(), [loss.grad_fn]
     while left:
         node = left.pop()

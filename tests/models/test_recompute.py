@@ -357,7 +357,7 @@ def test_early_stop_leaves_out_what_is_not_needed() -> None:
     assert calls == ["norm", "down", "norm"]
 
 
-# What goes wrong
+# Faults
 
 
 class Fickle(nn.Module):

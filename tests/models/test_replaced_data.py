@@ -267,7 +267,7 @@ def test_in_forward_what_changes_a_value_raises_and_leaves_the_model_whole(
     list(train(model, optimizer, range(2)))
 
 
-# What else programs do with weights
+# Other uses of weights by programs
 
 
 @pytest.mark.parametrize("place", ["cpu-fp32", "nvme-fp32"])

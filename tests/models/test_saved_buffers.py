@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class Counting(nn.Module):
-    """Buffers of every kind that training changes, and one that no state dict has."""
+    """Buffers of every kind that training changes, and a buffer that no state dict has."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def test_a_touch_inside_forward_fetches(model: type[TinyLM], config: zo.OffloadC
     def script(twin: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
         yield from train(twin, optimizer, range(5))
 
-    # What is touched in backward stays until its end: KeepsParameter needs all blocks at once.
+    # A unit that is touched in backward stays until its end: KeepsParameter needs all blocks at once.
     roomy = config.to_dict() | ({"device_memory": "16MiB"} if config.nvme_dirs else {})
     assert_same(script, partial(model, WIDE), zo.OffloadConfig.from_dict(roomy))
 

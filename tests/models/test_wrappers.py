@@ -1,4 +1,4 @@
-"""What torch wraps around a model to divide or copy it is refused, before and after zo.offload."""
+"""A wrapper of torch that divides or copies a model is refused, before and after zo.offload."""
 
 from __future__ import annotations
 

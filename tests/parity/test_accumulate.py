@@ -115,7 +115,7 @@ def test_bytes_fetched_are_those_of_one_micro_batch(nvme: Path) -> None:
 
 
 def test_a_loop_fetches_once_more_per_micro_batch(nvme: Path) -> None:
-    """What the test above would see if units did not stay for all."""
+    """The reads that the test above would see if units did not stay for all."""
     model = zo.offload(build(lambda: TinyLM(WIDE, 4)), away(nvme, device_memory="9MiB"))
     optimizer, found = zo.AdamW(param_groups(model), lr=1e-2), []
     for run in (zo.accumulate, zo.accumulate, loop):
@@ -439,7 +439,7 @@ def test_where_the_generators_stand_afterwards(tiers: str, nvme: Path) -> None:
     optimizer = zo.AdamW(model.parameters())
 
     def after(*numbers: int, error: bool = False) -> list[float]:
-        """What comes after a call in which these micro-batches draw three numbers."""
+        """The numbers drawn after a call in which these micro-batches draw three numbers."""
 
         def loss_fn(model: nn.Module, batch: tuple[int, Tensor]) -> Tensor:
             loss: Tensor = model(batch[1])

@@ -29,7 +29,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DroppingBlock(Block):
-    """What is saved: masks, views, tensors that are changed in place before they are saved."""
+    """Saves masks, views, and tensors that are changed in place before they are saved."""
 
     def forward(self, x: Tensor) -> Tensor:
         up = F.relu_(self.up(self.norm(x)))
@@ -71,7 +71,7 @@ def test_placements(nvme: Path, precision: str, recompute: str) -> None:
         assert run_offloaded(script, partial(make_model, recompute), config) == plain, (activations, params)
 
 
-# What the script does
+# Scripts
 
 
 def accumulating(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:

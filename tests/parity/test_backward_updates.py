@@ -581,11 +581,11 @@ def test_what_breaks_off_before_an_update_changes_nothing() -> None:
     assert_same_values(model, other)
 
 
-# What backward may still read
+# Units that backward may still read
 
 
 class Shared(TinyLM):
-    """Blocks that are used twice, and one that another one reads without a gradient."""
+    """Blocks that are used twice, and a block that another one reads without a gradient."""
 
     reentrant: bool | None = None
 

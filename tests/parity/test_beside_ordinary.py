@@ -177,7 +177,7 @@ def test_ordinary_gradients_that_no_rank_reduces_are_refused(pool: RankPool) -> 
     assert all("AdamW.step" in each.message and "differ between ranks" in each.message for each in found)
 
 
-# What the model has got since
+# Parameters that the model has got since
 
 
 def test_a_parameter_that_came_after_offload_is_refused_wherever_it_is_first_seen(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _count_ranges() -> list[int]:
 
 
 def _warm_up() -> None:
-    """What torch takes for its own once: modules that an optimizer imports, kernels, thread stacks."""
+    """Take the memory that torch takes for its own once: modules that an optimizer imports, kernels, thread stacks."""
     model = TinyLM(DIM, 1).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 33, dtype=torch.long)).backward()

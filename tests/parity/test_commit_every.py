@@ -24,7 +24,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper
 
 WORLD_SIZE, STEPS = 2, 24
 FIRST_STEP = PLAIN_MIN + 2
-"""The first one that "auto" commits."""
+"""The first step that "auto" commits."""
 
 
 @pytest.fixture

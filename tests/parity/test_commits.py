@@ -1,7 +1,7 @@
 """Generations that are written while the next step runs: they hold their own step, and training does not notice.
 
-A gate keeps each commit from writing anything before the next step was taken, and writes take place only when
-they are waited for: whatever of the next step could get into a generation does.
+A gate keeps each commit from writing anything before the next step was taken. Writes take place only when they are
+waited for. So any state of the next step that could get into a generation does.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def config_of(nvme: Path, device_memory: int) -> zo.OffloadConfig:
 def test_the_least_that_a_plan_says_runs_and_less_does_not(
     build: type[nn.Module], num_frames: int, tmp_path: Path
 ) -> None:
-    """Less is no error of the plan: heads that work in tiles, and loading and exporting, need no more than a part."""
+    """Less is not an error of the plan: heads that work in tiles, and loading and exporting, need only a part."""
     enough = config_of(tmp_path / "nvme", num_frames * FRAME)
     less = config_of(tmp_path / "nvme", (num_frames - 1) * FRAME)
     words = f"device_memory is {num_frames * 2 - 2} MiB, units in use at once take {num_frames * 2} MiB"

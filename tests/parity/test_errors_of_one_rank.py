@@ -1,4 +1,4 @@
-"""What one rank raises in a call that all make is raised on all, at once and with its cause; then all go on."""
+"""An error of one rank in a call that all make is raised on all, at once and with its cause; then all go on."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ CALLS: list[tuple[Call, str]] = [
 
 
 def fail_on(rank: int, world_size: int, call: Call, failing: int, stage: int, folder: str) -> tuple[Failure, bool]:
-    """What the call raises here, and whether the ranks train on."""
+    """The error of the call here, and whether the ranks train on."""
     torch.manual_seed(0)
     place, model = Path(folder), build(TinyLM)
     zo.offload(model, zo.OffloadConfig(stage=stage, precision="fp32", nvme=place / "run", optimizer="cpu"))

@@ -165,8 +165,9 @@ EXPECTED: dict[tuple[str, int, bool], Outcome] = {}
 
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=label)
 def test_ranks_clip_alike(row: Row, pool: RankPool, nvme: Path) -> None:
-    """The same bits on both ranks, at every stage and placement; where a sum over micro-batches is reduced once they
-    differ from those where each is."""
+    """The same bits on both ranks, at every stage and placement. Where a sum over micro-batches is reduced once they
+    differ from those where each is.
+    """
     case = Case(settings_of(row, nvme), num_steps=2, micro_batches=row["micro_batches"])
     first, second = pool.succeed(train_ranks, case, row["clip"], row["scales"])
     assert first == second

@@ -58,7 +58,7 @@ def test_what_is_written_late_is_what_was_made(
 
 
 def test_clipped_by_value_and_looked_at_between(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What moves gradients where they rest waits for their writes."""
+    """A call that moves gradients where they rest waits for their writes."""
     make_writes_late(monkeypatch)
     found = []
     for settings in ({}, {"grads": "nvme", "nvme": nvme, "durability": "scratch"}):

@@ -68,7 +68,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(pool: RankPool, tmp_path: Path) 
 
 
 class Nested(nn.Module):
-    """bf16 around an fp32 part, in it a list that is no module to call, and a bf16 part again."""
+    """bf16 around an fp32 part, in it a list of modules that is never called, and a bf16 part again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_an_exception_in_an_exception_leaves_the_model_usable() -> None:
     assert train(model, optimizer_of(model), STEPS) == train(twin, optimizer_of(twin), STEPS)
 
 
-# What else shows dtypes
+# Other calls that show dtypes
 
 
 def test_what_a_plan_counts() -> None:
@@ -238,7 +238,7 @@ def test_another_precision_does_not_resume(nvme: Path) -> None:
         zo.offload(build(RoutedLM), config)
 
 
-# What is wrong
+# Problems
 
 
 def offload_with(model: nn.Module, modules: dict[Any, str]) -> None:

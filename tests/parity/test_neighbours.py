@@ -54,7 +54,7 @@ def test_every_rank_hears_every_turn(pool: RankPool) -> None:
 
 
 def sum_on_a_lane(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What an exchange makes of the same gradients: reduced in parts, and whole."""
+    """The sums that an exchange makes of the same gradients: reduced in parts, and whole."""
     exchange = HostExchange(dist.new_group(list(range(world_size))))
     grads = torch.randn(world_size * 1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
     part = exchange.reduce_scatter(grads.clone(), torch.float32)()

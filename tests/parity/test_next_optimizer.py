@@ -1,4 +1,4 @@
-"""An optimizer that is built where another has trained begins anew, as in torch; one that follows a load goes on."""
+"""An optimizer that is built where another has trained begins anew, as in torch; an optimizer behind a load goes on."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_on_two_ranks(name: str, pool: RankPool, nvme: Path) -> None:
 
 
 def test_after_a_resume_it_goes_on(tmp_path: Path) -> None:
-    """And one that is built when it has gone on does not."""
+    """An optimizer that is built when it has gone on does not."""
 
     def rows(step: int) -> Tensor:
         return torch.randint(0, 10, (2, 5), generator=torch.Generator().manual_seed(step))

@@ -60,7 +60,7 @@ def train(
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What there is of each parameter, copied; torch's SGD and this package's Lion keep no step."""
+    """The states of each parameter, copied; torch's SGD and this package's Lion keep no step."""
     skipped = () if "betas" in optimizer.defaults and "eps" in optimizer.defaults else ("step",)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [
@@ -77,7 +77,7 @@ def first_of(optimizer: Any) -> tuple[list[nn.Parameter], str]:
     return params, next(name for name in names if name in optimizer.state[params[0]])
 
 
-# What programs do
+# Programs
 
 
 def read_all(optimizer: Any) -> None:
@@ -185,7 +185,7 @@ def prune(optimizer: Any) -> None:
 
 
 def held_entries(optimizer: Any) -> None:
-    """What was taken out of the mapping stays what it was."""
+    """Entries that were taken out of the mapping stay as they were."""
     params, name = first_of(optimizer)
     saved, held = dict(optimizer.state), optimizer.state[params[0]][name]
     expected = held.clone()
@@ -247,7 +247,7 @@ def test_an_edit_does_what_it_does_to_a_plain_optimizer(name: str, edit: str, tm
         assert found[tier] == found[None], tier
 
 
-# What is held while states change
+# Entries that are held while states change
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_entries_may_be_set_before_the_first_step(tier: str, tmp_path: Path) -> 
     assert found[0] == found[1]
 
 
-# What torch.distributed.checkpoint does
+# Calls of torch.distributed.checkpoint
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -563,7 +563,7 @@ def test_a_state_dict_goes_into_an_optimizer_of_torchs(tmp_path: Path) -> None:
     assert torch.equal(moment, kept * 2)
 
 
-# What is refused
+# Refusals
 
 
 def test_entries_that_an_optimizer_cannot_go_on_with_are_refused() -> None:

@@ -352,7 +352,7 @@ def test_what_was_frozen_at_offload_cannot_be_thawed() -> None:
     assert not model.blocks[0].up.weight.requires_grad
     optimizer = adamw(model.parameters())
     with zo.gathered(model, mode="write"):
-        # What may be changed has no guard.
+        # A parameter that may be changed has no guard.
         model.blocks[0].up.weight.requires_grad_(True)
     model(tokens_of(0)).backward()
     with pytest.raises(zo.ConfigError, match=r"blocks\.0\.up\.weight was frozen .* freeze it right after"):
@@ -388,7 +388,7 @@ def test_a_resumed_run_freezes_again(nvme: Path) -> None:
 
 
 def groups_added_later(model: nn.Module, rows: Rows, average: Average) -> Iterator[float]:
-    """What has no optimizer adds up its gradients meanwhile."""
+    """Parameters without an optimizer add up their gradients meanwhile."""
     optimizer = adamw(model.blocks[2].parameters())
     optimizer.add_param_group({"params": model.norm.parameters(), "lr": 1e-3})
     for step in range(6):

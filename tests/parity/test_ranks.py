@@ -291,7 +291,7 @@ def test_names_of_files(pool: RankPool, nvme: Path) -> None:
 
 
 def offload_beside_other_groups(rank: int, world_size: int) -> None:
-    """Ranks are in different numbers of process groups, and one that was there before goes away."""
+    """Ranks are in different numbers of process groups, and an older group goes away."""
     other = dist.new_group([0, 1], use_local_synchronization=True)
     dist.new_group([0])  # as torch wants it, by every rank
     for group in (other, None):
@@ -332,7 +332,7 @@ def test_gradients_and_writes_of_several_ranks_are_refused(pool: RankPool) -> No
 
 
 def edit_states_on_several_ranks(rank: int, world_size: int, stage: int) -> list[Any]:
-    """What one rank alone may ask, and a reset of all ranks beside a new optimizer."""
+    """Calls that one rank alone may make, and a reset of all ranks beside a new optimizer."""
     found: list[Any] = []
     for resets in (True, False):
         torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_other_ranks(
     assert len(said) == (before != after)
     if said:
         assert f"generators of {before} ranks, this run has {after}: they are not restored" in said[0]
-    # What was cut anew is a run like any other, and has nothing of the old one.
+    # A run that was cut anew is like any other, and has nothing of the old one.
     assert pools.of(after).succeed(resume_only, here) == [4] * after
     swaps = {path.name for path in (tmp_path / "run").glob("*.swap")}
     edition = "" if (before, then.get("stage", 3) == 0) == (after, now.get("stage", 3) == 0) else ".1"

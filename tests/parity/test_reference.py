@@ -73,7 +73,7 @@ def test_fp16_overflows_at_first_grows_back_and_learns() -> None:
 
 
 def test_masters_move_by_less_than_a_bf16_step() -> None:
-    """What bf16 parameters alone would lose: 100 updates far below their resolution add up in the master."""
+    """The loss of bf16 parameters alone: 100 updates far below their resolution add up in the master."""
     param = nn.Parameter(torch.ones(256))
     master = MasterParam(param)
     for _ in range(100):

@@ -24,7 +24,7 @@ OVERFLOWS = {1: 0, 2: 1, 5: 1}
 """Step -> the rank whose loss is infinite."""
 
 Seen = tuple[Outcome, list[float], int]
-"""What was trained, the scale after each step, and how many were skipped."""
+"""The outcome, the scale after each step, and the number of skipped steps."""
 
 
 def case_of(stage: int, **settings: Any) -> Case:

@@ -94,7 +94,7 @@ OF_RANKS = [
     _operation("restart", st.none()),
     _operation("read", st.just("params"), st.sampled_from(PARTS)),
 ]
-"""What takes every rank and works with several shards."""
+"""Operations that take every rank and work with several shards."""
 
 
 def scripts(*groups: list[st.SearchStrategy[list[Operation]]]) -> st.SearchStrategy[Script]:
@@ -171,7 +171,7 @@ def test_many_scripts_give_the_bits_of_plain_tensors(**drawn: Any) -> None:
 
 
 SHARED = ("stage", "precision", "commit_every", "durability", "overlap")
-"""What a run in memory has in common with one whose states are placed."""
+"""Settings that a run in memory has in common with a run whose states are placed."""
 
 
 def check_ranks(script: Script, choices: dict[str, Any], dim: int, pool: RankPool, *, as_one: bool) -> None:

@@ -32,7 +32,7 @@ def backwards(model: nn.Module, count: int) -> None:
 
 
 def test_sums_of_micro_batches_stay_within_cpu_memory() -> None:
-    """What a plan of as many micro-batches fits in is enough; what a plan of one fits in is not."""
+    """Memory for a plan of as many micro-batches is enough; memory for a plan of one is not."""
     one, two = (zo.plan(TinyLM(WIDE, 6), zo.OffloadConfig(), micro_batches=count).used_bytes for count in (1, 2))
     enough, less = (used(Tier.CPU) + used(Tier.DEVICE) for used in (two, one))
     model = zo.offload(build(lambda: TinyLM(WIDE, 6)), zo.OffloadConfig(cpu_memory=less))

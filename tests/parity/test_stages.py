@@ -1,4 +1,6 @@
-"""What tells the ZeRO stages apart: what each rank holds, what crosses the network, when gradients are reduced."""
+"""The differences of the ZeRO stages: bytes that each rank holds, bytes that cross the network, and when gradients are
+reduced.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def at_stage(case: Case, stage: int, **settings: Any) -> Case:
     return replace(case, settings=case.settings | {"stage": stage} | settings)
 
 
-# What crosses the network
+# Bytes that cross the network
 
 
 def communicate(rank: int, world_size: int, case: Case) -> tuple[dict[str, int], int, int]:

@@ -159,7 +159,7 @@ def test_a_state_that_overflows_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("states", FORMATS)
 def test_stages_and_cuts_change_no_bit(states: str, pool: RankPool, tmp_path: Path) -> None:
-    """What is rounded at random depends on where an element is in its section, and on no shard."""
+    """Random rounding depends on where an element is in its section, and on no shard."""
     precision = zo.Precision(compute="bf16", states=states)
     case = ranks.Case({"precision": precision, "stage": 0}, num_steps=3)
     expected = pool.succeed(ranks.train, case)

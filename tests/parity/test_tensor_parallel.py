@@ -245,7 +245,7 @@ def train_whole(case: Case) -> Outcome:
 
 def check_close(whole_run: Outcome, found: list[Outcome], num_tensor_ranks: int = 2) -> None:
     # Sums are made in another order: over parts of a matrix, and over ranks. Where a gradient is nearly zero, Adam
-    # divides that noise by itself: an element may be off by half a percent of a step of the learning rate 1e-2.
+    # divides that noise by itself. An element may then be off by half a percent of a step of the learning rate 1e-2.
     close: dict[str, Any] = {"rtol": 2e-4, "atol": 5e-5}
     mean = torch.tensor([each.losses for each in found[::num_tensor_ranks]]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(whole_run.losses), **close)
@@ -375,11 +375,11 @@ def test_a_checkpoint_loads_at_other_stages_and_on_other_data_ranks(
         torch.testing.assert_close(half[0].params[name], param, rtol=2e-4, atol=2e-5)
 
 
-# What cannot be done
+# Refusals
 
 
 def refusals(rank: int, world_size: int, case: Case) -> list[str]:
-    """What a divided model raises where a plain one would answer."""
+    """The errors of a divided model where a plain one would answer."""
     model, optimizer = start(case)
     loss_of(model, 0, rows_of(rank, case)).backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What is recorded, and what it costs in memory: a ring with a bound, and nothing at all when off."""
+"""Recorded spans, and their cost in memory: a ring with a bound, and nothing at all when off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that share blocks with the run's files: on file systems that can, and on one that pretends to."""
+"""Checkpoints that share blocks with the run's files: on file systems that can, and on a system that pretends to."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_bound_holds_whatever_a_commit_costs(cost_share: float, monkeypatch:
 
 def test_free_commits_come_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, "auto").go(60, 1.0)
-    assert run.commits[0] == PLAIN_MIN + 2  # after one that fills pools
+    assert run.commits[0] == PLAIN_MIN + 2  # after the step that fills pools
     assert run.intervals.count(1) >= len(run.intervals) - 4 and max(run.intervals) <= run.commits[0]
 
 

@@ -1,4 +1,4 @@
-"""What a program adds to a generation comes back as it was."""
+"""Values that a program adds to a generation come back as they were."""
 
 from __future__ import annotations
 

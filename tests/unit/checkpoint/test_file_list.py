@@ -1,4 +1,4 @@
-"""What a run's own list of files is good for before the run is opened."""
+"""The use of a run's own list of files before the run is opened."""
 
 from __future__ import annotations
 

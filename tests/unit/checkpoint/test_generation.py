@@ -165,7 +165,7 @@ def test_a_step_that_its_script_did_not_commit_any_more_is_done_again(nvme: Path
 
 
 def _step_without_commit(nvme: Path, num_commits: int = 0) -> None:
-    """Some committed steps, and one that is not."""
+    """Some committed steps, and a step that is not committed."""
     model, optimizer = open_model(nvme)
     zo.resume(model, optimizer)
     train(model, optimizer, 1, 1 + num_commits)

@@ -90,7 +90,7 @@ DAMAGE: dict[str, tuple[list[str], list[int], str]] = {
 
 
 def test_zeros_before_a_row_cost_no_row(tmp_path: Path) -> None:
-    """What power loss leaves, and a row that was written after it."""
+    """Zeros that power loss leaves, and a row that was written after it."""
     path, rows = tmp_path / "metrics.jsonl", _rows(1, 2)
     path.write_text(f"{rows[0]}\n{NULS}{rows[1]}\n")
     metrics = Metrics.open(path, 2)

@@ -88,7 +88,7 @@ def test_a_loaded_checkpoint_is_committed_with_the_next_step(saved: Path, tmp_pa
 
 
 def _moments(optimizer: zo.AdamW) -> list[torch.Tensor]:
-    """What is no part of a master, copied."""
+    """States that are not in a master, copied."""
     states = optimizer.state_dict()["state"].values()
     return [state[name].clone() for state in states for name in ("step", "exp_avg", "exp_avg_sq")]
 

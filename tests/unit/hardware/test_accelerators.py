@@ -1,4 +1,4 @@
-"""What the table asks of CUDA, with stand-ins for its calls."""
+"""The calls of the table to CUDA, with stand-ins for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JSON configs of DeepSpeed become. `tests/unit/base/test_config.py` has the settings themselves."""
+"""The settings of JSON configs of DeepSpeed. `tests/unit/base/test_config.py` has the settings themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the public functions refuse, and what they say."""
+"""Refusals of the public functions, and their words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ModelRuntime` decides by itself."""
+"""Decisions of `ModelRuntime` by itself."""
 
 from __future__ import annotations
 

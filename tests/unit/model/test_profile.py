@@ -101,7 +101,7 @@ class Between(torch.autograd.Function):
 
 
 class Separated(TinyLM):
-    """Something that is no unit's lies between blocks."""
+    """An operation outside of all units lies between blocks."""
 
     def run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -161,7 +161,7 @@ def test_after_the_end_nothing_is_recorded(nvme: Path) -> None:
     spans = runtime(model).store.counters.spans
     before, ended_ns = recorded.spans(), now()
     train(model, optimizer, 2)
-    # What was under way, or waited for a drive, is seen to end, and is not this recording's.
+    # A span that was under way, or waited for a drive, is seen to end, and is not this recording's.
     assert all(span.begin_ns < ended_ns or span.lane in (Track.READ, Track.WRITE) for span in spans.taken())
     with zo.profile(model):
         train(model, optimizer, 1)

@@ -304,7 +304,7 @@ class Products(TorchDispatchMode):
 
 @pytest.fixture
 def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which torch has not for meta tensors; these stand for a GPU's, since whatever is no CPU has its sizes."""
+    """torch lacks autocast for meta tensors. These stand for a GPU's: every device but a CPU has its sizes."""
     monkeypatch.setattr(cross_entropy, "autocast_inputs", lambda *tensors: tensors)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
 

@@ -1,4 +1,4 @@
-"""What is in memory whole is updated by few calls of the kernel, with the bits and the bytes of chunk by chunk."""
+"""States that are in memory whole are updated by few calls of the kernel, with the bits and bytes of single chunks."""
 
 from __future__ import annotations
 

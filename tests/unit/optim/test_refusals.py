@@ -1,4 +1,4 @@
-"""What no update and no load can take is refused before anything has changed, on ordinary and offloaded parameters."""
+"""Values that no update and no load can take are refused before anything changes, on ordinary parameters too."""
 
 from __future__ import annotations
 

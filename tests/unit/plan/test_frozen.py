@@ -168,7 +168,7 @@ class Packed(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Eight experts in one parameter, and maybe one that sees every token."""
+    """Eight experts in one parameter, and maybe an expert that sees every token."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()

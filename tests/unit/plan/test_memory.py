@@ -228,7 +228,7 @@ def test_gradients_that_backward_uses_pass_through_a_ring() -> None:
             OffloadConfig(nvme="x", durability="scratch"),
         )
         assert [plan.rest_bytes[each, GRADS] for each in Tier] == [0, 0, 0]
-        # What is held goes to the drive by way of two units' pages.
+        # Gradients that are held go to the drive by way of two units' pages.
         pages = 2 * (7 + 6) * N * ((tier, budget) == ("nvme", GPU))
         assert plan.staging_bytes[home] - held.staging_bytes[home] == largest - pages
         assert plan.nvme_written_bytes_per_step == 0
@@ -286,7 +286,7 @@ def test_gradients_that_an_update_on_the_host_does_not_find_in_its_memory_are_st
     grads: str, budget: Budget, chunk_bytes: int
 ) -> None:
     plan = estimate(("device", grads, "cpu"), budget=budget)
-    # What a GPU makes and the host keeps is staged too, and on its way to a drive has pages.
+    # A gradient that a GPU makes and the host keeps is staged too, and on its way to a drive has pages.
     on_its_way = {"device": 0, "cpu": 2 * 3 * N, "nvme": 2 * 2 * 3 * N}[grads] * (not budget.shared_memory)
     assert plan.staging_bytes[Tier.CPU] == on_its_way + CHUNKS_IN_FLIGHT * chunk_bytes
     with_states = estimate(("device", grads, "nvme"), budget=budget)

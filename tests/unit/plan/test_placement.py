@@ -162,7 +162,7 @@ def test_the_least_memory_for_auto_is_that_with_all_on_drives() -> None:
 
 
 def test_the_least_memory_of_a_device_is_what_a_plan_fits_in() -> None:
-    """A part of it is for activations that come back: a share of the budget, of the one that is offered."""
+    """A part of it is for activations that come back: a share of the offered budget."""
     config = OffloadConfig(activations="cpu", device_memory="5MiB")
     units = model(config, numel=1_000_000)
     with pytest.raises(CapacityError) as caught:

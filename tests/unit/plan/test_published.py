@@ -10,7 +10,7 @@ from zero_offload.hardware.machines import GPUS
 FITTED = {run.gpu: run for run in reversed(RUNS)}
 """The first run of each card."""
 FAR = {("a100-80", "MPT-7B", 2048), ("a100-40", "MPT-13B", 1024)}
-"""What is predicted worse: without recompute, and with little memory beside the gathers."""
+"""Runs that are predicted worse: without recompute, and with little memory beside the gathers."""
 GUIDE = Path(__file__).parents[3] / "docs" / "GUIDE.md"
 
 

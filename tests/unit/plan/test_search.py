@@ -62,7 +62,7 @@ def test_a_slow_drive_gets_as_little_as_possible() -> None:
 
 
 def test_a_fast_drive_beside_a_crawling_host_gets_the_rest() -> None:
-    """What fills the fastest tier first would take the host's memory, since there is room."""
+    """A search that fills the fastest tier first would take the host's memory, since there is room."""
     odd = replace(GPU, upload_bytes=1e6, read_bytes=1e13, write_bytes=1e13)
     outlook = outlook_of(odd, 4, durability="scratch", grads="device", optimizer="cpu")
     # Parameters cross the slow link wherever they rest, once if they stay on the device, twice if they do not.

@@ -105,7 +105,7 @@ def test_reads_beside_writes_take_less_time_than_in_turn() -> None:
     in_turn = predict(job, placement, slow).step_s
     apart = predict(job, placement, replace(slow, drive_takes_turns=False)).step_s
     assert in_turn == pytest.approx(4 * NUMEL * (10 + 12) / 1e8, rel=0.02)
-    # What is written is the longer part.
+    # Writes are the longer part.
     assert apart == pytest.approx(4 * NUMEL * 12 / 1e8, rel=0.03)
 
 

@@ -1,4 +1,4 @@
-"""What drives are written: the arithmetic, and the plan's figures against the bytes that a run has written."""
+"""Bytes written to drives: the arithmetic, and the plan's figures against the bytes that a run has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a signal's handler raises reaches the program wherever it strikes: nothing of ours swallows a Ctrl-C."""
+"""An exception of a signal's handler reaches the program wherever it strikes: nothing of ours swallows a Ctrl-C."""
 
 from __future__ import annotations
 

@@ -137,5 +137,5 @@ def test_gradients_to_drives_cost_units_neither_memory_nor_reads(nvme: Path) -> 
         zo.close(model)
     assert frames["nvme"] == frames["cpu"]
     numel, block_numel = (sum(p.numel() for p in part.parameters()) for part in (_LargeEmbedding(), Block(WIDE)))
-    # What the update delivers before its use is not read again; the reads may differ by one block.
+    # Values that the update delivers before their use are not read again; the reads may differ by one block.
     assert abs(read["nvme"] - read["cpu"] - 4 * numel) <= 2 * 4 * block_numel

@@ -52,7 +52,7 @@ def cycle(runtime: ModelRuntime, uses: list[int]) -> int:
     runtime.prefetcher.begin_cycle("grad")
     for index in uses:
         unit = runtime.units[index]
-        unit.forward_uses = 1  # What is in use is not evicted to fetch what comes next.
+        unit.forward_uses = 1  # A unit in use is not evicted to fetch the next unit.
         runtime.prefetcher.acquire(unit)
         assert unit.state is UnitState.PRESENT
         unit.forward_uses = 0
@@ -186,10 +186,11 @@ def test_an_update_beside_forward_counts_in_the_next_step(
 
 @in_turn(num_frames=[3, 4, 6, 8, 10], overlap=["none", "forward"])
 def test_a_step_reads_what_the_arithmetic_says(num_frames: int, overlap: str, nvme: Path) -> None:
-    """Ten units of one frame, there and back: what has no frame at the turn is read again, the first unit apart, whose
-    input wants no gradient. After a serial update forward reads what had no frame then; beside forward, the update
-    delivers some of that too. A split that keeps some units for good would read two units more each way: those whose
-    frames the others pass through."""
+    """Ten units of one frame go there and back. Units without a frame at the turn are read again, the first unit apart,
+    whose input wants no gradient. After a serial update forward reads what had no frame then; beside forward, the
+    update delivers some of that too. A split that keeps some units for good would read two units more each way: those
+    whose frames the others pass through.
+    """
     num_units, width = 10, 704
     settings = {"precision": "fp32", "durability": "scratch", "overlap": overlap, "device_memory": num_frames * FRAME}
     model = zo.offload(

@@ -1,4 +1,4 @@
-"""What the last cycle of a kind says of the next one, and which unit leaves by it."""
+"""Predictions of the last cycle of a kind for the next one, and the unit that leaves by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `.grad` of a gradient at rest answers, by the copies that `zo.gathered` gives, and what raises."""
+"""Answers of `.grad` of a gradient at rest, compared with the copies that `zo.gathered` gives, and errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def clamp(grad: Tensor) -> None:
 
 
 def by_lists(grad: Tensor) -> None:
-    """What torch itself does not call for tensors of another class."""
+    """Functions that torch itself does not call for tensors of another class."""
     torch._foreach_mul_([grad], 0.5)
     torch._foreach_div_([grad, torch.ones(2)], [4.0, 1.0])
     torch._foreach_clamp_min_([grad], -0.002)
@@ -257,7 +257,7 @@ def _drops(param: nn.Parameter) -> None:
 def test_a_hook_that_changes_what_is_added_to_earlier_gradients_raises(
     change: Callable[[nn.Parameter], None], is_late: bool
 ) -> None:
-    """In torch it would change their sum. One that only looks may stay."""
+    """In torch it would change their sum. A hook that only looks may stay."""
     model, armed = build(TinyLM), list[bool]()
     weight = model.norm.weight
 

@@ -1,5 +1,6 @@
-"""Sums of squares on a device, on CPU tensors: the bits of the native kernels, by torch's operations and by Triton's
-interpreter; and compiled for a GPU without one."""
+"""Sums of squares on a device, on CPU tensors. They have the bits of the native kernels, by torch's operations and by
+Triton's interpreter. They are compiled for a GPU without one.
+"""
 
 from __future__ import annotations
 

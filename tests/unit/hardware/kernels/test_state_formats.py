@@ -180,7 +180,7 @@ def test_what_is_not_finite_stays_visible(format: StateFormat) -> None:
 
 
 def test_a_segment_may_end_inside_a_block() -> None:
-    """What follows it there is not touched, and has no part in the scale."""
+    """Elements behind the segment's end are not touched, and have no part in the scale."""
     numel, end = 700, 300
     shard, alone = (random_shard(Rule.ADAMW, StateFormat.COMPACT, numel) for _ in range(2))
     for state in shard.states:

@@ -201,7 +201,7 @@ def refuse(tensors: UpdateTensors, wrong: UpdateTensors, segment: Segment) -> No
 
 
 EXACT = {"add", "sub", "rsub", "mul", "div", "abs", "full"}
-"""What rounds once on every device, or not at all."""
+"""Operations that round once on every device, or not at all."""
 ROOTS = {"sqrt"}
 CONVERSIONS = {"_to_copy", "copy_"}
 INTEGERS = {"arange", "bitwise_and", "bitwise_or", "bitwise_xor", "__lshift__", "__rshift__", "amax"}
@@ -211,7 +211,7 @@ KNOWN = EXACT | ROOTS | CONVERSIONS | INTEGERS | COMPARISONS | PLACES
 
 
 class Watched(TorchDispatchMode):
-    """Notes each operation, and refuses one that could wait for the device, round twice, or bring a number there."""
+    """Notes each operation. Refuses one which could wait for the device, round twice, or bring a number there."""
 
     def __init__(self) -> None:
         super().__init__()

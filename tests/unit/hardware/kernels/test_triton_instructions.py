@@ -35,7 +35,7 @@ class Counted:
     def note(self, operation: str, other: object) -> Counted:
         if self.kind == "bits":
             return self
-        # What is taken off an integer is one, and exact; the sum with a negative number is a difference.
+        # The number taken off an integer is 1, and exact; the sum with a negative number is a difference.
         if operation == "add" and self.kind == "whole" and isinstance(other, np.float32):
             return self
         self.counts[operation] += 1

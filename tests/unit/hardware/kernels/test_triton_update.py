@@ -1,8 +1,8 @@
 """The update on a GPU without one: run by Triton's interpreter on CPU tensors.
 
-The interpreter of Triton 3.9 rounds `fma` once, so its bits are those of the native kernels. Others may round twice:
-then numbers of ordinary size are compared, within some units of their last place, and states in other formats, of which
-such a unit may be a whole code, are not. tests/gpu has the rest.
+The interpreter of Triton 3.9 rounds `fma` once, so its bits are those of the native kernels. Others may round twice.
+Then numbers of ordinary size are compared, within some units of their last place. States in other formats, where such a
+unit may be a whole code, are not. tests/gpu has the rest.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_a_plain_tensor_is_plain() -> None:
     assert not nn.Linear(2, 2).weight.is_meta, "the context is over"
 
 
-# What can be told of a deferred model
+# Questions about a deferred model
 
 
 def test_questions_are_answered() -> None:
@@ -112,7 +112,7 @@ def test_values_are_not_there_before_offload(use: Callable[[Any], Any]) -> None:
     ],
 )
 def test_conversions_that_round_nothing(convert: Callable[[Any], Any]) -> None:
-    """The values are made as before. What is kept over zo.offload is no longer the model's."""
+    """The values are made as before. A parameter that is kept over zo.offload is no longer the model's."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 4, dtype=torch.bfloat16)
     torch.manual_seed(0)

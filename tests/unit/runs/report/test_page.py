@@ -1,4 +1,4 @@
-"""What the page shows: the JSON that it draws, without a browser."""
+"""The content of the page: the JSON that it draws, without a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the threads of `zo.accumulate` compute in: the settings of the caller's thread, and their own generators."""
+"""Surroundings of the threads of `zo.accumulate`: the settings of the caller's thread, and their own generators."""
 
 from __future__ import annotations
 

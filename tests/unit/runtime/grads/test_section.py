@@ -1,4 +1,4 @@
-"""What a rank gathers of one backward's gradients before they cross ranks."""
+"""Gradients of one backward that a rank gathers before they cross ranks."""
 
 from __future__ import annotations
 

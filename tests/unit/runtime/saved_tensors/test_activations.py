@@ -1,4 +1,4 @@
-"""What leaves memory, what stays, and that everything comes back to where it was taken from."""
+"""Tensors that leave memory, tensors that stay, and that everything comes back to where it was taken from."""
 
 from __future__ import annotations
 

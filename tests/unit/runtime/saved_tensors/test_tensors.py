@@ -32,7 +32,7 @@ def test_calls_of_this_thread_and_of_others() -> None:
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_collection_begins_while_python_lists_its_threads(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that lets another thread end waits for ever there, in Python before 3.11.9."""
+    """A collection that lets another thread end waits for ever there, in Python before 3.11.9."""
     seen = []
     listed = sys._current_frames
 

@@ -394,7 +394,7 @@ def test_a_move_is_whole_or_none(tmp_path: Path) -> None:
     paths["g"].write_bytes(content["g"])
     base.move(files, paths)
     assert [file.path for file in files] == list(paths.values())
-    # What lies at the first place now is another file.
+    # The file at the first place is another one now.
     other = write(tmp_path / "f", 3 * BLOCK_BYTES, seed=7)
     assert read(base, [BaseSpan(0, len(other), base.open(tmp_path / "f"), 0)], 0, len(other)) == other
     base.close()

@@ -154,7 +154,7 @@ time.sleep(60)
 
 
 def _links_of(group: int) -> list[str]:
-    """What the processes of a group have open."""
+    """The files that the processes of a group have open."""
     links = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):

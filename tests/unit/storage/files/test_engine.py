@@ -461,7 +461,7 @@ def test_a_drive_that_answers_no_more_ends_the_wait(
 def test_a_drive_that_answers_after_it_was_given_up(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was under way may have been cut short, so it has failed; nothing is started any more."""
+    """A transfer that was under way may have been cut short, so it has failed; nothing is started any more."""
     monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     memory = Memory(BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
@@ -838,7 +838,7 @@ def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `time.monotonic` says."""
+    """The time of `time.monotonic`."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

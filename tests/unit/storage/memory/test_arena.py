@@ -177,7 +177,7 @@ def _struck(call: Callable[[], object], line: int) -> bool:
 @pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize("call", ["attach", "detach"])
 def test_a_ctrl_c_at_any_line_loses_no_frame_and_gives_none_to_two(call: str, claims: bool) -> None:
-    """Another buffer takes frames first; then the one that was struck goes on."""
+    """Another buffer takes frames first; then the struck buffer goes on."""
     for line in itertools.count(1):
         arena = Arena(4, num_kept=2 * claims)
         struck, other = (MovableBuffer(arena, 2 * FRAME, claims=claims) for _ in range(2))

@@ -26,7 +26,7 @@ def test_trims_whenever_so_much_was_freed(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(trims) == 3
 
 
-# What the tests below do in a heap of its own, that of a new process.
+# The work of the tests below in a heap of its own, that of a new process.
 HEAP = """
 import ctypes, mmap, resource
 from zero_offload.storage.memory import heap

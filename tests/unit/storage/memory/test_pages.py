@@ -197,7 +197,7 @@ def test_nodes_are_those_whose_processors_are_allowed(
 
 
 def policy_at(address: int) -> str:
-    """What the system has noted for the range that holds an address."""
+    """The system's policy for the range that holds an address."""
     maps = Path("/proc/self/numa_maps")
     if not maps.exists():
         pytest.skip("a kernel without NUMA")

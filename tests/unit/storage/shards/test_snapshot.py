@@ -1,4 +1,4 @@
-"""What a commit and the next update agree on: which chunk may change, which slot may be written, and when."""
+"""Agreements of a commit and the next update: which chunk may change, which slot may be written, and when."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def finish(store: ShardStore, snapshot: Snapshot) -> None:
 
 
 def committed(store: ShardStore) -> dict[Component, torch.Tensor]:
-    """What the generation has of the first shard, read from disk."""
+    """The generation's part of the first shard, read from disk."""
     shard = store.shards[0]
     assert shard.committed is not None
     found = {component: torch.empty(0) for component in shard.components}
