@@ -114,11 +114,9 @@ void update_bf16(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, in
     {update_bf16<Rule, Master, Fp32>, update_bf16<Rule, Master, Bf16>, update_bf16<Rule, Master, Fp16>}
 #define ZO_BF16(Rule) \
     {ZO_BF16_GRADS(Rule, WholeMaster), ZO_BF16_GRADS(Rule, SplitMaster), ZO_BF16_GRADS(Rule, MasterBeside)}
-#define ZO_COUNT(Rule) Rule::kStates
 
-constexpr UpdateTable kTable = {ZO_RULES(ZO_WHOLE), ZO_RULES(ZO_BF16), ZO_RULES(ZO_COUNT)};
+constexpr UpdateTable kTable = {ZO_RULES(ZO_WHOLE), ZO_RULES(ZO_BF16)};
 
-#undef ZO_COUNT
 #undef ZO_BF16
 #undef ZO_BF16_GRADS
 #undef ZO_WHOLE

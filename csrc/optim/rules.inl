@@ -1,4 +1,6 @@
-// The mathematics of each optimizer, once, over whatever Vec is asked for.
+// The mathematics of each optimizer, once: scalars of a segment, and steps over whatever Vec is asked for.
+//
+// [Note: a new rule] is a struct here with a row in ZO_RULES, and a value of zo_rule in zero_offload.h.
 //
 // [Note: rounding] Each line is one IEEE operation per call, rounded once; `fma` is the only fused one.
 // Before a rule comes g = grad * grad_scale. Constants come rounded to float. A port that keeps these lists
@@ -9,9 +11,28 @@
 // rests as codes is stored by its root. So `states` has one element more than the rule has states.
 #pragma once
 
+#include <cmath>
+
 #include "optim/update.h"
 
 namespace zo {
+
+// Everything of a segment that does not depend on the element, computed in double and rounded to float once.
+// A rule reads what it knows.
+struct UpdateScalars {
+    float grad_scale;
+    float decay;  // 1 - lr * weight_decay
+    float l2;     // weight_decay, where it is added to the gradient
+    float beta1, beta2;
+    float one_minus_beta1, one_minus_beta2;
+    float inv_sqrt_bias2;  // 1 / sqrt(1 - beta2^step)
+    float eps;
+    float neg_step_size;  // -step_size of the rule
+    float grad_share;     // SGD: 1 - dampening; 1 in the first step
+    float first_sum;      // Adagrad: the initial sum in the first step; later 0
+    uint32_t key[2];      // of random words; of a range within which `origin` does not pass 2^32
+};
+
 namespace {
 
 template <class W>
@@ -47,6 +68,7 @@ enum class Decay { kDecoupled, kL2 };
 template <Decay kDecay, bool kAmsgrad>
 struct AdamRule {
     static constexpr int kStates = kAmsgrad ? 3 : 2, kSigned = 1;
+    static double step_size(const zo_segment &s) { return s.lr / (1.0 - std::pow(s.beta1, double(s.step))); }
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         typename W::F &m = states[0], &v = states[1];
@@ -69,6 +91,7 @@ struct AdamRule {
 //     p = fma(-lr / (1 + (t - 1) * lr_decay), g / (sqrt(s) + eps), p)
 struct AdagradRule {
     static constexpr int kStates = 1, kSigned = 0;
+    static double step_size(const zo_segment &s) { return s.lr / (1.0 + double(s.step - 1) * s.beta1); }
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         g = W::fma(c.l2, p, g);
@@ -84,6 +107,7 @@ struct AdagradRule {
 //     m = fma(1 - beta2, g - m, m)
 struct LionRule {
     static constexpr int kStates = 1, kSigned = 1;
+    static double step_size(const zo_segment &s) { return s.lr; }
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         typename W::F &m = states[0];
@@ -104,6 +128,7 @@ enum class Momentum { kNone, kPlain, kNesterov };
 template <Momentum kMomentum>
 struct SgdRule {
     static constexpr int kStates = kMomentum == Momentum::kNone ? 0 : 1, kSigned = kStates;
+    static double step_size(const zo_segment &s) { return s.lr; }
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         g = W::fma(c.l2, p, g);
@@ -127,6 +152,34 @@ using SgdNesterov = SgdRule<Momentum::kNesterov>;
 #define ZO_RULES(Row)                                                                        \
     {Row(AdamW),    Row(AdamWAmsgrad), Row(Adam),        Row(AdamAmsgrad), Row(AdagradRule), \
      Row(LionRule), Row(Sgd),          Row(SgdMomentum), Row(SgdNesterov)}
+#define ZO_COUNT(Rule) Rule::kStates
+#define ZO_STEP_SIZE(Rule) Rule::step_size
+
+constexpr int kNumStates[] = ZO_RULES(ZO_COUNT);
+static_assert(sizeof(kNumStates) / sizeof(int) == ZO_NUM_RULES, "one row of ZO_RULES for each zo_rule");
+constexpr double (*kStepSize[])(const zo_segment &) = ZO_RULES(ZO_STEP_SIZE);
+
+#undef ZO_STEP_SIZE
+#undef ZO_COUNT
+
+inline UpdateScalars scalars_of(uint32_t rule, const zo_segment &s) {
+    const double bias2 = 1.0 - std::pow(s.beta2, double(s.step));
+    UpdateScalars c;
+    c.grad_scale = float(s.grad_scale);
+    c.decay = float(1.0 - s.lr * s.weight_decay);
+    c.l2 = float(s.weight_decay);
+    c.beta1 = float(s.beta1);
+    c.beta2 = float(s.beta2);
+    c.one_minus_beta1 = float(1.0 - s.beta1);
+    c.one_minus_beta2 = float(1.0 - s.beta2);
+    c.inv_sqrt_bias2 = float(1.0 / std::sqrt(bias2));
+    c.eps = float(s.eps);
+    c.neg_step_size = float(-kStepSize[rule](s));
+    c.grad_share = s.step == 1 ? 1.0f : float(1.0 - s.beta2);
+    c.first_sum = s.step == 1 ? float(s.beta2) : 0.0f;
+    c.key[0] = c.key[1] = 0;
+    return c;
+}
 
 }  // namespace
 }  // namespace zo

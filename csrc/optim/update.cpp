@@ -1,11 +1,11 @@
 #include "optim/update.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "compact/compact.h"
 #include "cpu/subnormals.h"
+#include "optim/rules.inl"
 #include "util/chunks.h"
 
 namespace zo {
@@ -19,31 +19,6 @@ const UpdateTable &table() {
     if (current_isa() == ZO_ISA_NEON) return update_neon;
 #endif
     return update_scalar;
-}
-
-double step_size(uint32_t rule, const zo_segment &s) {
-    if (rule <= ZO_ADAM_AMSGRAD) return s.lr / (1.0 - std::pow(s.beta1, double(s.step)));
-    if (rule == ZO_ADAGRAD) return s.lr / (1.0 + double(s.step - 1) * s.beta1);
-    return s.lr;
-}
-
-UpdateScalars scalars_of(uint32_t rule, const zo_segment &s) {
-    const double bias2 = 1.0 - std::pow(s.beta2, double(s.step));
-    UpdateScalars c;
-    c.grad_scale = float(s.grad_scale);
-    c.decay = float(1.0 - s.lr * s.weight_decay);
-    c.l2 = float(s.weight_decay);
-    c.beta1 = float(s.beta1);
-    c.beta2 = float(s.beta2);
-    c.one_minus_beta1 = float(1.0 - s.beta1);
-    c.one_minus_beta2 = float(1.0 - s.beta2);
-    c.inv_sqrt_bias2 = float(1.0 / std::sqrt(bias2));
-    c.eps = float(s.eps);
-    c.neg_step_size = float(-step_size(rule, s));
-    c.grad_share = s.step == 1 ? 1.0f : float(1.0 - s.beta2);
-    c.first_sum = s.step == 1 ? float(s.beta2) : 0.0f;
-    c.key[0] = c.key[1] = 0;
-    return c;
 }
 
 // The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
@@ -70,7 +45,7 @@ UpdateKernel kernel_of(const zo_update_args &args) {
 
 }  // namespace
 
-int num_states(uint32_t rule) { return update_scalar.num_states[rule]; }
+int num_states(uint32_t rule) { return kNumStates[rule]; }
 
 void update(const zo_update_args &args) {
     const KeepSubnormals here;  // for the segments' scalars

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.helpers.any_bits import codes, floats, halves
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import encode_states, split_master
+from zero_offload.hardware.kernels.rules import SIGNED, STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

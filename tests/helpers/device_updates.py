@@ -17,7 +17,8 @@ from tests.helpers import device_formats
 from tests.helpers.device_formats import SEED, Case
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.arguments import STATES, Segment, UpdateTensors
+from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors
+from zero_offload.hardware.kernels.rules import STATES
 
 MODULE = "zero_offload.hardware.kernels.triton_update"
 SUMS = "zero_offload.hardware.kernels.triton_sums"

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import Segment, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states, join_master, split_master
+from zero_offload.hardware.kernels.rules import SIGNED, STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 
 Words = npt.NDArray[np.uint32]

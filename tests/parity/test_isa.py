@@ -9,10 +9,10 @@ import torch
 from tests.helpers.any_bits import floats, halves, image, random_segments
 from zero_offload.hardware import abi, native
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.arguments import STATES
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 from zero_offload.hardware.native import GradSum
 

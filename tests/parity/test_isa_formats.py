@@ -10,8 +10,9 @@ from tests.helpers.state_formats import Shard
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi, native
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states, join_master, split_master
+from zero_offload.hardware.kernels.rules import SIGNED, STATES
 from zero_offload.hardware.kernels.update import fused_update
 
 SIZES = [0, 1, 7, 31, 255, 256, 257, 4096 + 3, 50021]

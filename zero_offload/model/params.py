@@ -31,7 +31,6 @@ from zero_offload.checkpoint.values import (
     read_state,
     read_values,
 )
-from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.commits import Commits
@@ -281,9 +280,9 @@ class ModelStates:
         """Make states as a step of zero gradients with a learning rate of 0 does, without counting a step."""
         for param, hyper in hypers.items():
             if self.step_of(param) is None:
-                if hyper.rule is Rule.ADAGRAD and hyper.beta2:
-                    initial = host_zeros(param.shape, torch.float32) + hyper.beta2
-                    self.write(param, 0, {"sum": initial}, {})
+                if hyper.initial:
+                    initial = host_zeros(param.shape, torch.float32) + hyper.initial
+                    self.write(param, 0, dict.fromkeys(hyper.states, initial), {})
                 self.begun.add(self._places.name_of(param))
 
     def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:

@@ -20,7 +20,8 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.arguments import STATES, Hyper, Segment, segment_array
+from zero_offload.hardware.kernels.arguments import Hyper, Segment, segment_array
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.model.commits import Commits
 from zero_offload.model.foundation import Foundation

@@ -20,8 +20,9 @@ from zero_offload.base.threads import UnitUpdate
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
 from zero_offload.hardware.device import Device, Event, Handoff
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors, num_scales, state_dtype
 from zero_offload.hardware.kernels.choice import has_device_update
+from zero_offload.hardware.kernels.rules import FORMULAS, SIGNED, STATES
 from zero_offload.hardware.kernels.update import update_on_device
 from zero_offload.optim.pipeline import SectionUpdate, cut_segments
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL
@@ -34,7 +35,6 @@ from zero_offload.storage.shards.store import ShardStore
 Arrays = Mapping[Component, torch.Tensor]
 TOGETHER_NUMEL = 1 << 20
 """Neighbours of up to so many elements are updated together, so the copy of their gradients takes 4 MiB at most."""
-_DIVIDES_BY_EPS = frozenset({Rule.ADAMW, Rule.ADAMW_AMSGRAD, Rule.ADAM, Rule.ADAM_AMSGRAD})
 
 
 class _GradBuffer(NamedTuple):
@@ -167,7 +167,7 @@ def _joined(rule: Rule, segments: Sequence[Segment], grad: torch.Tensor) -> list
     found: list[Segment] = []
     for each in segments:
         before = found[-1] if found else None
-        keeps_zeros = rule is not Rule.ADAGRAD and (each.eps > 0 or rule not in _DIVIDES_BY_EPS)
+        keeps_zeros = FORMULAS[rule].keeps_zeros(each.eps)
         if (
             before is not None
             and keeps_zeros

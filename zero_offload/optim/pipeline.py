@@ -20,7 +20,8 @@ import numpy as np
 from zero_offload.base.spans import Opened, Track
 from zero_offload.base.threads import UnitUpdate
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.arguments import STATES, SegmentArray
+from zero_offload.hardware.kernels.arguments import SegmentArray
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT

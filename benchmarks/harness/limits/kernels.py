@@ -25,9 +25,10 @@ from harness.rows import Row, missing, row, show, write
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.arguments import STATES, Segment, kind_of, segment_array
+from zero_offload.hardware.kernels.arguments import Segment, kind_of, segment_array
 from zero_offload.hardware.kernels.formats import convert
 from zero_offload.hardware.kernels.grads import accumulate_grad, sum_of_squares
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 from zero_offload.storage.memory.arena import Arena
 

@@ -1,10 +1,11 @@
-"""Arguments of kernels: dtypes and addresses, hyperparameters, segments, the states of rules, and tensors of an update.
+"""Arguments of kernels: dtypes and addresses, hyperparameters, segments, their scalars, and tensors of an update.
 
 Values and checks only: it runs nothing, and imports no kernel.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi
 from zero_offload.hardware.abi import STATE_BLOCK, ElementType, Rule
+from zero_offload.hardware.kernels.rules import FORMULAS, SIGNED, STATES, scalars_of_row
 
 CHUNK = 16384
 """Elements: kChunk of csrc/util/chunks.h, what one thread takes at once; sums depend on it."""
@@ -48,23 +50,6 @@ def address_of(tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
             f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
         )
     return tensor.data_ptr()
-
-
-STATES: dict[Rule, tuple[str, ...]] = {
-    Rule.ADAMW: ("exp_avg", "exp_avg_sq"),
-    Rule.ADAMW_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
-    Rule.ADAM_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    Rule.ADAGRAD: ("sum",),
-    Rule.LION: ("exp_avg",),
-    Rule.SGD: (),
-    Rule.SGD_MOMENTUM: ("momentum_buffer",),
-    Rule.SGD_NESTEROV: ("momentum_buffer",),
-}
-"""States of a rule, by torch's names, in the order of the kernels."""
-
-SIGNED = frozenset({"exp_avg", "momentum_buffer"})
-"""The states that may be below 0; the others are means, sums or maxima of squares."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +88,18 @@ class Hyper:
         """The states of the rule, by torch's names."""
         return STATES[self.rule]
 
+    @property
+    def initial(self) -> float:
+        """The state's value before the first step: Adagrad's sum has one."""
+        return self.beta2 if FORMULAS[self.rule].begins_at_beta2 else 0.0
+
     def first(self) -> Hyper:
         """Hyperparameters where the states are new, whatever the step: SGD's momentum begins without dampening."""
-        return replace(self, beta2=0.0) if self.rule in (Rule.SGD_MOMENTUM, Rule.SGD_NESTEROV) else self
+        return replace(self, beta2=0.0) if FORMULAS[self.rule].begins_without_beta2 else self
 
     def going_on(self) -> Hyper:
         """Hyperparameters where there are states already, whatever the step: Adagrad's sum has its initial value."""
-        return replace(self, beta2=0.0) if self.rule is Rule.ADAGRAD else self
+        return replace(self, beta2=0.0) if FORMULAS[self.rule].begins_at_beta2 else self
 
     def segment(self, begin: int, end: int, grad_scale: float, step: int) -> Segment:
         """Elements [begin, end), whose gradient is multiplied by `grad_scale` first, in their step number `step`."""
@@ -121,6 +111,19 @@ def segment_array(segments: Sequence[Segment]) -> SegmentArray:
     """The segments as one array for `fused_update`: build it once, use it for many calls."""
     # Not by `astuple`, whose copies of numbers take longer than a launch on a device.
     return np.array([tuple(vars(segment).values()) for segment in segments], dtype=SEGMENT_DTYPE)
+
+
+def scalars_of(rule: Rule, segment: Segment) -> tuple[float, ...]:
+    """Scalars of a segment, which are the same for all elements, rounded to fp32 once."""
+    # The same for all parameters that share a step, whatever their sizes.
+    return _scalars(rule, segment_array([replace(segment, begin=0, end=0)]).tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
+    (segment,) = np.frombuffer(row, SEGMENT_DTYPE)
+    with np.errstate(over="ignore"):
+        return tuple(np.array(scalars_of_row(rule, segment), dtype=np.float32).tolist())
 
 
 def state_dtype(format: StateFormat, *, signed: bool) -> torch.dtype:

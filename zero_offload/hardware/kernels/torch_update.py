@@ -1,6 +1,6 @@
 """The fused updates of all optimizers on tensors of any device, by torch's operations: for where Triton is not.
 
-Owns the passes over the tensors, a block at a time; the mathematics is that of `fallback/`, over the words of
+Owns the passes over the tensors, a block at a time; the mathematics is that of `rules`, over the words of
 `torch_words`. Those say what is rounded how, so the bits are those of the native kernels. Nothing waits for the device.
 The arrays between the operations, and a launch for each, cost the time.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, UpdateTensors, check_update
+from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors, check_update, scalars_of
 from zero_offload.hardware.kernels.fallback import torch_words as words
 from zero_offload.hardware.kernels.fallback.codec import (
     MAGNITUDE,
@@ -28,7 +28,7 @@ from zero_offload.hardware.kernels.fallback.codec import (
     random_key,
     turns,
 )
-from zero_offload.hardware.kernels.fallback.rules import GRAD_SCALE, make_rule, scalars_of
+from zero_offload.hardware.kernels.rules import GRAD_SCALE, SIGNED, STATES, make_rule
 
 BLOCK = 1 << 20
 """Elements that the arrays between two operations have: whole blocks of codes. They take some 150 bytes for each."""

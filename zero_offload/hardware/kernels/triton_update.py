@@ -9,7 +9,10 @@ are kept. Nothing waits for the device. Triton keeps what it has compiled in fil
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -18,8 +21,8 @@ from torch import Tensor
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import MAX_STATES, STATE_BLOCK, ElementType, Rule
-from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors, check_update, kind_of
-from zero_offload.hardware.kernels.fallback import rules
+from zero_offload.hardware.kernels import rules
+from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors, check_update, kind_of, scalars_of
 from zero_offload.hardware.kernels.fallback.codec import random_key, turns
 
 BLOCK = 1024
@@ -37,16 +40,7 @@ _MAGNITUDE, _INFINITY, _QUIET_NAN = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F8
 _QUIET_HALF_NAN = tl.constexpr(0x7E00)
 _SMALLEST_SCALE = tl.constexpr(0x20000001)  # the bits of 2^-63, and the lowest one
 _UPPER_24 = tl.constexpr(-0x100)
-_GRAD_SCALE, _DECAY, _L2 = tl.constexpr(rules.GRAD_SCALE), tl.constexpr(rules.DECAY), tl.constexpr(rules.L2)
-_BETA1, _BETA2 = tl.constexpr(rules.BETA1), tl.constexpr(rules.BETA2)
-_ONE_MINUS_BETA1, _ONE_MINUS_BETA2 = tl.constexpr(rules.ONE_MINUS_BETA1), tl.constexpr(rules.ONE_MINUS_BETA2)
-_INV_SQRT_BIAS2, _EPS = tl.constexpr(rules.INV_SQRT_BIAS2), tl.constexpr(rules.EPS)
-_NEG_STEP_SIZE, _GRAD_SHARE = tl.constexpr(rules.NEG_STEP_SIZE), tl.constexpr(rules.GRAD_SHARE)
-_FIRST_SUM = tl.constexpr(rules.FIRST_SUM)
-_ADAMW, _ADAMW_AMSGRAD = tl.constexpr(int(Rule.ADAMW)), tl.constexpr(int(Rule.ADAMW_AMSGRAD))
-_ADAM_AMSGRAD, _ADAGRAD = tl.constexpr(int(Rule.ADAM_AMSGRAD)), tl.constexpr(int(Rule.ADAGRAD))
-_LION, _SGD = tl.constexpr(int(Rule.LION)), tl.constexpr(int(Rule.SGD))
-_SGD_NESTEROV = tl.constexpr(int(Rule.SGD_NESTEROV))
+_GRAD_SCALE = tl.constexpr(rules.GRAD_SCALE)
 
 
 def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
@@ -58,11 +52,11 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
     beside = tensors.residual if tensors.master is None else tensors.master
     arrays = (tensors.grad, tensors.value, beside, *_padded(tensors.states))
     scales = _padded(tensors.scales)
-    scalars = rules.scalars_of(rule, segment)
+    scalars, kernel = scalars_of(rule, segment), kernel_of(rule)
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.accelerator.device_index(tensors.value.device.index):
         for begin, end, numbering in _runs(tensors, segment):
-            update_elements[(triton.cdiv(end - begin, BLOCK),)](
+            kernel[(triton.cdiv(end - begin, BLOCK),)](
                 *(_part(array, begin) for array in arrays),
                 *(_part(scale, begin // STATE_BLOCK) for scale in scales),
                 scalars,
@@ -70,6 +64,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
                 *numbering,
                 RULE=int(rule),
                 NUM_STATES=len(tensors.states),
+                NUM_SIGNED=len(rules.FORMULAS[rule].signed),
                 VALUE=int(kind_of(tensors.value.dtype)),
                 HAS_BF16_GRAD=tensors.grad.dtype is torch.bfloat16,
                 FORMAT=int(tensors.state_format),
@@ -118,8 +113,49 @@ def _part(tensor: Tensor | None, begin: int) -> Tensor | None:
     return tensor.view(-1)[begin:] if begin else tensor
 
 
-# The first element's number and the key change from step to step, and so no kernel is made for special values of them.
-@triton.jit(do_not_specialize=["number", "before", "between"])
+# Words are functions: the interpreter replaces operations in `tl`, not those that were taken from there before.
+
+
+@triton.jit
+def _fma(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return tl.fma(a, b, c)
+
+
+@triton.jit
+def _sqrt(x: tl.tensor) -> tl.tensor:
+    return tl.math.sqrt_rn(x)
+
+
+@triton.jit
+def _divide(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.math.div_rn(a, b)
+
+
+@triton.jit
+def _select(condition: tl.tensor, then: tl.tensor, otherwise: tl.tensor) -> tl.tensor:
+    return tl.where(condition, then, otherwise)
+
+
+@triton.jit
+def _sign(x: tl.tensor) -> tl.tensor:
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+
+
+_words = SimpleNamespace(fma=_fma, sqrt=_sqrt, divide=_divide, select=_select, sign=_sign)
+step: Any = None
+"""The rule's step: each copy of `update_elements` has another in this name."""
+
+
+@functools.cache
+def kernel_of(rule: Rule) -> Any:
+    """`update_elements` with the step of this rule."""
+    # Triton looks up its language too, and the type of a step's arguments.
+    step = rules.bound(rules.make_rule(_words, rule, tl.constexpr), {"tl": tl, "Word": tl.tensor})
+    scope = {"step": triton.jit(step)}
+    # The first element's number and the key change from step to step: no kernel is made for special values of them.
+    return triton.jit(do_not_specialize=["number", "before", "between"])(rules.bound(update_elements, scope))
+
+
 def update_elements(
     grad: tl.tensor,
     value: tl.tensor,
@@ -137,14 +173,15 @@ def update_elements(
     between: tl.tensor,
     RULE: tl.constexpr,
     NUM_STATES: tl.constexpr,
+    NUM_SIGNED: tl.constexpr,
     VALUE: tl.constexpr,
     HAS_BF16_GRAD: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block; `c` are the scalars of `rules.scalars_of`. VALUE is an ElementType, FORMAT a StateFormat. `beside` has
-    the residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before`
-    and `between` are the key of random words."""
+    """One block; `c` are the scalars of `scalars_of`. VALUE is an ElementType, FORMAT a StateFormat. `beside` has the
+    residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before` and
+    `between` are the key of random words. RULE keeps rules of one text apart in Triton's files."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel
     # Where nothing is rounded at random, the compiler drops this.
@@ -157,83 +194,20 @@ def update_elements(
     # Where a rule has fewer states, the others stand for nothing and come back as they are.
     s0, s1, s2 = g, g, g
     if NUM_STATES > 0:
-        s0 = load_state(state0, scales0, i, numel, RULE != _ADAGRAD, FORMAT, BLOCK)
+        s0 = load_state(state0, scales0, i, numel, NUM_SIGNED > 0, FORMAT, BLOCK)
     if NUM_STATES > 1:
-        s1 = load_state(state1, scales1, i, numel, False, FORMAT, BLOCK)
+        s1 = load_state(state1, scales1, i, numel, NUM_SIGNED > 1, FORMAT, BLOCK)
     if NUM_STATES > 2:
-        s2 = load_state(state2, scales2, i, numel, False, FORMAT, BLOCK)
-    # The rule; the compiler keeps one branch.
-    if RULE <= _ADAM_AMSGRAD:
-        p, s0, s1, s2 = _adam(c, g, p, s0, s1, s2, RULE <= _ADAMW_AMSGRAD, NUM_STATES == 3)
-    elif RULE == _ADAGRAD:
-        p, s0 = _adagrad(c, g, p, s0)
-    elif RULE == _LION:
-        p, s0 = _lion(c, g, p, s0)
-    else:
-        p, s0 = _sgd(c, g, p, s0, RULE)
+        s2 = load_state(state2, scales2, i, numel, NUM_SIGNED > 2, FORMAT, BLOCK)
+    # The rule.
+    p, s0, s1, s2 = step(c, g, p, s0, s1, s2)
     if NUM_STATES > 0:
-        store_state(state0, scales0, i, s0, random, numel, RULE != _ADAGRAD, True, FORMAT, BLOCK)
+        store_state(state0, scales0, i, s0, random, numel, NUM_SIGNED > 0, True, FORMAT, BLOCK)
     if NUM_STATES > 1:
-        store_state(state1, scales1, i, s1, random, numel, False, False, FORMAT, BLOCK)
+        store_state(state1, scales1, i, s1, random, numel, NUM_SIGNED > 1, False, FORMAT, BLOCK)
     if NUM_STATES > 2:
-        store_state(state2, scales2, i, s2, random, numel, False, False, FORMAT, BLOCK)
+        store_state(state2, scales2, i, s2, random, numel, NUM_SIGNED > 2, False, FORMAT, BLOCK)
     store_master(value, beside, i, p, random, inside, VALUE, FORMAT)
-
-
-# The rules, with the formulas and sources of csrc/optim/rules.inl.
-
-
-@triton.jit
-def _adam(
-    c: tl.tuple,
-    g: tl.tensor,
-    p: tl.tensor,
-    m: tl.tensor,
-    v: tl.tensor,
-    x: tl.tensor,
-    DECOUPLED: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-) -> tl.tuple:
-    if DECOUPLED:
-        p = p * c[_DECAY]
-    else:
-        g = tl.fma(c[_L2], p, g)
-    m = tl.fma(c[_ONE_MINUS_BETA1], g - m, m)
-    v = tl.fma(c[_BETA2], v, c[_ONE_MINUS_BETA2] * (g * g))
-    if AMSGRAD:
-        x = tl.where(v > x, v, x)
-    root = tl.math.sqrt_rn(x if AMSGRAD else v)
-    p = tl.fma(c[_NEG_STEP_SIZE], tl.math.div_rn(m, tl.fma(root, c[_INV_SQRT_BIAS2], c[_EPS])), p)
-    return p, m, v, x
-
-
-@triton.jit
-def _adagrad(c: tl.tuple, g: tl.tensor, p: tl.tensor, total: tl.tensor) -> tl.tuple:
-    g = tl.fma(c[_L2], p, g)
-    total = tl.fma(g, g, total + c[_FIRST_SUM])
-    p = tl.fma(c[_NEG_STEP_SIZE], tl.math.div_rn(g, tl.math.sqrt_rn(total) + c[_EPS]), p)
-    return p, total
-
-
-@triton.jit
-def _lion(c: tl.tuple, g: tl.tensor, p: tl.tensor, m: tl.tensor) -> tl.tuple:
-    apart = g - m
-    mixed = tl.fma(c[_ONE_MINUS_BETA1], apart, m)
-    # -1, 1, or the zero or NaN it was.
-    sign = tl.where(mixed > 0.0, 1.0, tl.where(mixed < 0.0, -1.0, mixed))
-    p = tl.fma(c[_NEG_STEP_SIZE], sign, p * c[_DECAY])
-    m = tl.fma(c[_ONE_MINUS_BETA2], apart, m)
-    return p, m
-
-
-@triton.jit
-def _sgd(c: tl.tuple, g: tl.tensor, p: tl.tensor, b: tl.tensor, RULE: tl.constexpr) -> tl.tuple:
-    g = tl.fma(c[_L2], p, g)
-    if RULE != _SGD:
-        b = tl.fma(c[_BETA1], b, c[_GRAD_SHARE] * g)
-        g = b if RULE != _SGD_NESTEROV else tl.fma(c[_BETA1], b, g)
-    p = tl.fma(c[_NEG_STEP_SIZE], g, p)
-    return p, b
 
 
 # How values and states rest, with the bits of csrc/optim/masters.inl, csrc/compact/blocks.inl and

@@ -32,8 +32,9 @@ import torch
 from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.base.types import StateFormat, StateKind, Tier, whole_sectors
 from zero_offload.hardware.device import Event
-from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states
+from zero_offload.hardware.kernels.rules import SIGNED
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.storage.files.base_file import BaseFile, BaseSpan, Stretch
 from zero_offload.storage.files.base_files import BaseFiles

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tests.helpers.state_formats import Shard
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.arguments import STATES, Segment
+from zero_offload.hardware.kernels.arguments import Segment
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 
 NUMEL, NUM_STEPS, LR = 500, 100, 1e-2

@@ -15,7 +15,8 @@ from tests.helpers.state_formats import Shard, bf16_of, codes_of, random_words, 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment
+from zero_offload.hardware.kernels.arguments import Segment
+from zero_offload.hardware.kernels.rules import SIGNED, STATES
 from zero_offload.hardware.kernels.update import fused_update
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

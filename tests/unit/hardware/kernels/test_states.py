@@ -14,8 +14,9 @@ from torch import Tensor
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states, join_master, split_master
+from zero_offload.hardware.kernels.rules import SIGNED, STATES
 
 COMPACT = StateFormat.COMPACT
 SMALLEST = 2.0**-63

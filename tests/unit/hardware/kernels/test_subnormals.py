@@ -14,9 +14,10 @@ from tests.helpers.state_formats import Shard
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Isa, Rule
-from zero_offload.hardware.kernels.arguments import STATES, Segment, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import Segment, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import convert, decode_states, encode_states, join_master, split_master
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.kernels.rules import STATES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NUMEL = 2 * 16384 + 77

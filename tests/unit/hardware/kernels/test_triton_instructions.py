@@ -14,9 +14,8 @@ import pytest
 from tests.helpers.device_updates import import_triton_update
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import MAX_STATES, ElementType, Rule
-from zero_offload.hardware.kernels.arguments import SIGNED, STATES
 from zero_offload.hardware.kernels.fallback.codec import make_codec, make_codes
-from zero_offload.hardware.kernels.fallback.rules import NUM_SCALARS, make_rule
+from zero_offload.hardware.kernels.rules import NUM_SCALARS, SIGNED, STATES, make_rule
 
 NUM_STATES = {rule: len(names) for rule, names in STATES.items()}
 NUM_SIGNED = {rule: len(SIGNED.intersection(names)) for rule, names in STATES.items()}
@@ -75,6 +74,7 @@ class Roundings:
             sqrt=lambda x: self.real.note("sqrt", None),
             divide=lambda a, b: self.real.note("div", b),
             select=lambda condition, then, otherwise: otherwise if isinstance(otherwise, Counted) else then,
+            sign=lambda x: x,
             bits=lambda x: self.bits,
             from_bits=lambda x: self.real,
             f32=lambda x: self.whole,
@@ -124,9 +124,14 @@ def compiled(module: Any, rule: Rule, format: StateFormat, value: ElementType, g
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    count, compact = NUM_STATES[rule], format is StateFormat.COMPACT
-    constants: dict[str, Any] = {"RULE": int(rule), "NUM_STATES": count, "VALUE": int(value), "FORMAT": int(format)}
-    constants |= {"HAS_BF16_GRAD": grad is ElementType.BF16, "BLOCK": module.BLOCK}
+    kernel, count, compact = module.kernel_of(rule), NUM_STATES[rule], format is StateFormat.COMPACT
+    constants: dict[str, Any] = {"RULE": int(rule), "NUM_STATES": count, "NUM_SIGNED": NUM_SIGNED[rule]}
+    constants |= {
+        "VALUE": int(value),
+        "FORMAT": int(format),
+        "HAS_BF16_GRAD": grad is ElementType.BF16,
+        "BLOCK": module.BLOCK,
+    }
     constants |= {f"state{k}": None for k in range(count, MAX_STATES)}
     constants |= {f"scales{k}": None for k in range(count * compact, MAX_STATES)}
     constants |= {"beside": None} if value is ElementType.FP32 else {}
@@ -139,11 +144,11 @@ def compiled(module: Any, rule: Rule, format: StateFormat, value: ElementType, g
         signature[f"state{k}"] = {StateFormat.FP32: "*fp32", StateFormat.BF16: "*i16"}.get(format, codes)
         signature[f"scales{k}"] = "*fp32"
     signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in module.update_elements.arg_names}
+    signature = {name: signature[name] for name in kernel.arg_names}
     # As arrays from torch's allocator are: the reads and writes of a thread are as wide as they can be.
     aligned = [k for k, kind in enumerate(signature.values()) if isinstance(kind, str) and kind.startswith("*")]
     multiples: dict[Any, Any] = {(k,): [["tt.divisibility", 16]] for k in aligned}
-    source = ASTSource(fn=module.update_elements, signature=signature, constexprs=constants, attrs=multiples)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
     return compile(source, target=GPUTarget("cuda", 80, 32), options=module.OPTIONS)
 
 
@@ -187,11 +192,11 @@ def test_a_kernel_is_compiled_once_for_all_steps_and_places(triton_update: Modul
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    kernel = triton_update.update_elements
+    kernel = triton_update.kernel_of(Rule.ADAMW)
     backend = make_backend(GPUTarget("cuda", 80, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     rest = [None] * kernel.arg_names.index("c")
-    constants = dict.fromkeys(("RULE", "NUM_STATES", "VALUE", "HAS_BF16_GRAD", "FORMAT", "BLOCK"), 0)
+    constants = dict.fromkeys(("RULE", "NUM_STATES", "NUM_SIGNED", "VALUE", "HAS_BF16_GRAD", "FORMAT", "BLOCK"), 0)
 
     def kinds(*numbering: int) -> Any:
         return bind(*rest, (0.5,) * NUM_SCALARS, 1024, *numbering, **constants)[1]

@@ -43,9 +43,9 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
 from zero_offload.hardware.kernels import choice
-from zero_offload.hardware.kernels.arguments import STATES
 from zero_offload.hardware.kernels.fallback import torch_words as words
 from zero_offload.hardware.kernels.fallback.codec import first_bit, make_codec, make_codes, random_key
+from zero_offload.hardware.kernels.rules import STATES
 
 SIZES = [0, 1, 7, 257, 1000, 1024, 3001]
 codec, signed = make_codec(words), make_codes(words, signed=True)
@@ -340,7 +340,7 @@ def on_device(triton_update: ModuleType, monkeypatch: pytest.MonkeyPatch) -> lis
         return any(tensor.untyped_storage() is each.untyped_storage() for each in chosen)
 
     monkeypatch.setitem(sys.modules, MODULE, triton_update)
-    for module in ("optim.optimizer", "kernels.update"):
+    for module in ("optim.optimizer", "hardware.kernels.update"):
         monkeypatch.setattr(f"zero_offload.{module}.has_device_update", has_device_update)
     return chosen
 

@@ -22,10 +22,10 @@ import numpy as np
 from zero_offload.base.threads import Monitor
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, ElementType, GradMode, Rule, UpdateArgsStruct
-from zero_offload.hardware.kernels.arguments import CHUNK, SEGMENT_DTYPE, STATES, check_apart
+from zero_offload.hardware.kernels.arguments import CHUNK, SEGMENT_DTYPE, check_apart
 from zero_offload.hardware.kernels.fallback import numba_passes as passes
 from zero_offload.hardware.kernels.fallback.codec import INFINITY, random_key, turns
-from zero_offload.hardware.kernels.fallback.rules import NUM_SCALARS, scalars_of_row
+from zero_offload.hardware.kernels.rules import NUM_SCALARS, STATES, scalars_of_row
 from zero_offload.hardware.native import GradSum
 
 Body = Callable[[int, int], None]

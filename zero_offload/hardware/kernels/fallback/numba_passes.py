@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, ElementType, GradMode, Rule
-from zero_offload.hardware.kernels.arguments import CHUNK, LANES, SIGNED, STATES
+from zero_offload.hardware.kernels.arguments import CHUNK, LANES
 from zero_offload.hardware.kernels.fallback import numba_words as words
 from zero_offload.hardware.kernels.fallback.codec import (
     MAGNITUDE,
@@ -37,7 +36,7 @@ from zero_offload.hardware.kernels.fallback.numba_words import (
     u32,
     words_at,
 )
-from zero_offload.hardware.kernels.fallback.rules import GRAD_SCALE, make_rule
+from zero_offload.hardware.kernels.rules import GRAD_SCALE, SIGNED, STATES, bound, make_rule
 
 BLOCK = 1024
 """Elements of a row; six rows are 24 KiB, which the first-level cache holds. Whole blocks of codes, and a multiple of
@@ -363,10 +362,7 @@ def update_of(rule: Rule) -> Callable[..., Any]:
                 store_value(value_kind, value_out, i, count, block[1])
             at = until
 
-    # Another function in the closure would be strange to the cache of the next process; one among the globals is not.
-    scope = globals() | {"compute": _compute_of(rule)}
-    bound = FunctionType(update.__code__, scope, None, None, update.__closure__)
-    return function(bound, name=f"update_{rule.name}", cache=True)
+    return function(bound(update, {"compute": _compute_of(rule)}), name=f"update_{rule.name}", cache=True)
 
 
 # Sums

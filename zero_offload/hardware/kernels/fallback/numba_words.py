@@ -13,7 +13,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from zero_offload.hardware.kernels import rules
+
 Function = Callable[..., Any]
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def function(body: Function, *, name: str = "", cache: bool = False) -> Function:
@@ -25,7 +28,7 @@ def function(body: Function, *, name: str = "", cache: bool = False) -> Function
 
     With `cache` the result is kept in a file for the next process, where numba finds a folder that it may write to.
     Numba looks at one file only to see whether what it has kept is stale. So names of functions that are kept end in a
-    digest of this folder, and a change of any file compiles them anew.
+    digest of their sources, and a change of any file compiles them anew.
     """
     name = name or body.__name__
     body.__name__ = body.__qualname__ = f"{name}_{sources()}" if cache else name
@@ -38,8 +41,8 @@ def function(body: Function, *, name: str = "", cache: bool = False) -> Function
 
 @functools.cache
 def sources() -> str:
-    """A digest of this folder's files."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    """A digest of this folder's files, and of the rules."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(rules.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -124,3 +127,8 @@ def whole(x: Any) -> Any:
 @function
 def select(condition: Any, then: Any, otherwise: Any) -> Any:
     return then if condition else otherwise
+
+
+@function
+def sign(x: Any) -> Any:
+    return select(x > _ZERO, _ONE, select(x < _ZERO, -_ONE, x))

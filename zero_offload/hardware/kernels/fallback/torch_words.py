@@ -19,6 +19,7 @@ from torch import Tensor
 
 Function = Callable[..., Any]
 _MASK = 0xFFFFFFFF
+_ONE = np.float32(1)
 
 
 def function(body: Function, *, name: str = "") -> Function:
@@ -79,6 +80,11 @@ def whole(x: Any) -> Any:
 
 def select(condition: Any, then: Any, otherwise: Any) -> Any:
     return torch.where(condition, _tensor(then, condition), _tensor(otherwise, condition))
+
+
+def sign(x: Any) -> Any:
+    """-1, 1, or the zero or NaN it was."""
+    return select(x > 0, _ONE, select(x < 0, -_ONE, x))
 
 
 def _fp64(x: Any) -> Any:

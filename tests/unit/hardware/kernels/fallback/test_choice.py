@@ -21,7 +21,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi, native
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels import choice
+from zero_offload.hardware.kernels import choice, rules
 from zero_offload.hardware.kernels.arguments import Segment, state_dtype
 from zero_offload.hardware.kernels.fallback import calls, numba_passes, numba_words
 from zero_offload.hardware.kernels.formats import convert
@@ -149,5 +149,5 @@ def test_what_is_kept_is_of_these_sources() -> None:
     sources = numba_words.sources()
     for each in (numba_passes.update_of(Rule.SGD), numba_passes.sum_chunks, numba_passes.crc32c):
         assert each.py_func.__qualname__.endswith(sources)
-    files = sorted(Path(numba_words.__file__).parent.glob("*.py"))
+    files = [*sorted(Path(numba_words.__file__).parent.glob("*.py")), Path(rules.__file__)]
     assert sources == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

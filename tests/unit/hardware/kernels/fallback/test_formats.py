@@ -21,9 +21,10 @@ from tests.parity import test_isa_formats as isas
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Isa, Rule
-from zero_offload.hardware.kernels.arguments import STATES, Segment, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import Segment, num_scales, state_dtype
 from zero_offload.hardware.kernels.choice import kernels
 from zero_offload.hardware.kernels.formats import decode_states, encode_states, join_master, split_master
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,10 +15,11 @@ from tests.helpers.without_library import without_library
 from tests.parity import test_isa as isas
 from zero_offload.base.errors import ConfigError
 from zero_offload.hardware.abi import Isa, Rule
-from zero_offload.hardware.kernels.arguments import STATES, Segment
+from zero_offload.hardware.kernels.arguments import Segment
 from zero_offload.hardware.kernels.choice import kernels
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.kernels.rules import STATES
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
