@@ -314,7 +314,7 @@ def test_a_use_without_memory_has_that_of_units_that_are_not_used() -> None:
         owner.prefetcher._evictor.evict(unit)
         limits.append(no_room())
         limits[0].__enter__()
-        owner.prefetcher.bring(unit)
+        owner.prefetcher.fetch_for_access(unit)
         assert unit.state is UnitState.PRESENT
         limits[0].__exit__(None, None, None)
 

@@ -277,9 +277,9 @@ def test_a_trace_has_copies_with_their_times(tmp_path: Path) -> None:
         model(batches()[0]).float().sum().backward()
         torch.accelerator.synchronize()
     zo.close(model)
-    (forward,) = [span for span in recorded.spans() if span.lane is Track.FORWARD and span.name == "forward"]
-    for lane in (Track.UPLOAD, Track.DOWNLOAD):
-        copies = [span for span in recorded.spans() if span.lane is lane]
+    (forward,) = [span for span in recorded.spans() if span.track is Track.FORWARD and span.name == "forward"]
+    for track in (Track.UPLOAD, Track.DOWNLOAD):
+        copies = [span for span in recorded.spans() if span.track is track]
         assert copies and all(span.nbytes > 0 and span.begin_ns < span.end_ns for span in copies)
         # Both clocks agree within a millisecond.
         assert all(span.begin_ns > forward.begin_ns - 10**6 for span in copies)

@@ -1,8 +1,8 @@
-"""Spans of work on named lanes, from when to when, for traces and for where a step went. Values only.
+"""Spans of work on named tracks, from when to when, for traces and for where a step went. Values only.
 
 Work of one thread has a site: `Spans.open` before and `close` after. It goes to `zo.profile`, while that records, as a
 tuple at the end of a ring. The ring needs no lock, so any thread may add to it. It goes to torch.profiler, while that
-runs, as a range named `zo LANE: NAME`. While neither does, a site costs two looks at flags. Times are
+runs, as a range named `zo TRACK: NAME`. While neither does, a site costs two looks at flags. Times are
 `perf_counter_ns`. The other calls: `begin`; `put` for what no thread does alone, such as a transfer; `sample` for
 totals; `end`; then `taken`, `samples`.
 """
@@ -27,7 +27,7 @@ class Track(StrEnum):
     """The track that a span is drawn on."""
 
     STEPS = "steps"  # from one step() to the next
-    FORWARD = "forward"  # the whole, and in it each hooked module's units; waits are on a lane of their own
+    FORWARD = "forward"  # the whole, and in it each hooked module's units; waits are on a track of their own
     BACKWARD = "backward"  # the whole, and in it units in turns
     WAIT = "exposed wait"  # compute stands still
     FETCH = "fetch"  # launching it: its memory, its reads and copies
@@ -60,7 +60,7 @@ class Cause(StrEnum):
 class Span(NamedTuple):
     """Something that took time."""
 
-    lane: Track
+    track: Track
     name: str
     begin_ns: int
     end_ns: int
@@ -76,20 +76,20 @@ class CounterSample(NamedTuple):
 
 
 _NUMBERED = (Track.STEP, Track.COMMIT)
-"""Ranges of these lanes have one name, so that tables of torch.profiler add them up; which one it is is an argument."""
+"""Ranges of these tracks have one name, so that tables of torch.profiler add them up; the number is an argument."""
 
 
 class Opened:
     """A site's work that is under way."""
 
-    __slots__ = ("_range", "begin_ns", "lane", "name")
+    __slots__ = ("_range", "begin_ns", "track", "name")
 
-    def __init__(self, lane: Track, name: str) -> None:
-        self.lane, self.name = lane, name
+    def __init__(self, track: Track, name: str) -> None:
+        self.track, self.name = track, name
         self._range: profiler.record_function | None = None
         if profiler._is_profiler_enabled:
-            is_numbered = lane in _NUMBERED
-            label = f"zo {lane.value}" if is_numbered else f"zo {lane.value}: {name}"
+            is_numbered = track in _NUMBERED
+            label = f"zo {track.value}" if is_numbered else f"zo {track.value}: {name}"
             self._range = profiler.record_function(label, name if is_numbered and name else None)
             self._range.__enter__()
         self.begin_ns = now()
@@ -126,20 +126,20 @@ class Spans:
         """True while spans are recorded, here or by torch.profiler."""
         return self.on or profiler._is_profiler_enabled
 
-    def open(self, lane: Track, name: str) -> Opened | None:
+    def open(self, track: Track, name: str) -> Opened | None:
         """This thread begins something; None while neither records."""
-        return Opened(lane, name) if self.on or profiler._is_profiler_enabled else None
+        return Opened(track, name) if self.on or profiler._is_profiler_enabled else None
 
     def close(self, opened: Opened | None, name: str = "") -> None:
         """It is over, on the same thread; `name` where that was not known before."""
         if opened is not None:
             opened.exit()
             if self.on:
-                self.put(opened.lane, name or opened.name, opened.begin_ns, now())
+                self.put(opened.track, name or opened.name, opened.begin_ns, now())
 
-    def put(self, lane: Track, name: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
+    def put(self, track: Track, name: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
         """Something has taken from then to then."""
-        self._ring.append((lane, name, begin_ns, end_ns, nbytes))
+        self._ring.append((track, name, begin_ns, end_ns, nbytes))
 
     def sample(self, name: str, value: float) -> None:
         """A counter has this value from now on."""
@@ -168,17 +168,17 @@ class Spans:
 
 
 class Turns:
-    """A lane with one worker at a time. Ends are not reported: a span ends when the next one starts.
+    """A track with one worker at a time. Ends are not reported: a span ends when the next one starts.
 
     The calls, when `Spans.on`: `begin`, `uses` and `made` as signs come, `pause` where one is known to be over, `end`.
     """
 
-    def __init__(self, spans: Spans, lane: Track) -> None:
+    def __init__(self, spans: Spans, track: Track) -> None:
         self._spans = spans
-        self._lane = lane
+        self._track = track
         self._name = ""
         self._whole_ns = self._begin_ns = self._last_ns = 0
-        """When the lane, and the one whose turn it is, began; the last sign."""
+        """When the track, and the one whose turn it is, began; the last sign."""
 
     def begin(self) -> None:
         self._name = ""
@@ -207,10 +207,10 @@ class Turns:
         """So is the whole."""
         self._close(self._last_ns)
         if self._whole_ns:
-            self._spans.put(self._lane, self._lane.value, self._whole_ns, now())
+            self._spans.put(self._track, self._track.value, self._whole_ns, now())
         self._whole_ns = 0
 
     def _close(self, at_ns: int) -> None:
         if self._name:
-            self._spans.put(self._lane, self._name, self._begin_ns, at_ns)
+            self._spans.put(self._track, self._name, self._begin_ns, at_ns)
         self._name = ""

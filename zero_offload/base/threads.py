@@ -181,7 +181,7 @@ class UnitUpdate:
                 self._target = None
             return not self._is_started
 
-    def start(self) -> tuple[int, ...] | None:
+    def begin(self) -> tuple[int, ...] | None:
         """Returns where to deliver, one address per section; from now on this stays. On the update's thread."""
         with self._changed.lock:
             self._is_started = True

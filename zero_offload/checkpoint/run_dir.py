@@ -109,7 +109,7 @@ class RunDir:
             ) from error
         return path
 
-    def drop_traces(self) -> None:
+    def remove_traces(self) -> None:
         """A new run begins: what is here shows another one."""
         for path in (self.path / name for name in (TRACE_FILE, *self._rank_traces())):
             refuse_other_kinds(path)

@@ -203,7 +203,7 @@ def _on(stream: torch.Stream) -> Iterator[None]:
 class _Copy(NamedTuple):
     """A timed copy."""
 
-    lane: Track
+    track: Track
     begin: Any
     end: Any
     nbytes: int
@@ -248,19 +248,19 @@ class AcceleratorDevice(Device):
             source.record_stream(self._downloads)
         return Handoff(target, event)
 
-    def _copy(self, lane: Track, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
-        stream = self._uploads if lane is Track.UPLOAD else self._downloads
+    def _copy(self, track: Track, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
+        stream = self._uploads if track is Track.UPLOAD else self._downloads
         # Memory just resized was last used by kernels launched before: the copy comes after them.
         mark = self.mark() if after is None else after
         mark.let_wait(stream)
         timed = self._spans.on
         with _on(stream):
             begin = self._recorded(stream, timed=True) if timed else None
-            for to, of in self._cut(target, source, host=source if lane is Track.UPLOAD else target):
+            for to, of in self._cut(target, source, host=source if track is Track.UPLOAD else target):
                 to.copy_(of, non_blocking=True)
             end = self._recorded(stream, timed=timed)
         if begin is not None:
-            self._timed.append(_Copy(lane, begin, end, target.nbytes))
+            self._timed.append(_Copy(track, begin, end, target.nbytes))
         return Event(end, self)
 
     def _cut(self, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
@@ -384,7 +384,7 @@ class AcceleratorDevice(Device):
                 copy = self._timed.popleft()
                 if copy.end.query():
                     begin_ns, end_ns = (anchor_ns - _ns_between(event, anchor) for event in (copy.begin, copy.end))
-                    self._spans.put(copy.lane, copy.lane.value, begin_ns, end_ns, copy.nbytes)
+                    self._spans.put(copy.track, copy.track.value, begin_ns, end_ns, copy.nbytes)
 
 
 def _ns_between(begin: Any, end: Any) -> int:

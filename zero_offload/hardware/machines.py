@@ -114,7 +114,7 @@ _ALIASES = {"a100": "a100-80"}
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's work per second, with all ranks of the machine at work; 0 where it lacks the lane."""
+    """One rank's work per second, with all ranks of the machine at work; 0 where it lacks the resource."""
 
     is_host: bool
     """True if the CPU computes: the host's memory is the device's, and an update beside forward shares its cores."""
@@ -139,14 +139,14 @@ class Machine:
     source: str = ""
     """Where the figures come from: shown with each prediction."""
 
-    def streams(self, lane: Resource) -> float:
+    def streams(self, resource: Resource) -> float:
         """Bytes a second; of compute, through the device's memory."""
-        return float(getattr(self, _RATES[lane][-1 if lane is Resource.COMPUTE else 0]))
+        return float(getattr(self, _RATES[resource][-1 if resource is Resource.COMPUTE else 0]))
 
-    def faster(self, lane: Resource, factor: float) -> Machine:
-        """This machine with one lane sped up. A drive that takes turns is one lane."""
-        names = list(_RATES[lane])
-        if self.drive_takes_turns and lane in (Resource.READ, Resource.WRITE):
+    def faster(self, resource: Resource, factor: float) -> Machine:
+        """This machine with one resource sped up. A drive that takes turns is one resource."""
+        names = list(_RATES[resource])
+        if self.drive_takes_turns and resource in (Resource.READ, Resource.WRITE):
             names = [*_RATES[Resource.READ], *_RATES[Resource.WRITE]]
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
@@ -154,13 +154,13 @@ class Machine:
         """This machine with drives that are so many times as fast together."""
         return replace(self, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
 
-    def lanes(self) -> tuple[Resource, ...]:
+    def resources(self) -> tuple[Resource, ...]:
         """Those that are there; of a drive that takes turns the reads stand for both."""
-        there = [lane for lane in Resource if getattr(self, _RATES[lane][0]) > 0]
-        return tuple(lane for lane in there if not (self.drive_takes_turns and lane is Resource.WRITE))
+        there = [resource for resource in Resource if getattr(self, _RATES[resource][0]) > 0]
+        return tuple(resource for resource in there if not (self.drive_takes_turns and resource is Resource.WRITE))
 
-    def title(self, lane: Resource) -> str:
-        return "drives" if self.drive_takes_turns and lane in (Resource.READ, Resource.WRITE) else lane.value
+    def title(self, resource: Resource) -> str:
+        return "drives" if self.drive_takes_turns and resource in (Resource.READ, Resource.WRITE) else resource.value
 
 
 _RATES: Mapping[Resource, tuple[str, ...]] = {

@@ -787,7 +787,7 @@ def _whole(owner: ModelRuntime, unit: Unit, target: torch.dtype | None) -> Itera
     else:
         unit.gathered_uses += 1
         try:
-            owner.prefetcher.bring(unit)
+            owner.prefetcher.fetch_for_access(unit)
             owner.prefetcher.meet(f"the export of {unit.name}")
             yield lambda section: _cut(section.flat)
         finally:

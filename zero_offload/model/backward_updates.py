@@ -146,7 +146,7 @@ class BackwardUpdates:
         self._places.check_frozen(hypers)
         self._updates.commits.launch_due()
         if self._any_on_device:
-            self._updates.await_worker()
+            self._updates.wait_for_worker()
         for grads in self._grads.ledger.sections:
             grads.begin_backward()
         if self._task == -1:

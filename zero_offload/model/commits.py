@@ -83,7 +83,7 @@ class Commits:
 
     def start(self, *, loaded: bool = False) -> None:
         """The states are those of the generation that was found or, if `loaded`, of a checkpoint."""
-        self._advance(Holds.CHECKPOINT if loaded else Holds.GENERATION)
+        self._move_to(Holds.CHECKPOINT if loaded else Holds.GENERATION)
         self._is_due = False
         # Files that are cut anew have had a commit of their own.
         self._num_launched = self._num_ended = self._snapshots.num_ended
@@ -92,9 +92,9 @@ class Commits:
 
     def forget_record(self) -> None:
         """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
-        self._advance(Holds.GENERATION)
+        self._move_to(Holds.GENERATION)
 
-    def _advance(self, to: Holds, record: StepRecord | None = None) -> None:
+    def _move_to(self, to: Holds, record: StepRecord | None = None) -> None:
         """Raises AssertionError for a move that `TRANSITIONS` does not have."""
         assert to in TRANSITIONS[self._holds], f"states of a {self._holds.value} cannot become those of a {to.value}"
         self._holds, self._latest = to, record
@@ -102,12 +102,12 @@ class Commits:
     def set_aside(self) -> None:
         """The program has written states of its own: the last step is committed only if `complete_record` follows."""
         if self._holds in REPLACED:
-            self._advance(REPLACED[self._holds], self._latest)
+            self._move_to(REPLACED[self._holds], self._latest)
 
     def note_written(self) -> None:
         """The program has changed parameters: as a part of the last step, unless a generation has that already."""
         if self._holds is Holds.GENERATION:
-            self._advance(Holds.CHANGED)
+            self._move_to(Holds.CHANGED)
 
     @property
     def pending_step(self) -> int:
@@ -125,7 +125,7 @@ class Commits:
 
     def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
         """A step was taken, of this length, of which commits have cost `wait_s`."""
-        self._advance(Holds.STEP, record)
+        self._move_to(Holds.STEP, record)
         if self._keeper is None:
             return
         if self._clock is not None:
@@ -148,7 +148,7 @@ class Commits:
         if self._holds is Holds.GENERATION and in_step:
             return
         before, latest = self._holds, record()
-        self._advance(Holds.STEP, latest)
+        self._move_to(Holds.STEP, latest)
         if before not in (Holds.STEP, Holds.CHANGED_STEP):
             is_multiple = isinstance(self._every, int) and not latest.step % self._every
             self._is_due = self._is_due or before is Holds.CHECKPOINT or is_multiple

@@ -174,7 +174,7 @@ def _present(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[None
         for unit in {place.unit.index: place.unit for place in places}.values():
             unit.gathered_uses += 1
             held.append(unit)
-            owner.prefetcher.bring(unit)
+            owner.prefetcher.fetch_for_access(unit)
         owner.prefetcher.meet("zo.gathered")
         yield
     finally:

@@ -450,7 +450,7 @@ class ModelParams:
             return Touched.AWAY
         for unit in units:
             if unit.gathered_uses > 0:
-                self._prefetcher.bring(unit)  # a step or a load may have replaced its values meanwhile
+                self._prefetcher.fetch_for_access(unit)  # a step or a load may have replaced its values meanwhile
             else:
                 unit.wait_for_update()
                 if self._prefetcher.streams is not None:

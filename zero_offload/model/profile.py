@@ -24,7 +24,7 @@ from zero_offload.base.spans import SPANS_MAX, TRANSFERS, Cause, CounterSample, 
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.system import refuse_other_kinds, replace_file
 
-_TRACKS_PER_LANE = 1000
+_ROWS_PER_TRACK = 1000
 _ORIGINS_NS = 4 * 86400 * 10**9
 """Times are counted from such a multiple: as floats of microseconds they keep their nanoseconds."""
 
@@ -68,23 +68,23 @@ def step_times(spans: Iterable[Span]) -> list[StepTime]:
             for name in _counted(running, waits):
                 sums[step][name] += at_ns - last_ns
         last_ns = at_ns
-        running[span.lane] += 1 if is_begin else -1
-        if span.lane is Track.WAIT:
+        running[span.track] += 1 if is_begin else -1
+        if span.track is Track.WAIT:
             (waits.append if is_begin else waits.remove)(span)
-        elif span.lane is Track.STEPS:
+        elif span.track is Track.STEPS:
             step = span.name if is_begin else ""
             sums.setdefault(span.name, Counter())
     return [_step_time(int(step), of_step) for step, of_step in sums.items()]
 
 
 def _counted(running: Counter[Track], waits: Sequence[Span]) -> list[str]:
-    """The names under which a moment counts, with so many spans of each lane under way."""
-    computes = [lane.value for lane in (Track.FORWARD, Track.BACKWARD) if running[lane] and not waits]
+    """The names under which a moment counts, with so many spans of each track under way."""
+    computes = [track.value for track in (Track.FORWARD, Track.BACKWARD) if running[track] and not waits]
     names = ["step", *computes]
     if waits:
         names.append(f"wait for {waits[-1].name.split(':')[0]}")
-    for name, lanes in (("update", (Track.UPDATE,)), ("transfer", TRANSFERS)):
-        if any(running[lane] for lane in lanes):
+    for name, tracks in (("update", (Track.UPDATE,)), ("transfer", TRANSFERS)):
+        if any(running[track] for track in tracks):
             names += [name, f"{name} beside compute"] if computes else [name]
     return names
 
@@ -159,13 +159,13 @@ class Profile:
         return target
 
     def _events(self, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
-        for track, span in placed:
+        for row, span in placed:
             event: dict[str, Any] = {
                 "name": span.name,
-                "cat": span.lane.value,
+                "cat": span.track.value,
                 "ph": "X",
                 "pid": self._rank,
-                "tid": track,
+                "tid": row,
             }
             event |= {"ts": self._microseconds(span.begin_ns), "dur": (span.end_ns - span.begin_ns) / 1000}
             event |= {"args": {"bytes": span.nbytes}} if span.nbytes else {}
@@ -207,42 +207,42 @@ def _check_place(target: Path) -> None:
 
 
 def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Each span with its track."""
+    """Each span with its row."""
     return [
-        (number * _TRACKS_PER_LANE + track, span)
-        for number, lane in enumerate(Track, 1)
-        for track, span in on_tracks([span for span in spans if span.lane is lane])
+        (number * _ROWS_PER_TRACK + row, span)
+        for number, track in enumerate(Track, 1)
+        for row, span in on_rows([span for span in spans if span.track is track])
     ]
 
 
-def on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Viewers want spans of a track beside or inside each other. Transfers overlap, and so do forwards that take turns:
+def on_rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Viewers want spans of a row beside or inside each other. Transfers overlap, and so do forwards that take turns:
     they get several. A transfer inside of another one is not part of it.
     """
     open_ns: list[list[int]] = []
-    """By track: ends of the spans that are under way, the innermost last."""
+    """By row: ends of the spans that are under way, the innermost last."""
     for span in sorted(spans, key=lambda each: (each.begin_ns, -each.end_ns)):
         for ends in open_ns:
             while ends and ends[-1] <= span.begin_ns:
                 ends.pop()
-        nests = span.lane not in TRANSFERS
+        nests = span.track not in TRANSFERS
         free = (i for i, ends in enumerate(open_ns) if not ends or (nests and ends[-1] >= span.end_ns))
-        track = next(free, len(open_ns))
-        if track == len(open_ns):
+        row = next(free, len(open_ns))
+        if row == len(open_ns):
             open_ns.append([])
-        open_ns[track].append(span.end_ns)
-        yield track, span
+        open_ns[row].append(span.end_ns)
+        yield row, span
 
 
 def _metadata(rank: int, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
-    """Names for the process and its tracks."""
+    """Names for the process and its rows."""
     yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"zero_offload rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
-    for track, lane in sorted({track: span.lane for track, span in placed}.items()):
-        number = track % _TRACKS_PER_LANE
-        name = lane.value if number == 0 else f"{lane.value} {number + 1}"
-        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
-        yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": track, "args": {"sort_index": track}}
+    for row, track in sorted({row: span.track for row, span in placed}.items()):
+        number = row % _ROWS_PER_TRACK
+        name = track.value if number == 0 else f"{track.value} {number + 1}"
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": row, "args": {"sort_index": row}}
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class RunLog:
         self._planned_bytes = PlanTable.from_dict(self._description["planned"]).total
         run_dir.create(self._description)
         if not self._goes_on:
-            run_dir.drop_traces()
+            run_dir.remove_traces()
         self._metrics = Metrics.open(self.path / METRICS_FILE, self.committed_step)
         self._last_step = self._metrics.last_step
         for note in self._metrics.notes:

@@ -107,7 +107,7 @@ class Updates:
         return self._overlap != UpdateOverlap.NONE
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
-        """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
+        """Return when nothing else has to be waited for. A backward calls `wait_for_worker` itself, once."""
         self._errors.check()
         self._store.read_lazy()
         for unit in {section.unit for section in sections}:
@@ -117,12 +117,12 @@ class Updates:
         self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
         here = not self.overlaps(sections) or any(section.shard.on_device for section in sections)
         if here and not in_backward:
-            self.await_worker()
+            self.wait_for_worker()
         if not in_backward:
             # Gradients on drives, which the update reads: their pages are for the units that it makes new.
             self._prefetcher.pool.drive_room.detach_pages()
 
-    def await_worker(self) -> None:
+    def wait_for_worker(self) -> None:
         """Return when the update's thread is idle. A commit of the step before notes there what it is made of. It must
         do so before this thread changes states."""
         with self._store.counters.waiting(Cause.COMMIT) if self._worker.busy else nullcontext():

@@ -62,7 +62,7 @@ class DevicePass:
         """
         with self._store.counters.timed("update_s"):
             for unit, of_unit in itertools.groupby(sections, key=lambda section: section.unit):
-                updates[unit].start()
+                updates[unit].begin()
                 for section in of_unit:
                     self._update(section)
                 updates[unit].complete()
@@ -81,7 +81,7 @@ class DevicePass:
                         found = _joined(rule, found, piece.grad)
                     for each in found:
                         update_on_device(rule, tensors, each)
-        self._await_uploads(0)
+        self._wait_for_uploads(0)
         self._store.finish_update(section.shard)
         section.grads.release()
 
@@ -89,7 +89,7 @@ class DevicePass:
         """Gradients of neighbouring chunks, on the device."""
         staging = None
         if section.grads.on_disk:
-            self._await_uploads(0)
+            self._wait_for_uploads(0)
             staging = self._from_disk.region
         pieces, waits = section.grads.chunks(rows, staging)
         for wait in waits:
@@ -102,7 +102,7 @@ class DevicePass:
 
     def _upload(self, piece: GradPiece) -> Iterator[GradPiece]:
         """Upload from host memory, beside the updates of pieces before it."""
-        self._await_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
+        self._wait_for_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
         if not self._ring:
             nbytes, device = CHUNK_NUMEL * 4, self._device.torch_device
             self._ring = [
@@ -117,7 +117,7 @@ class DevicePass:
         # Its reader is launched by now.
         self._ring.append(landing._replace(used=self._device.mark()))
 
-    def _await_uploads(self, count: int) -> None:
+    def _wait_for_uploads(self, count: int) -> None:
         """Return when no more than so many are under way: what they read may change then."""
         while len(self._uploads) > count:
             self._uploads.popleft().ready.synchronize()

@@ -106,7 +106,7 @@ class UpdatePipeline:
             task = reading.popleft()
             if task.first:
                 self._unit = self._spans.open(Track.UPDATE, task.section.name)
-                delivery = updates[task.section.unit].start()
+                delivery = updates[task.section.unit].begin()
             self._compute(task, delivery)
             if task.last:
                 self._spans.close(self._unit)

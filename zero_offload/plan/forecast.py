@@ -17,7 +17,7 @@ from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
 from zero_offload.plan.step_time import Prediction, StepWorkload, predict
 
 SPEED_UP = 1.1
-"""The bottleneck is the lane that shortens the step most when it is so much faster."""
+"""The bottleneck is the resource that shortens the step most when it is so much faster."""
 MEETS = 1.05
 """A step meets the one without offload when it takes no longer than so many times as long."""
 NOTICED = 0.999
@@ -28,18 +28,20 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class Bottleneck:
-    lane: Resource
+    resource: Resource
     title: str
     saved_s: float
-    """Seconds that the step gains if the lane is `SPEED_UP` times as fast."""
+    """Seconds that the step gains if the resource is `SPEED_UP` times as fast."""
 
 
 def find_bottleneck(job: StepWorkload, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
-    """Speeds up each lane in turn. Of equals it takes the first, so a step that waits for nothing is bound by
+    """Speeds up each resource in turn. Of equals it takes the first, so a step that waits for nothing is bound by
     compute."""
-    faster = {lane: predict(job, placement, machine.faster(lane, SPEED_UP)).step_s for lane in machine.lanes()}
-    lane = min(faster, key=lambda each: faster[each])
-    return Bottleneck(lane, machine.title(lane), step_s - faster[lane])
+    faster = {
+        resource: predict(job, placement, machine.faster(resource, SPEED_UP)).step_s for resource in machine.resources()
+    }
+    resource = min(faster, key=lambda each: faster[each])
+    return Bottleneck(resource, machine.title(resource), step_s - faster[resource])
 
 
 def without_offload(job: StepWorkload, machine: Machine) -> float:
@@ -113,7 +115,7 @@ class Plan(MemoryPlan):
 
     predicted_step_s: float
     bottleneck: str
-    """The lane that shortens the step most when it is a tenth faster."""
+    """The resource that shortens the step most when it is a tenth faster."""
     rates: str
     """Where the machine's rates come from."""
     notes: tuple[str, ...] = ()

@@ -307,7 +307,7 @@ class _Search:
         ]
 
     def _times(self, job: StepWorkload, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
-        """For each candidate, the seconds of a step and of all lanes together."""
+        """For each candidate, the seconds of a step and of all resources together."""
         seconds, sizes = np.zeros(1), np.zeros(1)
         for unit, each in counts:
             found = [of_unit(job, unit, self._at(unit, choice), self._machine) for choice in range(len(_CHOICES))]

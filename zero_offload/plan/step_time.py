@@ -1,13 +1,14 @@
 """How long a step takes and what compute waits for: from bytes, arithmetic and a machine's rates.
 
-First the seconds that each lane spends on each unit (`StepWorkload.of`, `unit_seconds`). The order of moves follows the
-runtime, case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, `runtime/grads` for gradients,
-`optim/pipeline.py` for states.
+First the seconds that each resource spends on each unit (`StepWorkload.of`, `unit_seconds`). The order of moves follows
+the runtime, case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, `runtime/grads` for
+gradients, `optim/pipeline.py` for states.
 
 A step is a few phases, one after the other. The first forward has the update beside it. Then come each later forward,
-each backward, and the time between the last backward and the next forward. Lanes work side by side in a phase. It lasts
-as long as its busiest lane, plus what one unit takes on the other lanes before that lane begins and after it ends.
-Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a lane's total.
+each backward, and the time between the last backward and the next forward. Resources work side by side in a phase. It
+lasts as long as its busiest resource, plus what one unit takes on the other resources before that resource begins and
+after it ends. Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a
+resource's total.
 
 [Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer took
 640 lines more. It gave the same step within 1.2% for 21 published runs, and within 8% for 13 placements on a CPU. It
@@ -76,11 +77,11 @@ class Work(IntEnum):
 
 
 FETCHES = [work for work in Work if work.name.startswith("FETCH")]
-COLUMN = {lane: index for index, lane in enumerate(Resource)}
+COLUMN = {resource: index for index, resource in enumerate(Resource)}
 STALL = len(COLUMN)
-"""The column after the lanes': seconds that compute stands still, since a gather is not launched ahead."""
+"""The column after the resources': seconds that compute stands still, since a gather is not launched ahead."""
 Amount = tuple[Work, Resource, float]
-"""Bytes on a lane."""
+"""Bytes on a resource."""
 
 
 @dataclass(frozen=True)
@@ -174,20 +175,20 @@ class StepWorkload:
 
 
 def unit_seconds(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Numbers:
-    """(Work, lanes and `STALL`): seconds for one unit with these tiers.
+    """(Work, resources and `STALL`): seconds for one unit with these tiers.
 
     An update on the host has all cores here, and no drive takes any from it.
     """
     unit, batch = job.units[index], job.batch
     found = np.zeros((len(Work), len(COLUMN) + 1))
-    for work, lane, nbytes in chain(
+    for work, resource, nbytes in chain(
         _saved(job, index, machine),
         _fetches(job, index, at, machine),
         _grads(job, unit, at, machine),
         _update(job, unit, at, machine),
     ):
-        if rate := machine.streams(lane):  # what the machine has no lane for takes no time
-            found[work, COLUMN[lane]] += nbytes / rate
+        if rate := machine.streams(resource):  # what the machine has no resource for takes no time
+            found[work, COLUMN[resource]] += nbytes / rate
     forward_s, backward_s = _compute_seconds(job, index, machine)
     if machine.is_host:  # the thread of backward copies gradients to their places
         backward_s += 2 * _made_bytes(job, unit) / machine.host_bytes
@@ -267,10 +268,10 @@ def _fetches(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Iter
         # Ranks gather all groups, in order; one rank fetches the experts that its tokens meet.
         touched = 1.0 if job.partition.param_shards > 1 else work.share_touched(job.batch.tokens)
         for is_trained in (False, True):
-            for kind, lane, nbytes in _fetches_of(job, unit, at, machine, is_trained=is_trained):
+            for kind, resource, nbytes in _fetches_of(job, unit, at, machine, is_trained=is_trained):
                 if kind is Work.FETCH_AGAIN:
-                    yield Work.FETCH_GROUPS, lane, nbytes * touched
-                    yield Work.FETCH_GROUPS_AGAIN, lane, nbytes * touched * work.backward_uses(job.batch.recompute)
+                    yield Work.FETCH_GROUPS, resource, nbytes * touched
+                    yield Work.FETCH_GROUPS_AGAIN, resource, nbytes * touched * work.backward_uses(job.batch.recompute)
         return
     yield from _fetches_of(job, unit, at, machine, is_trained=True)
     yield from _fetches_of(job, unit, at, machine, is_trained=False)
@@ -311,10 +312,10 @@ def _fetches_of(
         first = {Resource.UPLOAD: whole}
     elif machine.is_host and partition.world_size == 1:
         work = Work.FETCH_DELIVERED
-    for lane, moved in first.items():
-        yield work, lane, moved
-    for lane, moved in again.items():
-        yield Work.FETCH_AGAIN, lane, moved
+    for resource, moved in first.items():
+        yield work, resource, moved
+    for resource, moved in again.items():
+        yield Work.FETCH_AGAIN, resource, moved
 
 
 def _made_bytes(job: StepWorkload, unit: UnitBytes) -> int:
@@ -373,7 +374,9 @@ def _update(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> 
     yield Work.UPDATE, Resource.WRITE, unit.optimizer_bytes * on_disk + copies
 
 
-COMPUTE, READ, WRITE, HOST = (COLUMN[lane] for lane in (Resource.COMPUTE, Resource.READ, Resource.WRITE, Resource.HOST))
+COMPUTE, READ, WRITE, HOST = (
+    COLUMN[resource] for resource in (Resource.COMPUTE, Resource.READ, Resource.WRITE, Resource.HOST)
+)
 
 
 @dataclass(frozen=True)
@@ -402,13 +405,13 @@ def predict(job: StepWorkload, placement: Placement, machine: Machine) -> Predic
             known[key] = of_unit(job, index, at, machine)
         seconds, sizes = seconds + known[key].seconds, sizes + known[key].sizes
     times = step_times(job, Totals(seconds[None], sizes[None]), machine, placement.budget)
-    step_s, lanes = float(times.step_s[0]), times.busy_s[0]
+    step_s, resources = float(times.step_s[0]), times.busy_s[0]
     tokens = job.batch.tokens * job.batch.micro_batches * job.partition.world_size
     return Prediction(
         step_s,
-        float(lanes[COMPUTE]),
+        float(resources[COMPUTE]),
         tokens / step_s if step_s else float("inf"),
-        {lane: float(lanes[COLUMN[lane]]) / step_s if step_s else 0.0 for lane in machine.lanes()},
+        {resource: float(resources[COLUMN[resource]]) / step_s if step_s else 0.0 for resource in machine.resources()},
         {cause: float(waited[0]) for cause, waited in times.exposed_s.items() if waited[0] > 1e-9 * step_s},
     )
 
@@ -417,7 +420,7 @@ class Totals(NamedTuple):
     """Totals of a unit, or of all together; with an axis before it, of several placements."""
 
     seconds: Numbers
-    """(Work, lanes and `STALL`)."""
+    """(Work, resources and `STALL`)."""
     sizes: Numbers
     """(3,): bytes of buffers, bytes that rest on a device, and units with gradients or states on drives."""
 
@@ -439,7 +442,7 @@ class StepTimes(NamedTuple):
 
     step_s: Numbers
     busy_s: Numbers
-    """(placements, lanes)."""
+    """(placements, resources)."""
     exposed_s: Mapping[Cause, Numbers]
 
 
@@ -488,10 +491,10 @@ def step_times(job: StepWorkload, totals: Totals, machine: Machine, budget: Budg
             exposed_s[cause] += count * (longer_s - lasts_s)
             lasts_s = longer_s
         step_s += count * lasts_s
-    lanes = _lanes(np.tensordot(_counts(job.batch), work, 1), machine)
-    least_s = np.maximum(step_s, lanes.max(1))
+    resources = _resources(np.tensordot(_counts(job.batch), work, 1), machine)
+    least_s = np.maximum(step_s, resources.max(1))
     exposed_s[Cause.COMMIT] += least_s - step_s
-    return StepTimes(least_s, lanes, exposed_s)
+    return StepTimes(least_s, resources, exposed_s)
 
 
 def _overlaps(job: StepWorkload, uses_drives: npt.NDArray[np.bool_], machine: Machine) -> npt.NDArray[np.bool_]:
@@ -517,7 +520,7 @@ def _counts(batch: StepBatch) -> Numbers:
 def _as_run(
     job: StepWorkload, totals: Totals, machine: Machine, budget: Budget, is_beside: npt.NDArray[np.bool_]
 ) -> Numbers:
-    """(Work, placements, lanes and `STALL`): without fetches of units that stay; cores are shared."""
+    """(Work, placements, resources and `STALL`): without fetches of units that stay; cores are shared."""
     work = totals.seconds.swapaxes(0, 1).copy()
     buffers = totals.sizes[:, 0]
     leaves = 1 - np.minimum(_room_bytes(job, totals.sizes, machine, budget) / np.maximum(buffers, 1), 1)
@@ -566,23 +569,23 @@ def _share_cores(job: StepWorkload, work: Numbers, machine: Machine, is_beside: 
     beside_s += shared_s
 
 
-def _lanes(seconds: Numbers, machine: Machine) -> Numbers:
-    """Without `STALL`; drives that take turns are one lane."""
-    lanes = seconds[:, :STALL].copy()
+def _resources(seconds: Numbers, machine: Machine) -> Numbers:
+    """Without `STALL`; drives that take turns are one resource."""
+    resources = seconds[:, :STALL].copy()
     if machine.drive_takes_turns:
-        lanes[:, READ] += lanes[:, WRITE]
-        lanes[:, WRITE] = 0.0
-    return lanes
+        resources[:, READ] += resources[:, WRITE]
+        resources[:, WRITE] = 0.0
+    return resources
 
 
 def _lasts(seconds: Numbers, machine: Machine, num_units: int) -> Numbers:
-    """The busiest lane, and beside it one unit's way through the others.
+    """The busiest resource, and beside it one unit's way through the others.
 
     Drives and the host's loops pass chunks on, not units: of these the busiest counts.
     """
-    lanes = _lanes(seconds, machine)
-    lanes[:, COMPUTE] += seconds[:, STALL]
-    busiest = lanes.max(1)
-    by_chunk = lanes[:, [READ, WRITE, HOST]]
-    others = lanes.sum(1) - by_chunk.sum(1) + by_chunk.max(1) - busiest
+    resources = _resources(seconds, machine)
+    resources[:, COMPUTE] += seconds[:, STALL]
+    busiest = resources.max(1)
+    by_chunk = resources[:, [READ, WRITE, HOST]]
+    others = resources.sum(1) - by_chunk.sum(1) + by_chunk.max(1) - busiest
     return cast(Numbers, busiest + others / num_units)

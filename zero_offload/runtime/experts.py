@@ -289,7 +289,7 @@ class GroupedExperts:
         if in_backward:
             self._tracker.note_node()
         if is_here(unit):
-            self._prefetcher.bring(unit)
+            self._prefetcher.fetch_for_access(unit)
         else:
             unit.wait_for_update()
         self.num_fetches += 1

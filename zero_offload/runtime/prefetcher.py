@@ -182,7 +182,7 @@ class Evictor:
             unit.wait_for_update()
         self.cancel(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
-        unit.advance(UnitState.AWAY)
+        unit.move_to(UnitState.AWAY)
         if self._streams is not None:
             self._streams.release(unit)
         unit.detach()
@@ -300,8 +300,8 @@ class ParamPrefetcher:
     """Moves units between their tier and the compute device.
 
     In a step: `begin_cycle` as an outermost forward begins; `acquire` before every use; `begin_update` when `step` has
-    begun an update, then `refresh_kept`. Beside a step: `bring`, `invalidate`, `holds_value`. Where ranks use different
-    units: `meet`. `begin_update` only launches; the others may wait for drives, updates or ranks.
+    begun an update, then `refresh_kept`. Beside a step: `fetch_for_access`, `invalidate`, `holds_value`. Where ranks
+    use different units: `meet`. `begin_update` only launches; the others may wait for drives, updates or ranks.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class ParamPrefetcher:
         """Return when the unit's newest parameters are on the device; records the use."""
         if self.device_limit is not None:
             self.device_limit.refuse_capture()
-        self.bring(unit)
+        self.fetch_for_access(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
         if not self._has_whole_units:
@@ -404,7 +404,7 @@ class ParamPrefetcher:
                 with self._loader.ahead(unit):
                     self.gatherer.launch(unit)
 
-    def bring(self, unit: Unit) -> None:
+    def fetch_for_access(self, unit: Unit) -> None:
         """Have the unit here for a use that belongs to no forward or backward; the schedule does not learn of it."""
         if unit.state is UnitState.PRESENT and (unit.update is None or unit.update.is_done):
             unit.wait_for_update()
@@ -464,7 +464,7 @@ class ParamPrefetcher:
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
                 if unit.state is not UnitState.AWAITING:
-                    unit.advance(UnitState.AWAITING)
+                    unit.move_to(UnitState.AWAITING)
                 self._offer(unit)
         # The step is counted: lack of memory for a mere prefetch must not fail it. The next use asks for memory again.
         try:
@@ -486,7 +486,7 @@ class ParamPrefetcher:
     def refresh_kept(self) -> None:
         """The update is launched: views that others hold show the new values when this returns."""
         for unit in self._held_views.kept:
-            self.bring(unit)
+            self.fetch_for_access(unit)
 
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
@@ -518,7 +518,7 @@ class ParamPrefetcher:
             self._evictor.evict(unit)
         _outdate(unit.sections)
         if unit.stays:
-            self.bring(unit)
+            self.fetch_for_access(unit)
 
     # Moves. `_finish` is a collective, and its order must be the same on all ranks. So it follows frames and the
     # schedule, never what happens to be complete. When a local read begins may differ.
@@ -607,7 +607,7 @@ class ParamPrefetcher:
         if self.streams is not None:
             self.streams.attached(unit)
         unit.to_read = unit.sections
-        unit.advance(UnitState.AWAITING)
+        unit.move_to(UnitState.AWAITING)
         self._offer(unit)
 
     def _offer(self, unit: Unit) -> None:
@@ -622,16 +622,16 @@ class ParamPrefetcher:
         if not unit.to_read:
             if self.streams is not None:
                 self.streams.arrived(unit)
-            unit.advance(UnitState.PRESENT)
+            unit.move_to(UnitState.PRESENT)
             return
-        unit.advance(UnitState.FETCHING)
+        unit.move_to(UnitState.FETCHING)
         opened = self.spans.open(Track.FETCH, unit.name)
         try:
             self._loader.launch(unit, unit.to_read, urgency)
         except BaseException:
             # Only a part may be on its way: the next use launches all of it.
             self._loader.cancel(unit)
-            unit.advance(UnitState.AWAITING)
+            unit.move_to(UnitState.AWAITING)
             raise
         if opened is not None:
             self.spans.close(opened)
@@ -643,7 +643,7 @@ class ParamPrefetcher:
         if self.streams is not None:
             self.streams.arrived(unit)
         unit.to_read = ()
-        unit.advance(UnitState.PRESENT)
+        unit.move_to(UnitState.PRESENT)
 
 
 def replaced(prefetcher: ParamPrefetcher, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:

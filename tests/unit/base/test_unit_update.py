@@ -21,7 +21,7 @@ def update(errors: FirstError) -> UnitUpdate:
 
 def test_values_are_delivered_to_memory_named_before_the_start(update: UnitUpdate) -> None:
     assert update.deliver_to((10, 20))
-    assert update.start() == (10, 20)
+    assert update.begin() == (10, 20)
     assert not update.deliver_to((30,)) and not update.is_done
     update.complete()
     assert update.is_done
@@ -31,12 +31,12 @@ def test_memory_can_be_taken_back_until_the_start(update: UnitUpdate) -> None:
     assert update.withdraw(), "none was named, and nothing will be delivered"
     update.deliver_to((10,))
     assert update.withdraw() and update.deliver_to((20,)), "another may be named"
-    assert update.withdraw() and update.start() is None and not update.withdraw()
+    assert update.withdraw() and update.begin() is None and not update.withdraw()
 
 
 def test_what_was_taken_back_too_late_is_delivered(update: UnitUpdate) -> None:
     update.deliver_to((10,))
-    assert update.start() == (10,) and not update.withdraw()
+    assert update.begin() == (10,) and not update.withdraw()
 
 
 def test_a_wait_ends_with_the_update_it_is_for(errors: FirstError) -> None:
@@ -50,7 +50,7 @@ def test_a_wait_ends_with_the_update_it_is_for(errors: FirstError) -> None:
     assert waits.wait(10)
     for update in (first, second):
         assert not woken.wait(0.02)
-        update.start()
+        update.begin()
         update.complete()
     assert woken.wait(10)
     waiter.join()

@@ -353,6 +353,6 @@ def test_copies_are_timed_on_the_gpu_during_a_recording(gpus: _Gpus, monkeypatch
     spans.end()
     gpu.tell_copies()
     # The third upload ended 1 ms before the clocks were read, the download 4.
-    told = [(span.lane, (5 * 10**9 - span.begin_ns) / 1e6, (5 * 10**9 - span.end_ns) / 1e6) for span in spans.taken()]
+    told = [(span.track, (5 * 10**9 - span.begin_ns) / 1e6, (5 * 10**9 - span.end_ns) / 1e6) for span in spans.taken()]
     assert told == [(Track.UPLOAD, 10, 7), (Track.DOWNLOAD, 7, 4)]
     assert {span.nbytes for span in spans.taken()} == {16}

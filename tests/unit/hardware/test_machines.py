@@ -77,7 +77,7 @@ def test_ranks_of_a_machine_share_its_host_and_drives() -> None:
     assert eight.upload_bytes == one.upload_bytes == 64e9 * LINK_SHARE  # the host's memory is fast enough for all
     assert eight.flops == one.flops
     assert one.network_bytes == 0 and eight.network_bytes == 450e9 * LINK_SHARE
-    assert Resource.NETWORK not in one.lanes()
+    assert Resource.NETWORK not in one.resources()
 
 
 def test_machines_talk_through_their_ports() -> None:
@@ -85,17 +85,17 @@ def test_machines_talk_through_their_ports() -> None:
     assert far.network_bytes == 8 * 50e9 * LINK_SHARE  # slower than NVLink
     desktops = share_of_rank("rtx4090", NO_DRIVES, Cluster(4, 4))
     assert desktops.network_bytes == 12.5e9 * LINK_SHARE
-    assert Resource.READ not in desktops.lanes()
+    assert Resource.READ not in desktops.resources()
 
 
-def test_a_faster_lane_is_that_lane_alone() -> None:
+def test_a_faster_resource_is_that_resource_alone() -> None:
     machine = share_of_rank("h100", parse_drives(["7GB/s/5GB/s"]) or NO_DRIVES, Cluster())
     faster = machine.faster(Resource.UPLOAD, 2.0)
     assert faster.upload_bytes == 2 * machine.upload_bytes and faster.download_bytes == machine.download_bytes
-    # A drive that takes turns is one lane.
+    # A drive that takes turns is one resource.
     quick = machine.faster(Resource.READ, 2.0)
     assert (quick.read_bytes, quick.write_bytes) == (14e9, 10e9)
-    assert Resource.WRITE not in machine.lanes() and machine.title(Resource.READ) == "drives"
+    assert Resource.WRITE not in machine.resources() and machine.title(Resource.READ) == "drives"
 
 
 def test_a_rate_says_where_it_comes_from() -> None:

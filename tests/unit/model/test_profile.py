@@ -1,4 +1,4 @@
-"""A tiny offloaded model, recorded: who is on which lane, how often, and beside whom."""
+"""A tiny offloaded model, recorded: who is on which track, how often, and beside whom."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def train(model: nn.Module, optimizer: zo.AdamW, num_steps: int) -> None:
         optimizer.zero_grad()
 
 
-def on(lane: Track, recorded: Profile) -> list[Span]:
-    return [span for span in recorded.spans() if span.lane is lane]
+def on(track: Track, recorded: Profile) -> list[Span]:
+    return [span for span in recorded.spans() if span.track is track]
 
 
 def inside(inner: Span, outer: Span) -> bool:
@@ -57,14 +57,16 @@ def test_every_unit_appears_once_per_step(nvme: Path) -> None:
         train(model, optimizer, 3)
         runtime(model).drain()
     zo.close(model)
-    for lane in (Track.FORWARD, Track.BACKWARD):
-        found = on(lane, recorded)
+    for track in (Track.FORWARD, Track.BACKWARD):
+        found = on(track, recorded)
         counts = Counter(span.name for span in found)
-        assert {name: counts[name] for name in (*BLOCKS, lane.value)} == dict.fromkeys((*BLOCKS, lane.value), 3)
-        wholes = [span for span in found if span.name == lane.value]
+        assert {name: counts[name] for name in (*BLOCKS, track.value)} == dict.fromkeys((*BLOCKS, track.value), 3)
+        wholes = [span for span in found if span.name == track.value]
         assert all(sum(inside(span, whole) for whole in wholes) == 1 for span in found)
     order = [
-        span.name for span in sorted(recorded.spans(), key=lambda s: s.begin_ns) if span.lane in ("forward", "backward")
+        span.name
+        for span in sorted(recorded.spans(), key=lambda s: s.begin_ns)
+        if span.track in ("forward", "backward")
     ]
     assert [name for name in order if name in BLOCKS] == [*BLOCKS, *BLOCKS[::-1]] * 3
     assert [span.name for span in on(Track.STEP, recorded)] == ["3", "4", "5"]
@@ -122,18 +124,18 @@ def test_time_between_units_belongs_to_no_unit(nvme: Path) -> None:
     assert all(span.end_ns <= time for span, time in zip(before, after, strict=True))
 
 
-def test_spans_of_a_lane_lie_beside_or_inside_each_other(nvme: Path) -> None:
+def test_spans_of_a_track_lie_beside_or_inside_each_other(nvme: Path) -> None:
     model, optimizer = offloaded(nvme)
     with zo.profile(model) as recorded:
         train(model, optimizer, 3)
     zo.close(model)
-    for lane in (Track.FORWARD, Track.BACKWARD, Track.WAIT, Track.STEP, Track.UPDATE, Track.COMMIT, Track.STEPS):
+    for track in (Track.FORWARD, Track.BACKWARD, Track.WAIT, Track.STEP, Track.UPDATE, Track.COMMIT, Track.STEPS):
         running: list[Span] = []
-        for span in sorted(on(lane, recorded), key=lambda s: (s.begin_ns, -s.end_ns)):
+        for span in sorted(on(track, recorded), key=lambda s: (s.begin_ns, -s.end_ns)):
             while running and running[-1].end_ns <= span.begin_ns:
                 running.pop()
             assert span.begin_ns <= span.end_ns
-            assert not running or inside(span, running[-1]), (lane, span, running[-1])
+            assert not running or inside(span, running[-1]), (track, span, running[-1])
             running.append(span)
 
 
@@ -150,8 +152,8 @@ def test_drives_are_seen_with_their_bytes(nvme: Path) -> None:
             pass
     after = counters.snapshot()
     zo.close(model)
-    for lane, name in ((Track.READ, "read.nvme"), (Track.WRITE, "written.nvme")):
-        assert sum(span.nbytes for span in on(lane, recorded)) == after[name] - before[name] > 0
+    for track, name in ((Track.READ, "read.nvme"), (Track.WRITE, "written.nvme")):
+        assert sum(span.nbytes for span in on(track, recorded)) == after[name] - before[name] > 0
 
 
 def test_after_the_end_nothing_is_recorded(nvme: Path) -> None:
@@ -162,7 +164,7 @@ def test_after_the_end_nothing_is_recorded(nvme: Path) -> None:
     before, ended_ns = recorded.spans(), now()
     train(model, optimizer, 2)
     # A span that was under way, or waited for a drive, is seen to end, and is not this recording's.
-    assert all(span.begin_ns < ended_ns or span.lane in (Track.READ, Track.WRITE) for span in spans.taken())
+    assert all(span.begin_ns < ended_ns or span.track in (Track.READ, Track.WRITE) for span in spans.taken())
     with zo.profile(model):
         train(model, optimizer, 1)
     zo.close(model)
@@ -241,13 +243,13 @@ def test_the_trace_has_what_viewers_need(nvme: Path, tmp_path: Path) -> None:
     events = trace["traceEvents"]
     kinds = Counter(event["ph"] for event in events)
     assert kinds["X"] == len(recorded.spans())
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     elsewhere = {"gather", "reduce", "exposed wait", "fetch", "upload", "download"}  # several ranks, a GPU, no luck
-    assert {lane.value for lane in Track} - elsewhere <= set(tracks.values())
+    assert {track.value for track in Track} - elsewhere <= set(rows.values())
     ends: dict[int, list[float]] = {}
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
         assert event["pid"] == 0 and event["dur"] >= 0 and event["name"]
-        assert tracks[event["tid"]].startswith(event["cat"])
+        assert rows[event["tid"]].startswith(event["cat"])
         running = ends.setdefault(event["tid"], [])
         while running and running[-1] <= event["ts"] + 1e-3:
             running.pop()
@@ -292,9 +294,9 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(name: st
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_transfers_that_overlap_get_tracks() -> None:
+def test_transfers_that_overlap_get_rows() -> None:
     spans = [Span(Track.READ, name, begin, end) for name, begin, end in (("a", 0, 5), ("b", 1, 3), ("c", 3, 9))]
-    assert [(track, span.name) for track, span in profile_file.on_tracks(spans)] == [(0, "a"), (1, "b"), (1, "c")]
+    assert [(row, span.name) for row, span in profile_file.on_rows(spans)] == [(0, "a"), (1, "b"), (1, "c")]
 
 
 def _recorded_on_a_rank(rank: int, world_size: int, folder: Path) -> tuple[set[str], dict[str, float]]:
@@ -304,26 +306,26 @@ def _recorded_on_a_rank(rank: int, world_size: int, folder: Path) -> tuple[set[s
     with zo.profile(model, folder / "trace.json") as recorded:
         train(model, optimizer, 2)
         exposed = zo.stats(model).exposed_s
-    return {span.lane.value for span in recorded.spans()}, exposed
+    return {span.track.value for span in recorded.spans()}, exposed
 
 
 def test_ranks_write_a_file_each(tmp_path: Path, pool: RankPool) -> None:
     outcomes = pool.succeed(_recorded_on_a_rank, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
-    for rank, (lanes, exposed) in enumerate(outcomes):
-        assert {"gather", "reduce"} <= lanes and exposed["grads"] > 0
+    for rank, (tracks, exposed) in enumerate(outcomes):
+        assert {"gather", "reduce"} <= tracks and exposed["grads"] > 0
         events = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {rank}
 
 
-def test_forwards_that_take_turns_have_tracks_of_their_own() -> None:
-    """Two spans of a track that overlap in part make a viewer drop the second."""
+def test_forwards_that_take_turns_have_rows_of_their_own() -> None:
+    """Two spans of a row that overlap in part make a viewer drop the second."""
     ends = {"whole": (0, 100), "a": (10, 40), "b": (20, 60), "inside b": (30, 50), "late": (60, 70)}
     spans = [Span(Track.FORWARD, name, *at) for name, at in ends.items()]
-    placed = {span.name: track for track, span in profile_file.on_tracks(spans)}
+    placed = {span.name: row for row, span in profile_file.on_rows(spans)}
     assert placed == {"whole": 0, "a": 0, "b": 1, "inside b": 1, "late": 0}
-    transfers = [span._replace(lane=Track.READ) for span in spans]
-    placed = {span.name: track for track, span in profile_file.on_tracks(transfers)}
+    transfers = [span._replace(track=Track.READ) for span in spans]
+    placed = {span.name: row for row, span in profile_file.on_rows(transfers)}
     assert placed == {"whole": 0, "a": 1, "b": 2, "inside b": 3, "late": 1}
 
 

@@ -13,8 +13,8 @@ from zero_offload.model.profile import step_times
 S = 10**9
 
 
-def _span(lane: Track, name: str, begin_s: float, end_s: float) -> Span:
-    return Span(lane, name, int(begin_s * S), int(end_s * S))
+def _span(track: Track, name: str, begin_s: float, end_s: float) -> Span:
+    return Span(track, name, int(begin_s * S), int(end_s * S))
 
 
 STEPS = [
@@ -60,16 +60,16 @@ def test_without_steps_there_is_nothing() -> None:
 def test_intervals_are_sets_of_points(seed: int) -> None:
     """Spans with ends in whole seconds are sets of seconds."""
     draw = random.Random(seed)
-    lanes = (Track.FORWARD, Track.BACKWARD, Track.UPDATE, Track.READ, Track.WRITE)
-    spans = [_span(lane, "", *_interval(draw, 40)) for lane in lanes for _ in range(draw.randrange(8))]
+    tracks = (Track.FORWARD, Track.BACKWARD, Track.UPDATE, Track.READ, Track.WRITE)
+    spans = [_span(track, "", *_interval(draw, 40)) for track in tracks for _ in range(draw.randrange(8))]
     outer = [(begin, begin + 10) for begin in range(0, 40, 10) if draw.random() < 0.5]
     inner = [_interval(draw, 10, begin) for begin, _ in outer]
     steps = [_span(Track.STEPS, "1", 0, 20), _span(Track.STEPS, "2", 20, 50)]
     waits = [_span(Track.WAIT, "params: a", *at) for at in outer] + [_span(Track.WAIT, "update", *at) for at in inner]
-    points = {lane: _points(span for span in spans if span.lane is lane) for lane in lanes}
+    points = {track: _points(span for span in spans if span.track is track) for track in tracks}
     waiting = _points(waits)
     compute = (points[Track.FORWARD] | points[Track.BACKWARD]) - waiting
-    transfers = set().union(*(points[lane] for lane in TRANSFERS if lane in points))
+    transfers = set().union(*(points[track] for track in TRANSFERS if track in points))
     for found, step in zip(step_times([*spans, *waits, *steps]), steps, strict=True):
         whole = _points([step])
         assert (found.step, found.step_s) == (int(step.name), len(whole))

@@ -126,9 +126,9 @@ def test_several_ranks_gather_and_reduce() -> None:
     one = 4 * NUMEL * 3 / 4 / 1e8
     # A gather in each direction, but for what stays in frames; gradients cross once in fp32.
     assert found.step_s == pytest.approx(4 * one + (2 + 2 * (4 - 3) / 4 + 1.5) * 0.5 * one, rel=0.25)
-    assert find_bottleneck(job, placement_of(job, (HOST, HOST, HOST), shared=False), machine, found.step_s).lane is (
-        Resource.NETWORK
-    )
+    assert find_bottleneck(
+        job, placement_of(job, (HOST, HOST, HOST), shared=False), machine, found.step_s
+    ).resource is (Resource.NETWORK)
 
 
 @pytest.mark.parametrize("count", [2, 3, 40])
@@ -156,8 +156,8 @@ def test_parameters_that_have_room_on_a_gpu_come_once_a_step() -> None:
     assert predict(given, placement_of(job, (HOST, HOST, HOST), shared=False), GPU) == roomy
 
 
-def seconds_of(found: Prediction, lane: Resource) -> float:
-    return found.busy[lane] * found.step_s
+def seconds_of(found: Prediction, resource: Resource) -> float:
+    return found.busy[resource] * found.step_s
 
 
 def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
@@ -170,9 +170,9 @@ def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
         return predict(replace(job, batch=batch), placement, replace(GPU, drive_takes_turns=False))
 
     few, many, loop = of(2, by_unit=True), of(8, by_unit=True), of(8, by_unit=False)
-    for lane in (Resource.READ, Resource.WRITE, Resource.UPLOAD, Resource.DOWNLOAD):
-        assert seconds_of(many, lane) == pytest.approx(seconds_of(few, lane))
-        assert seconds_of(loop, lane) > 2 * seconds_of(many, lane)
+    for resource in (Resource.READ, Resource.WRITE, Resource.UPLOAD, Resource.DOWNLOAD):
+        assert seconds_of(many, resource) == pytest.approx(seconds_of(few, resource))
+        assert seconds_of(loop, resource) > 2 * seconds_of(many, resource)
     assert seconds_of(many, Resource.COMPUTE) == pytest.approx(4 * seconds_of(few, Resource.COMPUTE))
     assert seconds_of(many, Resource.COMPUTE) == pytest.approx(seconds_of(loop, Resource.COMPUTE))
     assert many.tokens_per_s == pytest.approx(8 * 64 / many.step_s)
@@ -228,7 +228,7 @@ RATES = st.floats(1e7, 1e11)
     world=st.sampled_from([(0, 1), (1, 3), (2, 2), (3, 4)]),
     budget=st.sampled_from([None, 60_000_000, 90_000_000]),
 )
-def test_a_faster_lane_never_makes_a_step_slower_and_no_lane_is_longer_than_a_step(
+def test_a_faster_resource_never_makes_a_step_slower_and_no_resource_is_longer_than_a_step(
     tiers: list[tuple[Tier, Tier, Tier]],
     rates: tuple[float, ...],
     host: bool,
@@ -253,8 +253,8 @@ def test_a_faster_lane_never_makes_a_step_slower_and_no_lane_is_longer_than_a_st
     assert before.step_s >= before.compute_s * (1 - 1e-9) > 0
     assert max(before.busy.values()) <= 1 + 1e-9
     assert sum(before.exposed_s.values()) + before.compute_s >= before.step_s * (1 - 1e-9)
-    for lane in machine.lanes():
-        assert predict(job, placement, machine.faster(lane, 1.5)).step_s <= before.step_s * (1 + 1e-9), lane
+    for resource in machine.resources():
+        assert predict(job, placement, machine.faster(resource, 1.5)).step_s <= before.step_s * (1 + 1e-9), resource
 
 
 def test_break_even_is_where_compute_hides_the_rest() -> None:
@@ -294,7 +294,7 @@ def test_a_trillion_parameters_are_predicted_quickly() -> None:
     began = time.process_time()
     found = forecast(job, placement, machine)
     assert time.process_time() - began < 10  # some 30 predictions; a guard against time by chunk
-    assert found.prediction.step_s > 100 and found.bottleneck.lane in machine.lanes()
+    assert found.prediction.step_s > 100 and found.bottleneck.resource in machine.resources()
     assert StateKind.PARAMS in placement.tiers[0]
 
 

@@ -110,7 +110,7 @@ def test_frames_go_to_the_units_that_are_updated_first(runtime: ModelRuntime) ->
     assert present(runtime) == {2, 3}
     updates = launch(runtime, range(4))
     runtime.prefetcher.begin_update([0, 1, 2, 3])
-    delivered = [unit for unit, update in updates.items() if update.start() is not None]
+    delivered = [unit for unit, update in updates.items() if update.begin() is not None]
     assert delivered == [0, 1]
 
 
@@ -137,14 +137,14 @@ def test_frames_of_what_backward_is_done_with_go_to_what_it_needs(runtime: Model
     runtime.prefetcher.begin_update([3], in_backward=True)
     assert runtime.units[3].state is UnitState.AWAY
     assert runtime.units[1].state in (UnitState.FETCHING, UnitState.PRESENT)
-    assert updates[3].start() is None
+    assert updates[3].begin() is None
 
 
 def test_what_backward_is_done_with_has_its_values_delivered_where_nothing_is_missing(runtime: ModelRuntime) -> None:
     cycle(runtime, [0, 1])
     updates = launch(runtime, [1])
     runtime.prefetcher.begin_update([1], in_backward=True)
-    assert runtime.units[1].state is UnitState.AWAITING and updates[1].start() is not None
+    assert runtime.units[1].state is UnitState.AWAITING and updates[1].begin() is not None
 
 
 def test_units_in_use_keep_their_frames(runtime: ModelRuntime) -> None:

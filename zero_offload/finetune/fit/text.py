@@ -273,7 +273,9 @@ def _forecast_lines(plan: ModelPlan) -> Iterator[str]:
     speed = f"{format_number(step.tokens_per_s)} tokens/s in all"
     micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""
     yield f"predicted step: {format_duration(step.step_s)} for {tokens:,} tokens of a rank{micro}, {speed}"
-    busy = ", ".join(f"{machine.title(lane)} {share:.0%}" for lane, share in step.busy.items() if share >= 0.005)
+    busy = ", ".join(
+        f"{machine.title(resource)} {share:.0%}" for resource, share in step.busy.items() if share >= 0.005
+    )
     yield f"  busy: {busy}"
     if waits := [
         f"{format_duration(s)} for {_CAUSES[cause]}" for cause, s in step.exposed_s.items() if s >= 0.01 * step.step_s
@@ -483,7 +485,7 @@ def _step_json(plan: ModelPlan, found: Forecast) -> dict[str, Any]:
         "predicted_s": step.step_s,
         "compute_s": step.compute_s,
         "tokens_per_s": step.tokens_per_s,
-        "busy": {machine.title(lane): share for lane, share in step.busy.items()},
+        "busy": {machine.title(resource): share for resource, share in step.busy.items()},
         "exposed_s": {cause.value: seconds for cause, seconds in step.exposed_s.items()},
         "bottleneck": found.bottleneck.title,
         "bottleneck_saves_s": found.bottleneck.saved_s,

@@ -123,7 +123,7 @@ class GradSection:
 
     # Their way
 
-    def advance(self, to: GradState) -> None:
+    def move_to(self, to: GradState) -> None:
         """Change the state. Raises AssertionError for a move that `GRAD_TRANSITIONS` does not have."""
         if to is not self.state:
             assert to in GRAD_TRANSITIONS[self.state], f"{self.unit.name}: {self.state.value} gradients are {to.value}"
@@ -132,19 +132,19 @@ class GradSection:
     def begin_backward(self) -> None:
         """Turn held gradients into those of earlier backwards."""
         if self.state is GradState.HELD:
-            self.advance(GradState.WAITING if self.holding else GradState.EMPTY)
+            self.move_to(GradState.WAITING if self.holding else GradState.EMPTY)
 
     def begin(self) -> None:
         """The first gradient of a backward or micro-batch comes."""
         self.num_expected = sum(each.requires_grad for each in self.params)
-        self.advance(GradState.ARRIVING)
+        self.move_to(GradState.ARRIVING)
 
     def join_waiting(self) -> None:
         """Note that the sums that waited in `local` are now in the partial sum."""
         self.arrived |= self.waiting
         self.waiting.clear()
         self.aside = False
-        self.advance(GradState.ARRIVING)
+        self.move_to(GradState.ARRIVING)
 
     def set_aside(self) -> None:
         """Note that the gradients that have arrived are now in `local`, where they wait for the rest."""
@@ -152,7 +152,7 @@ class GradSection:
         self.waiting |= self.arrived
         self.arrived.clear()
         self.joined = None  # what had joined this sum waits again with the rest
-        self.advance(GradState.WAITING)
+        self.move_to(GradState.WAITING)
 
     def end_micro_batch(self) -> None:
         """All of one micro-batch has arrived, and others add to it where it lies."""
@@ -162,29 +162,29 @@ class GradSection:
         """All that this backward delivers has arrived, for this rank alone. It `defers` what follows to another one."""
         self.arrived.clear()
         if self.state is GradState.ARRIVING:
-            self.advance(GradState.WAITING if defers or self.waiting or self.aside else GradState.HELD)
+            self.move_to(GradState.WAITING if defers or self.waiting or self.aside else GradState.HELD)
 
     def reduce(self) -> None:
         """The partial sum is on its way to the other ranks."""
         self.arrived.clear()
-        self.advance(GradState.REDUCING)
+        self.move_to(GradState.REDUCING)
 
     def reduced_all(self, indices: Iterable[int]) -> None:
         """The sum over ranks of these parameters is where it rests; ranks know of which, unless some `joined`."""
         self.reduced.update(indices)
         if self.joined is None:
-            self.advance(GradState.HELD)
+            self.move_to(GradState.HELD)
 
     def agree(self) -> None:
         """All ranks know of which parameters some rank has a gradient."""
         self.joined = None
-        self.advance(GradState.HELD)
+        self.move_to(GradState.HELD)
 
     def reset(self) -> None:
         """A backward broke off."""
         self.arrived.clear()
         self.aside, self.joined = False, None
-        self.advance(GradState.EMPTY)
+        self.move_to(GradState.EMPTY)
 
     def remove(self, indices: Collection[int], to: GradState) -> set[int]:
         """Hold these parameters' gradients no longer; those that were held. The last one leaves the section in `to`."""
@@ -196,7 +196,7 @@ class GradSection:
         for index in gone if self.factors else ():
             self.factors.pop(index, None)
         if gone and not self.holding and self.state in (GradState.HELD, GradState.WAITING):
-            self.advance(to)
+            self.move_to(to)
         return gone
 
     # Factors

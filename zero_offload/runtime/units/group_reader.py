@@ -128,7 +128,7 @@ class GroupReader:
         if is_here(unit):
             return self._here(group)
         with self._counters.waiting(Cause.PARAMS, unit.name):
-            memory = self._bring(group)
+            memory = self._fetch(group)
         if keeps_order:
             following = following or self._next.get((group, in_backward))
             if self._last is not None:
@@ -164,7 +164,7 @@ class GroupReader:
             if memory.group is not None and memory.group.unit in changed:
                 memory.cancel()
 
-    def _bring(self, group: ExpertGroup) -> GroupMemory:
+    def _fetch(self, group: ExpertGroup) -> GroupMemory:
         memory = next((each for each in self._memory if each.group == group), None)
         if memory is None:
             memory = next((each for each in self._memory if each.group is None), self._memory[0])
@@ -272,7 +272,7 @@ class GroupReader:
 
 
 def is_here(unit: Unit) -> bool:
-    """True if the unit's values are used where they are, once `ParamPrefetcher.bring` has them there."""
+    """True if the unit's values are used where they are, once `ParamPrefetcher.fetch_for_access` has them there."""
     return unit.resident or unit.gathered_uses > 0
 
 

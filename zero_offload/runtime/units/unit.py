@@ -129,7 +129,7 @@ class Unit:
         self.writable: list[Sequence[nn.Parameter]] = []
         """For each `gathered` context that writes: the parameters that it may change, plain until it ends."""
 
-    def advance(self, to: UnitState) -> None:
+    def move_to(self, to: UnitState) -> None:
         """Change the state. Raises AssertionError for a move that `TRANSITIONS` does not have."""
         if to not in TRANSITIONS[self.state]:
             moves = " -> ".join(self._moves)

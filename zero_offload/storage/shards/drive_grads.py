@@ -209,7 +209,7 @@ class DriveGrads(HostGrads):
     def _fetch_array(self) -> torch.Tensor:
         numel = self.layout.shard_numel
         if self._pages is not None and self._pages.attached and self._writes:
-            self._await_writes()  # what they write must not change
+            self._wait_for_writes()  # what they write must not change
             self._writes = ()
             return self._pages.region.tensor(self.dtype, numel)
         self._detach_pages()
@@ -229,7 +229,7 @@ class DriveGrads(HostGrads):
     def launch_write(self) -> None:
         """Launch the write of the open array."""
         if self._array is not None:
-            self._await_writes()
+            self._wait_for_writes()
             write = self._store.disk.launch_write(self._extent(self.dtype), ALL_ROWS, self._array.data_ptr())
             self._writes = (write,)
             self._drop_array()
@@ -241,13 +241,13 @@ class DriveGrads(HostGrads):
 
     def _detach_pages(self) -> None:
         """Wait for writes under way, and give back all pages."""
-        self._await_writes()
+        self._wait_for_writes()
         for pages in (self._pages, self._stream_pages):
             if pages is not None and pages.attached:
                 pages.detach()
         self._writes = ()
 
-    def _await_writes(self) -> None:
+    def _wait_for_writes(self) -> None:
         for write in self._writes:
             write.wait()
 
@@ -272,7 +272,7 @@ class DriveGrads(HostGrads):
         if staging is None or not self.on_disk:
             return super().chunks(rows)
         begin, end = self.layout.elements(rows)
-        self._await_writes()
+        self._wait_for_writes()
         extent, address = self._extent(self.dtype), staging.address + offset
         read = self._store.disk.launch_read(extent, slice(rows.start, rows.stop), address)
         return [GradPiece(0, end - begin, staging.tensor(self.dtype, end - begin, offset))], [read.wait]

@@ -345,7 +345,7 @@ class HostGrads(GradStore):
 
     def writable_array(self) -> torch.Tensor:
         """The array, (shard_numel,) `dtype`, with the gradients it holds; what a device sends is there after
-        `_await_arrival`."""
+        `_wait_for_arrival`."""
         if self._array is None:
             self._array = self._fetch_array()
         return self._array
@@ -370,7 +370,7 @@ class HostGrads(GradStore):
     def _in_array(self, index: int) -> torch.Tensor:
         """A gradient's place in the array, which is complete."""
         array = self.writable_array()
-        self._await_arrival()
+        self._wait_for_arrival()
         if index not in self._views:
             self._views[index] = array[self.parts[index]]
         return self._views[index]
@@ -408,17 +408,17 @@ class HostGrads(GradStore):
 
     def _complete_array(self) -> torch.Tensor:
         array = self.writable_array()
-        self._await_arrival()
+        self._wait_for_arrival()
         return array
 
-    def _await_arrival(self) -> None:
+    def _wait_for_arrival(self) -> None:
         """Wait until the gradients that a device sends are here."""
         if self._arriving is not None:
             self._arriving.take_on_host()
             self._arriving = None
 
     def _drop_array(self) -> None:
-        self._await_arrival()
+        self._wait_for_arrival()
         self._array = None
         self._views.clear()
 

@@ -56,7 +56,7 @@ class GradRing:
         if not self._in_backward:
             return None
         while not self._pool.fits(nbytes) and self._launched:
-            self._await_oldest()
+            self._wait_for_oldest()
         # Units that backward completes only at its end, such as those with unused parameters, may fill the ring.
         if not self._pool.fits(nbytes):
             return None
@@ -75,7 +75,7 @@ class GradRing:
         """An update is launched that uses the unit's gradients; waits while too many are."""
         self._launched.append((update, tuple(self._filling.pop(unit, {}).values())))
         while self._in_backward and len(self._launched) > LAUNCHED_MAX:
-            self._await_oldest()
+            self._wait_for_oldest()
 
     def collect(self) -> None:
         """Give back what updates that are computed have used."""
@@ -87,7 +87,7 @@ class GradRing:
             for shard in shards:
                 shard.release_span()
 
-    def _await_oldest(self) -> None:
+    def _wait_for_oldest(self) -> None:
         update, shards = self._launched.popleft()
         update.wait()
         for shard in shards:
@@ -177,7 +177,7 @@ class RingDriveGrads(RingGrads, DriveGrads):
             super().end_view(changed)
 
     def _moved(self, array: torch.Tensor) -> None:
-        self._await_writes()
+        self._wait_for_writes()
         self._store.disk.write_array(self._extent(array.dtype), array)
 
     def _may_stream(self, grad: torch.Tensor) -> bool:

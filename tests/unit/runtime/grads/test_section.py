@@ -112,6 +112,6 @@ def test_gradients_that_a_step_has_taken_are_held_only_after_they_arrive_again()
     assert set(GRAD_TRANSITIONS) == set(GradState)
     section = _section()
     for state in (GradState.ARRIVING, GradState.HELD, GradState.TAKEN):
-        section.advance(state)
+        section.move_to(state)
     with pytest.raises(AssertionError, match="blocks.0: taken gradients are held"):
-        section.advance(GradState.HELD)
+        section.move_to(GradState.HELD)

@@ -19,20 +19,20 @@ def unit_in(state: UnitState) -> Unit:
 def test_only_listed_moves_are_legal(start: UnitState, to: UnitState) -> None:
     unit = unit_in(start)
     if to in TRANSITIONS[start]:
-        unit.advance(to)
+        unit.move_to(to)
         assert unit.state is to
     else:
         with pytest.raises(AssertionError, match=rf"blocks\.3: {start.value} cannot become {to.value}"):
-            unit.advance(to)
+            unit.move_to(to)
         assert unit.state is start
 
 
 def test_an_illegal_move_tells_the_last_ones() -> None:
     unit = unit_in(UnitState.PRESENT)
     for state in (UnitState.AWAY, UnitState.AWAITING, UnitState.FETCHING, UnitState.PRESENT):
-        unit.advance(state)
+        unit.move_to(state)
     with pytest.raises(AssertionError, match="away -> awaiting -> fetching -> present"):
-        unit.advance(UnitState.FETCHING)
+        unit.move_to(UnitState.FETCHING)
 
 
 def test_every_state_can_be_reached_and_left() -> None:
