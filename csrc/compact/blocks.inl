@@ -27,8 +27,8 @@ inline typename W::F decode_lanes(const uint8_t *codes, typename W::F scale) {
 }
 
 // Between the pass that makes its values and the pass that makes its codes, a block has numbers in memory
-// (`kept`): a signed value itself, of a value that is never negative the root. The scale comes from the bits of
-// their largest magnitude; a root times `inverse` is in units of it.
+// (`kept`). They are signed values, or the roots of values that are never negative. The scale comes from the
+// bits of their largest magnitude; a root times `inverse` is in units of it.
 struct Scale {
     float scale, inverse;
     bool finite;
@@ -46,8 +46,8 @@ inline Scale scale_of(uint32_t top) {
     return {scale, 1.0f / scale, true};
 }
 
-// A code is the integer below the root, c, or the one above it: that, where the square has come from c^2 to
-// the share `at_least` (0 to 1) of the way to (c + 1)^2.
+// A code is the integer below the root, c, or c + 1. It is c + 1 where the square has come the share
+// `at_least` (0 to 1) of the way from c^2 to (c + 1)^2.
 template <class W, bool kSigned>
 inline void encode_lanes(uint8_t *codes, const float *kept, typename W::F inverse, typename W::F at_least) {
     using F = typename W::F;

@@ -2,11 +2,11 @@
 //
 // [Note: codes] A code stands for the root of a value: with the block's scale q, code c of a state that is
 // never negative is (c q)^2, c = 0 to 255; of a signed one c |c| q^2, c = -127 to 127. q is the root of the
-// block's largest |x| over the largest code, at least 2^-63 so that q^2 is not a denormal, and 0 for a block
-// of zeros, or of signed denormals.
-//   - Decoded and encoded again, every code and every q come back: the root of an fp32 square is exact; the
-//     rounded c q over q is nearer to c than a rounding can tell; and where the lowest bit of q is set, as it
-//     is made to be, the rounded 127 q over 127, or 255 q over 255, is q again.
+// block's largest |x| over the largest code. It is at least 2^-63, so that q^2 is not a denormal, and 0 for a
+// block of zeros, or of signed denormals.
+//   - Decoded and encoded again, every code and every q come back. The root of an fp32 square is exact, and
+//     the rounded c q over q is nearer to c than a rounding can tell. The lowest bit of q is made to be set:
+//     then the rounded 127 q over 127, or 255 q over 255, is q again.
 //   - A value between those of two codes becomes one of them, at random so that it keeps its mean, or the
 //     nearer one. A state above 0 that is never negative does not become 0: its root is divided by.
 //   - A block with a NaN or an infinity gets the scale NaN and codes 0: all of it decodes to NaN.

@@ -1,6 +1,6 @@
 // Updates over states in codes, and the conversions of the compact format, once, for whatever Vec was
-// included before. Serial. A block is updated in two passes, since its scale is known when its last value is:
-// what lies between them stays in the first-level cache.
+// included before. Serial. A block is updated in two passes, since its scale is known when its last value is.
+// Numbers between them stay in the first-level cache.
 
 #include "compact/blocks.inl"
 #include "optim/masters.inl"
@@ -17,8 +17,8 @@ struct BetweenPasses {
     Scale scale[3];
 };
 
-// Numbers that are the same for all elements of a block; and lane by lane the bits of the largest magnitudes
-// kept, and the number of the next element.
+// Numbers that are the same for all elements of a block. Lane by lane it has the bits of the largest
+// magnitudes kept, and the number of the next element.
 template <class W>
 struct BlockLanes {
     BlockLanes(const UpdateBuffers &b, const UpdateScalars &scalars, int num_states, int64_t first)

@@ -7,8 +7,9 @@ namespace zo {
 
 // How a thread computes, and the bits that put 0 in the place of subnormal numbers: FTZ (results) and DAZ
 // (operands) on x86, FZ (both) on arm64. torch.set_flush_denormal sets them for the thread that calls it, and
-// new threads inherit them. The compiler does not know that arithmetic depends on them: by the clobbers of
-// memory, what is loaded after one change and stored before the next is computed in between.
+// new threads inherit them. The compiler does not know that arithmetic depends on them. The clobbers of
+// memory keep a computation between two changes, if its loads follow the first and its stores precede the
+// second.
 #if ZO_X86
 using FloatMode = uint32_t;
 constexpr FloatMode kFlushing = 1u << 15 | 1u << 6;

@@ -6,8 +6,8 @@
  *     or for I/O until the ticket is done;
  *   - an args or result struct starts with uint32_t size, set by the caller to sizeof: a mismatch is refused;
  *   - tensors are plain addresses of element-aligned memory; counts are elements unless a name ends in bytes;
- *   - whatever the instruction set, the number of threads and their way with subnormal numbers, which comes
- *     back as it was, a kernel returns the same bits.
+ *   - a kernel returns the same bits, whatever the instruction set, the number of threads and their way with
+ *     subnormal numbers. That way comes back as it was.
  *
  * zero_offload/hardware/abi.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
  */
@@ -36,7 +36,7 @@ enum zo_status {
 enum zo_isa_kind { ZO_ISA_SCALAR = 0, ZO_ISA_AVX2 = 1, ZO_ISA_AVX512 = 2, ZO_ISA_NEON = 3 };
 
 /* Element types. As an optimizer's value, ZO_BF16 is the rounded half of an fp32 master that `residual`
- * completes; ZO_FP16 is a rounded copy of the fp32 `master`, since five bits of exponent leave no half to
+ * completes. ZO_FP16 is a rounded copy of the fp32 `master`: five bits of exponent leave no half to
  * complete. */
 enum zo_kind { ZO_FP32 = 0, ZO_BF16 = 1, ZO_FP16 = 2 };
 #define ZO_NUM_KINDS 3
@@ -92,10 +92,10 @@ enum zo_rule {
 
 /* How the states rest in memory. ZO_STATES_FP32: whole. ZO_STATES_BF16: as uint16_t halves.
  * ZO_STATES_COMPACT: as 8-bit codes, with an fp32 scale for each ZO_STATE_BLOCK elements, counted from the
- * start of the section; a bf16 value then keeps the upper 24 bits of its master, in a residual of 8. Numbers
+ * start of the section. A bf16 value then keeps the upper 24 bits of its master, in a residual of 8. Numbers
  * are shortened by random rounding, so that they keep their mean; a step itself uses the new states before.
  * An fp32 value, and the master of an fp16 one, stay whole.
- * A code is the root of a value in units of its block's scale, q: with code c, a state that is never negative
+ * A code is the root of a value in units of its block's scale, q. With code c, a state that is never negative
  * (uint8_t) is (c q)^2, another (int8_t) is c |c| q^2. A state above 0 that is never negative does not get
  * code 0. A block with a NaN or an infinity gets the scale NaN: all of it decodes to NaN. */
 enum zo_state_format { ZO_STATES_FP32 = 0, ZO_STATES_BF16 = 1, ZO_STATES_COMPACT = 2 };
@@ -310,7 +310,7 @@ ZO_API int zo_io_give_up(zo_io *io);
 /* Which drive a file is on; again when the descriptor comes to stand for another file. */
 ZO_API int zo_io_add_file(zo_io *io, int32_t fd, uint32_t lane);
 
-/* Memory that is used again and again, and stays where it is for as long as the engine lives: io_uring then
+/* Memory that is used again and again, and stays where it is for as long as the engine lives. io_uring then
  * keeps its pages at hand. Nothing but speed depends on it. */
 ZO_API int zo_io_add_memory(zo_io *io, void *memory, uint64_t nbytes);
 

@@ -2,7 +2,7 @@
 //
 // Knows neither files nor threads: a transport launches the parts that `next` gives and reports each result
 // to `completed`, in any order. A part is summed when it is next to the drive: of a write shortly before it
-// leaves, of a read as soon as it has come, so the drive has work and the bytes are still in a cache. The
+// leaves, of a read as soon as it has come. So the drive has work and the bytes are still in a cache. The
 // calls in order: the constructor; next, completed and sum_next until finished; then outcome.
 #pragma once
 

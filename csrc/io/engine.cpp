@@ -11,7 +11,7 @@
 namespace zo {
 namespace {
 
-// So many urgent blocks in a row, and one that is not: its waiter must not wait for ever.
+// After so many urgent blocks in a row a normal one goes: its waiter must not wait for ever.
 constexpr uint32_t kUrgentStreak = 16;
 
 bool is_write(int op) { return op == ZO_IO_WRITE; }

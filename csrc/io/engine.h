@@ -2,8 +2,8 @@
 //
 // Owns the queues, the order, the tickets and the transports; never the files or the memory. A submission's
 // blocks go to the lanes of their files, each block one job. In a lane urgent blocks start first, then reads
-// and writes by bytes in turn, each kind in the order of its submission; a submission whose block fails
-// starts no further block, so the lowest failing one is known once those already started have finished. The
+// and writes by bytes in turn, each kind in the order of its submission. A submission whose block fails
+// starts no further block. So the lowest failing block is known once those already started have finished. The
 // calls in order: submit, then wait (or done, then wait).
 #pragma once
 

@@ -1,8 +1,8 @@
 // A lane's blocks by io_uring: many parts in flight from one thread, files and lasting memory by their
 // numbers in the kernel's tables.
 //
-// While the kernel moves parts, the thread computes the checksums of others, one part at a time: what can be
-// launched is always on its way before the next.
+// While the kernel moves parts, the thread computes the checksums of others. It takes one part at a time: all
+// parts that can be launched are on their way before the next.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -193,8 +193,8 @@ class UringTransport : public Transport {
         return buffers_[size_t(span)];
     }
 
-    // With all requests under way, what comes next is summed, so that it leaves as soon as there are results:
-    // some drives announce none before they have run out of requests.
+    // With all requests under way, the next part is summed, so that it leaves as soon as there are results.
+    // Some drives announce none before they have run out of requests.
     bool may_sum_ahead() const {
         if (launchable_.empty() || engine_->given_up()) return false;
         return launchable_.front()->transfer.lacks_sum(part_bytes_ * slots_.size());

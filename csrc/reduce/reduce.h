@@ -1,8 +1,9 @@
 // Passes over gradients and values: store, accumulate, sum of squares, conversions.
 //
-// [Note: the tree] A sum of squares is the same on every machine: the values are cut into chunks of kChunk
-// (util/chunks.h) from the start of the call; inside a chunk element i adds its square, exact in double, to
-// lane i % 16, in order; the lanes join pairwise (8, 4, 2, 1 apart); the sums of the chunks add up in order.
+// [Note: the tree] A sum of squares is the same on every machine. The values are cut into chunks of kChunk
+// (util/chunks.h) from the start of the call. Inside a chunk element i adds its square, exact in double, to
+// lane i % 16, in order. The lanes join pairwise (8, 4, 2, 1 apart), and the sums of the chunks add up in
+// order.
 #pragma once
 
 #include "cpu/features.h"

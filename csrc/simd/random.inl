@@ -1,5 +1,5 @@
-// Random words by counter: a word depends on a key and the number of its element alone, so that neither
-// vectors nor threads nor the order of work can change it. Included by the kernels, after a vec_*.h.
+// Random words by counter: a word depends on a key and the number of its element alone. So neither vectors
+// nor threads nor the order of work can change it. Included by the kernels, after a vec_*.h.
 #pragma once
 
 #include <stdint.h>

@@ -1,8 +1,8 @@
 // CRC-32C: tables everywhere, the instruction of SSE4.2 on x86-64 and of ARMv8's CRC extension on arm64.
 //
 // The instruction has a latency of 3 and a throughput of 1, so one stream reaches a third of the speed. Three
-// neighbouring stripes are summed side by side, then merged: appending n bytes to a message multiplies its
-// remainder by x^(8n), which is linear over GF(2) and thus four table look-ups once n is fixed.
+// neighbouring stripes are summed side by side, then merged. Appending n bytes to a message multiplies its
+// remainder by x^(8n). That is linear over GF(2), and thus four table look-ups once n is fixed.
 #include "util/crc32c.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// The two limits of an update: a loop that only streams its bytes, and one that only does its arithmetic.
+// The two limits of an update: a loop that only streams its bytes, and a loop of its arithmetic.
 //
 // Compiled by loops.py for one instruction set, with the flags of that kernel file.
 #include <stdint.h>
