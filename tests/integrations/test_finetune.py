@@ -33,6 +33,7 @@ import zero_offload as zo
 from tests.helpers import folders
 from tests.helpers.disk import small_disk
 from tests.helpers.ext4 import ext4_disk
+from tests.helpers.paths import PATHS, calls_in, following, out_of_order
 from tests.helpers.ranks import wait_until
 from tests.helpers.tool_runs import in_processes
 from tests.helpers.trainer import fork_server
@@ -105,6 +106,14 @@ def num_rows(out: Path) -> int:
 
 def column(rows: list[dict[str, Any]], name: str = "loss") -> list[float]:
     return [row[name] for row in rows if name in row]
+
+
+def test_its_calls_come_in_the_order_of_its_path(place: Place, tmp_path: Path) -> None:
+    names = calls_in(PATHS["A folder is fine-tuned"])
+    with following(names) as seen:
+        run(place, tmp_path / "out", "--lora", RANK, "--eval-data", place.held_out, "--eval-every", 1, steps=2)
+    assert len(names) > 15
+    assert out_of_order(names, seen) == []
 
 
 # The plain model's numbers
