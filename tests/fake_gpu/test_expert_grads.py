@@ -70,7 +70,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(kind, name, noted)
 
     count(GradSlices, "put")
-    count(GradDownloads, "bring")
+    count(GradDownloads, "upload")
     return found
 
 
@@ -85,7 +85,7 @@ def test_slices_train_to_the_bits_of_plain_tensors(row: Row, nvme: Path, seen: C
     found = train_offloaded(recipe, config)
     assert device.take_races() == []
     assert found == plain(row["precision"], row["micro_batches"], row["max_norm"])
-    assert seen["put"] >= row["micro_batches"] * 3 * 3 and not seen["bring"]
+    assert seen["put"] >= row["micro_batches"] * 3 * 3 and not seen["upload"]
 
 
 # Other looks at gradients
@@ -222,7 +222,7 @@ def test_whatever_looks_at_gradients(look: str, grads: str, precision: str, nvme
     whole, norm = found_after(body, 0, grads, precision, nvme)
     assert not seen
     found, found_norm = found_after(body, 2, grads, precision, nvme)
-    assert seen["put"] and bool(seen["bring"]) == comes_back
+    assert seen["put"] and bool(seen["upload"]) == comes_back
     assert found_norm == norm and set(found) == set(whole)
     assert [name for name in whole if not torch.equal(found[name], whole[name])] == []
 
@@ -473,7 +473,7 @@ def test_updates_inside_of_backward_take_slices(grads: str, schedule: Schedule, 
         optimizer.zero_grad()
     masters = read_masters(model)
     zo.close(model)
-    assert seen["put"] and not seen["bring"]
+    assert seen["put"] and not seen["upload"]
     whole = build(functools.partial(make, 0))
     optimizer = zo.AdamW(param_groups(whole), lr=1e-2)
     for step in range(4):

@@ -41,7 +41,7 @@ def refusing(does: Callable[..., Any], calls: int) -> Callable[..., Any]:
         (move_in_module, "_write_values", 3),  # the first two sections are there
         (move_in_module.MovedTensor, "become", 7),
         (offload_module, "ModelRuntime", 1),
-        (Unit, "close", 2),
+        (Unit, "guard", 2),
         (offload_module, "trim_heap", 1),
     ],
 )

@@ -264,7 +264,7 @@ def test_a_step_with_an_infinite_gradient_changes_nothing() -> None:
     zo.close(model)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Snapshots, "take"), (DeviceStaging, "bring")])
+@pytest.mark.parametrize(("owner", "name"), [(Snapshots, "take"), (DeviceStaging, "download")])
 def test_an_update_waits_for_what_a_commit_still_needs(
     owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ AFTER = [
     (assembly, "Commits", 1),
     (OFFLOAD, "register", 3),
     (Unit, "seal", 2),
-    (Unit, "close", 2),
+    (Unit, "guard", 2),
     (OFFLOAD, "install_hooks", 1),
     (hooks, "_WeakCall", 4),
     (OFFLOAD, "install_walk_hooks", 1),
