@@ -184,11 +184,13 @@ class UnitUpdate:
     def begin(self) -> tuple[int, ...] | None:
         """Returns where to deliver, one address per section; from now on this stays. On the update's thread."""
         with self._changed.lock:
+            assert not self._is_started, "an update starts once"
             self._is_started = True
             return self._target
 
     def complete(self) -> None:
         """Mark the update as done; called on the update's thread."""
+        assert self._is_started and not self.is_done, "an update ends once, after its start"
         self.is_done = True
         self._changed.notify()
 

@@ -360,6 +360,7 @@ class AcceleratorDevice(Device):
         registry = self._accelerator.host_memory
         if pieces is not None and registry is not None:
             self._pinned_bytes -= sum(pieces.values())
+            assert self._pinned_bytes >= 0, "more is unpinned than was pinned"
             # In a forked child, or late in a process, the driver is gone.
             with contextlib.suppress(RuntimeError), _current(self.torch_device):
                 # The pages go next, and the last copies from there may still be under way.

@@ -792,6 +792,7 @@ def _whole(owner: ModelRuntime, unit: Unit, target: torch.dtype | None) -> Itera
             yield lambda section: _cut(section.flat)
         finally:
             unit.gathered_uses -= 1
+            assert unit.gathered_uses >= 0, unit.name
             unit.guard()
 
 

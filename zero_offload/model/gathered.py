@@ -180,6 +180,7 @@ def _present(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[None
     finally:
         for unit in held:
             unit.gathered_uses -= 1
+            assert unit.gathered_uses >= 0, unit.name
             unit.guard()
 
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero_offload.base.checks import DEAR_CHECKS
 from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.spans import Opened, Track
 from zero_offload.base.threads import FirstError
@@ -46,7 +47,7 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved_tensors.activations import Activations
 from zero_offload.runtime.saved_tensors.recompute import drop_stale
 from zero_offload.runtime.saved_tensors.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
-from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
+from zero_offload.runtime.units.unit import Unit, UnitState, UpdatesInBackward
 from zero_offload.standins.away import Away
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.refusals import cannot_wrap, refuse_copy, wrapper_of
@@ -404,6 +405,8 @@ class PassTracker:
         changed = self._end_uses(scope, self.forwards)
         if not self.forwards and self.round is None:
             self._prefetcher.meet("the end of a forward")
+            if DEAR_CHECKS:
+                self._check_unused()
             if self._saved.cast_bytes >= TOLD_CASTS_BYTES and not self._has_told_casts:
                 self._tell_casts()
         if scope.opened is not None:
@@ -411,6 +414,11 @@ class PassTracker:
         if changed:
             raise changed_in_forward(changed)
         return replaced
+
+    def _check_unused(self) -> None:
+        """No forward runs: none uses a unit."""
+        used = [unit.name for unit in self._units if unit.forward_uses or unit.broken_uses]
+        assert not used, f"no forward runs, and {', '.join(used)} count as in use"
 
     def _tell_casts(self) -> None:
         """Autocast's cache cannot be emptied for one unit: gradients of weights that are used twice would add up
@@ -460,7 +468,7 @@ class PassTracker:
             if saving is not None:
                 exit_hooks(saving)
         for unit in self._units:
-            unit.forward_uses = 0
+            unit.drop_uses()
             unit.guard()
 
     def touch(self, units: Sequence[Unit]) -> None:
@@ -490,6 +498,7 @@ class PassTracker:
             self._use_again(unit)
             return
         self._prefetcher.acquire(unit)
+        assert unit.state is UnitState.PRESENT, f"unit {unit.name} is used, and {unit.state.value}"
         unit.unguard()
         if self._watches or unit.compares_values:
             unit.watch()
@@ -544,7 +553,7 @@ class PassTracker:
         self._clear_inner()
         for unit in self._units:
             if not in_forward:
-                unit.forward_uses = 0
+                unit.drop_uses()
             unit.backward_uses = unit.num_uses = 0
             unit.guard()
         dropped = broken and self._grads.reset()
@@ -564,7 +573,8 @@ class PassTracker:
         if self._spans.on:
             self._spans.backward.pause()
         for unit in units:
-            unit.backward_uses = max(unit.backward_uses - 1, 0)
+            if unit.backward_uses > 0:  # else nothing in this backward has read it
+                unit.backward_uses -= 1
             unit.guard()
             if self._trimmer is not None:
                 self._trimmer.freed(unit.layout.nbytes)
@@ -657,6 +667,7 @@ class PassTracker:
             unit.backward_uses = 1
             self._note_inner(unit)
             self._prefetcher.acquire(unit)
+            assert unit.state is UnitState.PRESENT, f"unit {unit.name} is used, and {unit.state.value}"
             unit.unguard()
             unit.used_by_operations = unit.forward_uses == 0
 

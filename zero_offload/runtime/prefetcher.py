@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from zero_offload.base.checks import DEAR_CHECKS
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.spans import Cause, Track
 from zero_offload.base.types import FRAME, format_bytes
@@ -27,7 +28,7 @@ from zero_offload.runtime.units.param_loader import DeviceParamLoader, ParamLoad
 from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.memory.resizable import FrameAllocator
+from zero_offload.storage.memory.resizable import FrameAllocator, FrameBudget
 from zero_offload.storage.shards.drive_grads import DriveRoom
 from zero_offload.storage.shards.shard import Component
 from zero_offload.storage.shards.store import ShardStore
@@ -178,6 +179,7 @@ class Evictor:
 
     def evict(self, unit: Unit) -> None:
         """Give the unit's memory back; an update that was to deliver into it no longer does."""
+        assert not unit.resident and not unit.in_use, f"unit {unit.name} is in use, and is to leave"
         if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
             unit.wait_for_update()
         self.cancel(unit)
@@ -374,6 +376,8 @@ class ParamPrefetcher:
         for unit in self._units:
             if unit.state is UnitState.AWAY and unit.has_memory:
                 unit.detach()  # a Ctrl-C has broken that off
+        if DEAR_CHECKS:
+            self._check_frames()
         has_departed = self.schedule.has_departed
         self.schedule.begin_cycle(kind)
         self._refused_at = -1
@@ -381,6 +385,15 @@ class ParamPrefetcher:
             self._shrink()
             self.device_limit.reset_peaks()
         self._look_ahead()
+
+    def _check_frames(self) -> None:
+        """Units that are away have no memory, all others have theirs, and the device's budget counts it."""
+        placed = [(unit, s.buffer) for unit in self._units for s in unit.sections if s.buffer is not None]
+        wrong = [unit.name for unit, buffer in placed if buffer.attached == (unit.state is UnitState.AWAY)]
+        assert not wrong, f"states of {', '.join(wrong)} do not tell who has memory"
+        if isinstance(self._budget, FrameBudget):
+            held = sum(buffer.num_frames for _, buffer in placed if buffer.attached)
+            assert held == self._budget.taken, f"units hold {held} frames, and {self._budget.taken} count as taken"
 
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""

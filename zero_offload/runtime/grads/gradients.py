@@ -207,6 +207,7 @@ class Gradients:
             yield
         finally:
             self.num_deferring -= 1
+            assert self.num_deferring >= 0
             self.defers_reduction = before
 
     @property

@@ -105,6 +105,8 @@ class Unit:
         """Awaiting or fetching: the sections whose values are not here and will not be delivered."""
         self.forward_uses = 0
         """Forwards (of its modules, or around a touch) that are running now."""
+        self.broken_uses = 0
+        """Further forwards that are running: the unit had to leave in the midst of them."""
         self.backward_uses = 0
         """Backwards through those modules that have begun and not ended."""
         self.num_uses = 0
@@ -226,7 +228,11 @@ class Unit:
 
     def end_use(self, holds_value: Callable[[Section], bool]) -> list[str]:
         """One forward has used the unit; names of parameters that forwards have changed."""
-        self.forward_uses = max(self.forward_uses - 1, 0)
+        if self.forward_uses > 0:
+            self.forward_uses -= 1
+        else:
+            assert self.broken_uses > 0, f"unit {self.name}: a use has ended twice"
+            self.broken_uses -= 1
         changed: list[str] = []
         if self.forward_uses == 0:
             changed = self.changed(holds_value)
@@ -337,8 +343,13 @@ class Unit:
 
     def break_off(self) -> None:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
+        self.broken_uses += self.forward_uses
         self.forward_uses = self.backward_uses = 0
         self.guard()
+
+    def drop_uses(self) -> None:
+        """Forwards that used it run no more, and their ends do not come."""
+        self.forward_uses = self.broken_uses = 0
 
 
 def stays_guarded(section: Section, piece: ParamSlice) -> bool:

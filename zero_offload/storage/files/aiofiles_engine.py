@@ -253,6 +253,7 @@ class AiofilesEngine(FileEngine):
                 elif batch.failure is None or failure.row < batch.failure.row:
                     batch.failure = failure
             batch.left -= 1
+            assert batch.left >= 0, "a block has moved twice"
             if batch.left == 0:
                 batch.end_ns = time.perf_counter_ns()
                 batch.end()

@@ -413,6 +413,7 @@ class BaseFiles:
         except Exception as error:
             read.error = read.error or error
         read.num_flying -= 1
+        assert read.num_flying >= 0, "a group of blocks has ended twice"
         read.end_if_over()
 
     def _note(self, group: _ReadBatch) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from zero_offload.base.checks import DEAR_CHECKS
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError, ZeroOffloadError
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Track
@@ -331,7 +332,17 @@ class SwapFile:
                 raise
             for extents in found:
                 self._know(extents)
+            if DEAR_CHECKS and found:
+                self._check_apart()
         return found
+
+    def _check_apart(self) -> None:
+        """No byte of a file is two blocks'."""
+        for place in range(len(self._directories)):
+            here = [extent.blocks[extent.directories == place] for extent in self._extents]
+            blocks = np.sort(np.concatenate(here), order="offset")
+            ends = (blocks["offset"] + blocks["nbytes"])[:-1]
+            assert (ends <= blocks["offset"][1:]).all(), f"extents in directory {place} overlap"
 
     def restore_copies(
         self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any

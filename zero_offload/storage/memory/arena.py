@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from zero_offload.base.checks import DEAR_CHECKS
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import FRAME as FRAME
 from zero_offload.base.types import MIB, format_bytes
@@ -550,6 +551,17 @@ class Arena:
             self._recount()
             raise
         assert len(self._free) <= self._num_frames and self.claimed_frames >= 0, "frames were given back twice"
+        if DEAR_CHECKS:
+            self._check_frames()
+
+    def _check_frames(self) -> None:
+        """Every frame is free, or is one lease's."""
+        leases = [lease for ref in self._leases if (lease := ref()) is not None]
+        held = [*self._free, *(frame for lease in leases for frame in lease.frames or ())]
+        frames = [block.address + at for block in self._blocks for at in range(0, block.nbytes, FRAME)]
+        assert sorted(held) == sorted(frames), f"{len(held)} frames are free or leased, and {len(frames)} there"
+        claimed = sum(len(lease.frames or ()) for lease in leases if lease.claims)
+        assert self.claimed_frames == claimed, f"{self.claimed_frames} frames count as claimed, and {claimed} are"
 
     def _recount(self) -> None:
         """Something struck in the midst of an exchange: free is what no lease has."""

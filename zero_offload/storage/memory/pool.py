@@ -59,8 +59,11 @@ class SpanPool:
         """Give a lease back."""
         assert self._region is not None
         begin = lease.address - self._region.address
+        assert begin >= 0 and begin + lease.nbytes <= self.nbytes, "a lease of other memory comes back"
+        assert begin % SECTOR == 0 and lease.nbytes % SECTOR == 0, "less comes back than was leased"
         merged: list[tuple[int, int]] = []
         for span in sorted([*self._free, (begin, begin + lease.nbytes)]):
+            assert not merged or merged[-1][1] <= span[0], "a lease comes back twice"
             if merged and merged[-1][1] == span[0]:
                 merged[-1] = (merged[-1][0], span[1])
             else:

@@ -81,6 +81,7 @@ class FrameBudget:
         self.taken += count
 
     def release(self, count: int) -> None:
+        assert count <= self.taken, f"{count} frames come back, and {self.taken} are taken"
         self.taken -= count
 
 

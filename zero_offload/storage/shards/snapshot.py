@@ -133,6 +133,7 @@ class Snapshots:
             shard.wait_for_writes()
             shard.writes.clear()
         self._wait_until(lambda: not self._active)
+        assert not self._copies, "copies of the snapshot before are left"
         self._active = True
         place = {unit: number for number, unit in enumerate(unit_order)}
         copies = [
@@ -160,6 +161,7 @@ class Snapshots:
     def end(self) -> None:
         """The generation is complete: memory may change, and slots that it does not name may be written."""
         with self._changed.lock:
+            assert self._active, "a snapshot ends once"
             self._copies = {}
             self._active = False  # the next one may begin
             self.num_ended += 1

@@ -651,6 +651,7 @@ class ShardStore:
         """The generation that names these slots (one per shard) is durable; older slots may be reused."""
         for shard, slot in zip(self.shards, slots, strict=True):
             shard.committed = slot if shard.base is None and shard.slots else None
+            assert shard.committed is None or 0 <= slot < len(shard.slots), f"section {shard.layout.index}, slot {slot}"
 
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:

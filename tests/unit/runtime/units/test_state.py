@@ -37,3 +37,14 @@ def test_an_illegal_move_tells_the_last_ones() -> None:
 
 def test_every_state_can_be_reached_and_left() -> None:
     assert set(TRANSITIONS) == set(UnitState) == set().union(*TRANSITIONS.values())
+
+
+def test_a_use_ends_once_also_where_the_unit_had_to_leave() -> None:
+    unit = unit_in(UnitState.PRESENT)
+    unit.forward_uses = 2
+    unit.end_use(lambda section: True)
+    unit.break_off()
+    unit.end_use(lambda section: True)
+    assert (unit.forward_uses, unit.broken_uses) == (0, 0)
+    with pytest.raises(AssertionError, match=r"blocks\.3: a use has ended twice"):
+        unit.end_use(lambda section: True)

@@ -107,3 +107,10 @@ def test_a_drive_that_fails_is_named(tmp_path: Path) -> None:
         extent.blocks["offset"][extent.directories == 1] += 1  # what O_DIRECT refuses
         with pytest.raises(StorageError, match=rf"offset 1 of {tmp_path}/b/rank0.swap .*EINVAL"):
             swap.launch_write(extent, slice(None), region.address).wait()
+
+
+def test_blocks_that_overlap_are_found(tmp_path: Path) -> None:
+    with open_swap([tmp_path / "a"], extents=2) as (swap, extents):
+        extents[1].blocks["offset"][3] = extents[0].blocks["offset"][5]
+        with pytest.raises(AssertionError, match="extents in directory 0 overlap"):
+            swap.allocate("one more", [BLOCK])

@@ -51,3 +51,14 @@ def test_a_large_lease_beside_small_ones_wastes_nothing() -> None:
     assert not pool.fits(1)
     pool.release(leases[0])
     assert pool.fits(50 * SECTOR) and not pool.fits(51 * SECTOR)
+
+
+def test_a_lease_comes_back_once_and_whole() -> None:
+    pool = SpanPool(Arena(0), 8 * SECTOR)
+    first, second = pool.lease(2 * SECTOR), pool.lease(2 * SECTOR)
+    pool.release(first)
+    for wrong in (first, second.part(0, 100), SpanPool(Arena(0), SECTOR).lease(1)):
+        with pytest.raises(AssertionError, match="comes back|less comes back"):
+            pool.release(wrong)
+    pool.release(second)
+    assert pool.fits(8 * SECTOR)

@@ -25,3 +25,10 @@ def test_a_buffer_without_memory_takes_no_frames(monkeypatch: pytest.MonkeyPatch
 def test_a_tensor_has_no_memory_before_its_buffer_is_attached() -> None:
     buffer = ResizableBuffer(FrameBudget(1 << 20, 1 << 20), 1 << 40, torch.bfloat16, torch.device("cpu"))
     assert buffer.tensor.shape == (1 << 40,) and buffer.tensor.untyped_storage().nbytes() == 0
+
+
+def test_no_frame_comes_back_twice() -> None:
+    budget = FrameBudget(4, 4)
+    budget.take(2)
+    with pytest.raises(AssertionError, match="3 frames come back, and 2 are taken"):
+        budget.release(3)
