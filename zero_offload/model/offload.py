@@ -284,10 +284,7 @@ class Builder:
         return worker
 
     def make_runtime(self) -> ModelRuntime:
-        return ModelRuntime(assemble(self._foundation()))
-
-    def _foundation(self) -> Foundation:
-        return Foundation(
+        base = Foundation(
             config=self.config,
             given=self.given,
             layout=self.layout,
@@ -310,6 +307,7 @@ class Builder:
             grad_ring=self.grad_ring,
             without_values={} if self.files.found else self.without_values,
         )
+        return ModelRuntime(assemble(base))
 
 
 def _make_unit(

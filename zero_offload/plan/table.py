@@ -19,13 +19,8 @@ from zero_offload.base.types import StateKind, Tier, format_bytes
 GPU, MEMORY, NVME = "gpu", "memory", "nvme"
 PLACES = (GPU, MEMORY, NVME)
 STATE_ROWS = {StateKind.PARAMS: "parameters", StateKind.GRADS: "gradients", StateKind.OPTIMIZER: "optimizer"}
-GENERATIONS, IN_FLIGHT, ACTIVATIONS, REFERENCE, PROGRAM = (
-    "generations",
-    "in flight",
-    "activations",
-    "reference",
-    "program",
-)
+GENERATIONS, IN_FLIGHT, ACTIVATIONS = "generations", "in flight", "activations"
+REFERENCE, PROGRAM = "reference", "program"
 ROWS = (*STATE_ROWS.values(), GENERATIONS, IN_FLIGHT, ACTIVATIONS, REFERENCE, PROGRAM)
 TIER_PLACES = {Tier.DEVICE: GPU, Tier.CPU: MEMORY, Tier.NVME: NVME}
 _NOT_STATES = (ACTIVATIONS, REFERENCE, PROGRAM)

@@ -154,9 +154,9 @@ def install_walk_hooks(modules: Iterable[nn.Module], undo: contextlib.ExitStack)
     for module in modules:
         handles += (
             module.register_state_dict_pre_hook(_before_state_dict),
-            module.register_state_dict_post_hook(_after_state_dict),
+            module.register_state_dict_post_hook(_end_walk),
             module.register_load_state_dict_pre_hook(_before_load),
-            module.register_load_state_dict_post_hook(_after_load),
+            module.register_load_state_dict_post_hook(_end_walk),
         )
     for handle in handles:
         undo.callback(handle.remove)
@@ -172,11 +172,6 @@ def _owner_of(module: nn.Module) -> Owner | None:
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     if (owner := _owner_of(module)) is not None:
         _begin_walk(owner, module, "state_dict")
-
-
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    if (owner := _owner_of(module)) is not None:
-        owner.access.end_walk(module)
 
 
 def _before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -204,7 +199,7 @@ def _begin_walk(owner: Owner, module: nn.Module, name: str) -> None:
         access.begin_walk(module, call)
 
 
-def _after_load(module: nn.Module, *_: Any) -> None:
+def _end_walk(module: nn.Module, *_: Any) -> None:
     if (owner := _owner_of(module)) is not None:
         owner.access.end_walk(module)
 

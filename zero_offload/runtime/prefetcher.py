@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -117,6 +118,7 @@ class FetchSchedule:
         return tuple(dict.fromkeys((*uses, *range(num_units))))
 
 
+@dataclass(eq=False)
 class Evictor:
     """Chooses the unit that leaves the compute device when another one needs its memory, and takes it away.
 
@@ -125,25 +127,16 @@ class Evictor:
     a view that the program holds stays; several ranks raise.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        schedule: FetchSchedule,
-        held_views: HeldViews,
-        loader: ParamLoader,
-        streams: UnitStreams | None,
-        gatherer: Gatherer | None,
-        world_size: int,
-    ) -> None:
-        """`streams`: of a device. `gatherer`: None where this rank has all of every unit."""
-        self._units = units
-        self._schedule = schedule
-        self._held_views = held_views
-        self._loader = loader
-        self._streams = streams
-        self._gatherer = gatherer
-        self._world_size = world_size
-        self.num_evictions = 0
+    _units: Sequence[Unit]
+    _schedule: FetchSchedule
+    _held_views: HeldViews
+    _loader: ParamLoader
+    _streams: UnitStreams | None
+    """Streams of a device; None where a CPU computes."""
+    _gatherer: Gatherer | None
+    """None where this rank has all of every unit."""
+    _world_size: int
+    num_evictions: int = 0
 
     def unused(self) -> list[Unit]:
         """Units that are here, may leave, and are not in use."""
@@ -179,7 +172,7 @@ class Evictor:
 
     def evict(self, unit: Unit) -> None:
         """Give the unit's memory back; an update that was to deliver into it no longer does."""
-        assert not unit.resident and not unit.in_use, f"unit {unit.name} is in use, and is to leave"
+        assert not unit.runs, f"unit {unit.name} is used by a forward or backward, and is to leave"
         if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
             unit.wait_for_update()
         self.cancel(unit)

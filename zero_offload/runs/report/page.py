@@ -50,20 +50,10 @@ _WAIT_COLORS = {"params": _RED, "update": _ORANGE, "activations": _PURPLE, "grad
 _TIER_COLORS = {"device": _GREEN, "cpu": _BLUE, "nvme": _ORANGE}
 _PLACES = {"device": "GPU memory", "cpu": "host memory", "nvme": "drives"}
 _DRAWN = {
-    "loss",
-    "val_loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "step",
-    "at",
-    "step_s",
-    "whole_s",
-    "stall_s",
-    "update_s",
+    *("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "step", "at", "step_s", "whole_s", "stall_s", "update_s"),
+    *("commit_s", "commit_wait_s", "peak_rss_bytes", "peak_device_bytes", "skipped_steps", "resumed", "tokens"),
+    *(NUM_STEPS, "model_step", "loss_scale", "epoch"),
 }
-_DRAWN |= {"commit_s", "commit_wait_s", "peak_rss_bytes", "peak_device_bytes", "skipped_steps", "resumed", "tokens"}
-_DRAWN |= {NUM_STEPS, "model_step", "loss_scale", "epoch"}
 
 _DIGITS = {"training": 6, "validation": 6}
 """Of most numbers four are shown, and enough."""

@@ -200,6 +200,7 @@ class DeviceParamLoader:
             address = landing.region.address + offset
             landing.reads.append((target, offset, self._launch_reads(section, address, urgency)))
             offset += target.nbytes
+        assert offset == nbytes, f"unit {unit.name}: reads of {offset} bytes, and room for {nbytes}"
 
     def _copy_within(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in the device's memory, in the order of compute, which has updated the source. Both may be the same."""

@@ -46,6 +46,7 @@ class ChunkCopy:
 
     def launch(self, swap: SwapFile, addresses: Sequence[int]) -> None:
         """Write what stands there, component by component."""
+        assert self.slot != self.shard.committed, f"section {self.shard.layout.index}: the slot is a generation's"
         rows, slot = slice(self.row, self.row + 1), self.shard.slots[self.slot]
         extents = [slot[component] for component in self.shard.components]
         self.writes = [swap.launch_write(each, rows, at) for each, at in zip(extents, addresses, strict=True)]
@@ -185,7 +186,7 @@ class Snapshots:
         if copy is None:
             return None
         if shard.on_device:
-            return functools.partial(self._wait_for_staging, copy)
+            return lambda: self._wait_until(lambda: copy.staging is not None)
         self._launch(copy)
         return functools.partial(self._wait_for, copy)
 
@@ -206,9 +207,6 @@ class Snapshots:
         copy.staging = region
         self._changed.notify()
         copy.launch(self._swap, addresses)
-
-    def _wait_for_staging(self, copy: ChunkCopy) -> None:
-        self._wait_until(lambda: copy.staging is not None)
 
     def _finish(self, copy: ChunkCopy) -> None:
         copy.wait()

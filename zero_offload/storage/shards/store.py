@@ -477,7 +477,7 @@ class ShardStore:
         """Make chunks addressable, one unless `may_open_all`; what rests on disk is read into `staging`
         (`state_staging_bytes` long). To be used after `OpenChunks.wait`.
         """
-        opened = OpenChunks(shard, rows, *shard.layout.elements(rows), {})
+        opened, end = OpenChunks(shard, rows, *shard.layout.elements(rows), {}), staging + self.state_staging_bytes
         for component in shard.components:
             if component in shard.memory:
                 array = shard.memory[component][array_range(shard.layout, component, opened.begin, opened.end)]
@@ -489,6 +489,7 @@ class ShardStore:
                 opened.reads.append(self.swap.launch_read(extent, _slice(rows), staging))
                 opened.addresses[component] = staging
                 staging += array_bytes(shard.layout, [component], opened.end - opened.begin)
+        assert staging <= end, f"section {shard.layout.index}: chunks take {staging - end} bytes more than staging has"
         self.counters.read(Tier.CPU, opened.memory_bytes)
         asked = (self.snapshots.ask(shard, row) for row in rows)
         opened.copied = [copied for copied in asked if copied is not None]
