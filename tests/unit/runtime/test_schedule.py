@@ -117,7 +117,7 @@ def test_the_unit_that_leaves_is_used_last(uses: list[int], unused: list[int], n
             backward_uses=0,
             gathered_uses=0,
             resident=False,
-            kept=False,
+            stays=False,
             lent=False,
         )
         for index in range(8)
