@@ -25,10 +25,18 @@ from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.standins.derived import Derived
-from zero_offload.standins.operations import FACTORIES, OPERATIONS, VIEWS, addresses, changed_by, harmless, named
+from zero_offload.standins.operations import (
+    ADDRESSES,
+    FACTORIES,
+    OPERATIONS,
+    VIEWS,
+    changed_by,
+    metadata_of_params,
+    named,
+)
 from zero_offload.standins.owners import AtRest, Owner, Touched, dropped_error, owner_of
 from zero_offload.standins.refusals import NeedsDataError, changes, described, name_in_model, needs_data, refuse_copy
-from zero_offload.standins.views import PLAIN, ReadOnly, View, lend, refuse_changes, wrap_views
+from zero_offload.standins.views import PLAIN, ReadOnly, View, lend, read_lent, refuse_changes, wrap_views
 
 _META = torch.device("meta")
 Route = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -136,7 +144,7 @@ class Away(View):
 @functools.cache
 def routes_of_views() -> dict[Any, Route]:
     """The routes of functions that have met an `Away`."""
-    return {**dict.fromkeys(named(*VIEWS), _view), **dict.fromkeys(harmless(), _as_it_is)}
+    return {**dict.fromkeys(named(*VIEWS), _view), **dict.fromkeys(metadata_of_params(), _as_it_is)}
 
 
 def _as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,9 +237,10 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return ask(func, args, kwargs)
         except NeedsDataError as error:
             raise needs_data(func, error.param) from None
+    if lent:
+        return read_lent(func, args, kwargs, lent)
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-        return lend(result, lent) if lent else result
+        return func(*args, **kwargs)
 
 
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +250,7 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     # A function that reads memory past operations takes no subclass. Neither does an operation of a library under
     # autocast: in Python that a subclass has called, torch casts nothing.
     of_library = isinstance(func, OPERATIONS) and not str(func).startswith("aten.")
-    is_read = func in addresses() or (of_library and torch._C._is_any_autocast_enabled())
+    is_read = func in named(*ADDRESSES) or (of_library and torch._C._is_any_autocast_enabled())
     derives = torch.is_grad_enabled() and not is_read
 
     def real(leaf: Any) -> Tensor:
@@ -311,7 +320,7 @@ def ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         if func in named(*FACTORIES) and is_dtensor(args[0] if args else None):
             return func(*args, **kwargs)
         args, kwargs = mapped(AtRest, stand_in, (args, kwargs))
-        if func in addresses():
+        if func in named(*ADDRESSES):
             raise NeedsDataError(next(x.param for x in leaves_in((args, kwargs)) if isinstance(x, Away)))
         if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
             # They take dtype and device past the view's own answers.

@@ -19,28 +19,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.plan.boxes import Box, boxes_of
+from zero_offload.standins.standin import OnCopies, as_it_is, itself, wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-_PROPERTIES = (
-    "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn "
-    "is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
-)
-_METHODS = (
-    "size dim ndimension numel nelement element_size stride storage_offset get_device "
-    "is_floating_point is_complex is_contiguous is_signed untyped_storage __len__ __hash__"
-)
-METADATA = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
-    + [getattr(Tensor, name) for name in _METHODS.split()]
-)
-"""Functions that need no values."""
 _GETTER = "torch.distributed.checkpoint.state_dict"
 _SAVERS = {
     ("transformers.modeling_utils", "save_pretrained"),
@@ -205,12 +192,7 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def wrapper(kind: type[Tensor], size: Sequence[int], **kwargs: Any) -> Any:
-    """A tensor without memory."""
-    return Tensor._make_wrapper_subclass(kind, torch.Size(size), **kwargs)
-
-
-class BoxTensor(Tensor):
+class BoxTensor(OnCopies):
     """A box of a tensor, or a rectangle in it. Operations get its values; what changes them changes those at rest."""
 
     _part: Part
@@ -226,55 +208,24 @@ class BoxTensor(Tensor):
     def made(part: Part, box: Box, *, is_whole: bool) -> BoxTensor:
         return _rectangle(part, box, (0,) * len(box.sizes), box.sizes, is_whole)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if args and isinstance(self := args[0], BoxTensor):
-            if func in (Tensor.detach, Tensor.cpu):
-                return self
-            if func is Tensor.narrow:
-                return self._narrowed(*args[1:], **kwargs)
-            if func is Tensor.copy_:
-                self._write(args[1].detach().expand(self.shape))
-                return self
-            if func is Tensor.data_ptr:
-                return self._address()
-        values = {id(each): each.plain() for each in tree_leaves((args, kwargs)) if isinstance(each, BoxTensor)}
-        before = {key: each._version for key, each in values.items()}
-        originals = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, BoxTensor)}
-        args, kwargs = tree_map_only(BoxTensor, lambda each: values[id(each)], (args, kwargs))
-        result = func(*args, **kwargs)
-        for key, each in values.items():
-            if each._version != before[key]:
-                originals[key]._write(each)
-        return result
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(BoxTensor, BoxTensor.plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def plain(self) -> Tensor:
-        """A copy in memory."""
+    def read(self) -> Tensor:
         begin, end = self._enclosing()
         values = self._part.read(begin, end)
         return values.view(self.shape) if values.numel() == self.numel() else self._inside(values).clone()
+
+    def write(self, values: Tensor) -> None:
+        begin, end = self._enclosing()
+        # Elements between its rows stay as they are.
+        put = None if end - begin == self.numel() else lambda elements: self._inside(elements).copy_(values)
+        self._part.write(begin, end, values, cast("Put | None", put))
+
+    def describe(self) -> str:
+        return "a tensor that torch.distributed.checkpoint saves or loads"
 
     def _narrowed(self, dim: int, start: int, length: int) -> BoxTensor:
         offsets = tuple(each + start * (number == dim) for number, each in enumerate(self._offsets))
         sizes = tuple(length if number == dim else size for number, size in enumerate(self.shape))
         return _rectangle(self._part, self._box, offsets, sizes, self._is_whole)
-
-    def _write(self, values: Tensor) -> None:
-        begin, end = self._enclosing()
-        # Elements between its rows stay as they are.
-        put = None if end - begin == self.numel() else lambda elements: self._inside(elements).copy_(values)
-        self._part.write(begin, end, values, cast("Put | None", put))
 
     def _enclosing(self) -> tuple[int, int]:
         """The elements of the part from its first to its last."""
@@ -300,14 +251,14 @@ class BoxTensor(Tensor):
                 "safetensors by zo.export_pretrained(model, folder)"
             )
         if self._kept is None:
-            self._kept = self.plain()
+            self._kept = self.read()
         return self._kept.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain()
+        return self.read()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self.read().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BoxTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -317,3 +268,22 @@ def _rectangle(part: Part, box: Box, offsets: tuple[int, ...], sizes: tuple[int,
     made: BoxTensor = wrapper(BoxTensor, sizes, dtype=part.dtype, device="cpu")
     made._part, made._box, made._offsets, made._is_whole, made._kept = part, box, offsets, is_whole, None
     return made
+
+
+def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoxTensor:
+    return cast(BoxTensor, args[0]._narrowed(*args[1:], **kwargs))
+
+
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoxTensor:
+    box: BoxTensor = args[0]
+    box.write(args[1].detach().expand(box.shape))
+    return box
+
+
+BoxTensor.own = {
+    **dict.fromkeys((Tensor.detach, Tensor.cpu), itself),
+    Tensor.narrow: _narrow,
+    Tensor.copy_: _copy_,
+    Tensor.data_ptr: lambda func, args, kwargs: args[0]._address(),
+    Tensor.untyped_storage: as_it_is,
+}

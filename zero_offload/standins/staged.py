@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,8 @@ from torch import Tensor
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.host import host_reserved
 from zero_offload.plan.boxes import Box
-from zero_offload.standins.checkpointed import METADATA, Checkpointed, Part, wrapper
+from zero_offload.standins.checkpointed import Checkpointed, Part
+from zero_offload.standins.standin import Absent, Answer, as_it_is, itself, wrapper
 from zero_offload.storage.files.system import naming_errors
 
 _COPY_NUMEL = 1 << 20
@@ -33,7 +34,7 @@ _STAGERS = ("torch.distributed.checkpoint._state_dict_stager", "torch.distribute
 _ASKED = (Tensor.data_ptr, Tensor.new_empty, Tensor.to, torch.zeros_like)
 
 
-class Staged(Checkpointed, Tensor):
+class Staged(Absent, Checkpointed):
     """A copy of what this rank has of a tensor, to be saved."""
 
     source: StagedSource
@@ -42,24 +43,8 @@ class Staged(Checkpointed, Tensor):
     def part(self) -> Part:
         return self.source.part
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if args and isinstance(copy := args[0], Staged):
-            if func is Tensor.copy_ and isinstance(args[1], Checkpointed):
-                copy.source = StagedSource.of(args[1].part())
-                return copy
-            if func in (Tensor.detach, Tensor.cpu):
-                return copy
-        raise _only_saved(func)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _only_saved(func)
+    def refuse(self, what: str) -> ZeroOffloadError:
+        return ZeroOffloadError(f"{what} of a copy that dcp.async_save has made; it can only be saved")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For a checkpointer in a process of its own: the values, where this rank has all of them."""
@@ -75,17 +60,39 @@ class Staged(Checkpointed, Tensor):
         return f"Staged(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _only_saved(func: object) -> ZeroOffloadError:
-    name = getattr(func, "__name__", func)
-    return ZeroOffloadError(f"{name} of a copy that dcp.async_save has made; it can only be saved")
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Staged:
+    copy: Staged = args[0]
+    if not isinstance(args[1], Checkpointed):
+        raise copy.refuse("copy_")
+    copy.source = StagedSource.of(args[1].part())
+    return copy
+
+
+Staged.own = {
+    **dict.fromkeys((Tensor.detach, Tensor.cpu), itself),
+    Tensor.copy_: _copy_,
+    Tensor.untyped_storage: as_it_is,
+}
+
+
+def for_stager(otherwise: Answer, *functions: Any) -> dict[Any, Answer]:
+    """Answers to what torch's stager asks, or to these `functions` of it; `otherwise` answers other code."""
+
+    def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = staging(func, args)
+        return otherwise(func, args, kwargs) if found is None else found
+
+    return dict.fromkeys(functions or _ASKED, answer)
 
 
 def staging(func: object, args: Sequence[Any]) -> Any:
     """The answer to torch's stager, which copies a state dict and asks `func` of a tensor without memory; None where
-    other code asks. To be called by `__torch_function__` itself: the stager is its caller."""
-    if func not in _ASKED or not args or not isinstance(tensor := args[0], Checkpointed):
-        return None
-    if sys._getframe(2).f_globals.get("__name__") not in _STAGERS:
+    other code asks."""
+    tensor: Checkpointed = args[0]
+    caller = sys._getframe(1)
+    while (module := caller.f_globals.get("__name__", "")).startswith("zero_offload.standins."):
+        caller = caller.f_back  # type: ignore[assignment]
+    if module not in _STAGERS:
         return None
     if func is Tensor.to:
         return tensor if args[1:] == (torch.device("cpu"),) else None

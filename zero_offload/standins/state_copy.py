@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -23,10 +23,11 @@ from torch.utils.weak import TensorWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.plan.quantized import is_wrapper, library_class
-from zero_offload.standins.checkpointed import METADATA, Checkpointed, Part, PlainPart, Put
-from zero_offload.standins.operations import changed_by
+from zero_offload.standins.checkpointed import Checkpointed, Part, PlainPart, Put
+from zero_offload.standins.operations import Kind, changed_by, written_by
 from zero_offload.standins.owners import owner_of
-from zero_offload.standins.staged import StagedSource, staging
+from zero_offload.standins.staged import StagedSource, for_stager
+from zero_offload.standins.standin import StandIn
 from zero_offload.standins.views import wrap_views
 from zero_offload.storage.shards.store import LazyRead
 
@@ -138,32 +139,23 @@ class _CopyPart:
             PlainPart(self._source.values).write(begin, end, values, put)
 
 
-class StateCopy(Checkpointed, Tensor):
+class StateCopy(StandIn, Checkpointed):
     """A copy of a parameter, or a view of one, that hands changes on."""
 
     source: _Source
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA and func is not Tensor.untyped_storage:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if (answer := staging(func, args)) is not None:
-            return answer
-        copies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StateCopy)]
+    @staticmethod
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function on copies; changed ones are written to their parameters."""
+        leaves = tree_leaves((args, kwargs))
+        copies = [leaf for leaf in leaves if isinstance(leaf, StateCopy)]
         for each in copies:
             each.source.read()
         if func == _SET_DATA and args[0] is copies[0]:
             copies[0].set_()
         before = [_version(each) for each in copies]
-        if all(kind is cls for kind in types):
+        written = set(map(id, written_by(func, args, kwargs)))
+        if not any(map(_is_asked_too, leaves)):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         else:
@@ -173,11 +165,18 @@ class StateCopy(Checkpointed, Tensor):
             args, kwargs = tree_map_only(StateCopy, lambda each: plain[id(each)], (args, kwargs))
             result = func(*args, **kwargs)
             result = tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
-        changed = [each for each, version in zip(copies, before, strict=True) if _version(each) != version]
-        for source in {id(each.source): each.source for each in changed}.values():
+        sources = {
+            id(each.source): each.source
+            for each, version in zip(copies, before, strict=True)
+            if _version(each) != version or id(each) in written
+        }
+        for source in sources.values():
             source.write()
         with torch._C.DisableTorchFunctionSubclass():
             return wrap_views(result, [(each, each.source) for each in copies], _view)
+
+    def describe(self) -> str:
+        return f"a tensor of model.state_dict(), of parameter {self.source.name}"
 
     def part(self) -> Part:
         return self.source.part()
@@ -215,25 +214,16 @@ class StateCopy(Checkpointed, Tensor):
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-class WrapperCopy(Checkpointed, Tensor):
+class WrapperCopy(StandIn, Checkpointed):
     """A copy of a parameter that consists of others: it consists of their copies.
 
     An operation of its library meets its parts where `__torch_function__` does not see them, so that they would be
     neither read nor written. It runs on a tensor of plain parts, which takes this one's place.
     """
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA and func is not Tensor.untyped_storage:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    @staticmethod
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function on tensors of plain parts; the parts of changed ones are written."""
         wrappers = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WrapperCopy)}
         parts: dict[int, list[StateCopy]] = {key: [] for key in wrappers}
         plain = {key: _of_plain_parts(each, parts[key]) for key, each in wrappers.items()}
@@ -246,6 +236,9 @@ class WrapperCopy(Checkpointed, Tensor):
         given = {id(plain[key]): each for key, each in wrappers.items()}
         shown = [each for found in parts.values() for each in found]
         return tree_map_only(Tensor, lambda each: given.get(id(each), _of_copies(each, shown)), result)
+
+    def describe(self) -> str:
+        return f"a {type(self).__name__} of model.state_dict()"
 
     def part(self) -> Part:
         raise ZeroOffloadError(
@@ -266,6 +259,19 @@ class WrapperCopy(Checkpointed, Tensor):
             setattr(tensor, name, _of_plain_parts(getattr(tensor, name), []))
         tensor.__class__ = library_class(tensor)
         tensor._is_param = is_param
+
+
+def _is_asked_too(leaf: Any) -> bool:
+    """True for a tensor of another class that sees functions."""
+    kind = type(leaf)
+    is_asked = isinstance(leaf, Tensor) and kind not in (Tensor, nn.Parameter, StateCopy)
+    return is_asked and kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+
+
+_RUN = (Kind.ADDRESS, Kind.VIEW, Kind.READ, Kind.WRITE)
+StateCopy.answers = dict.fromkeys(_RUN, StateCopy.run)
+StateCopy.own = for_stager(StateCopy.run)
+WrapperCopy.answers = dict.fromkeys(_RUN, WrapperCopy.run)
 
 
 def _of_plain_parts(tensor: Any, parts: list[StateCopy]) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.standins.checkpointed import METADATA, Checkpointed, Part, PlainPart, wrapper
+from zero_offload.standins.checkpointed import Checkpointed, Part, PlainPart
 from zero_offload.standins.owners import OptimizerStates, Owner, describe, dropped_error, owner_of
-from zero_offload.standins.staged import staging
+from zero_offload.standins.staged import for_stager
+from zero_offload.standins.standin import OnCopies, as_it_is, itself, wrapper
 from zero_offload.storage.shards.shard import Component
 
 STEP = "step"
 """Torch's name for how many updates a parameter has had."""
 
-_CONVERSIONS = frozenset(
-    getattr(Tensor, name) for name in ["to", "cpu", "cuda", "xpu", "contiguous", "float", "double", "half", "bfloat16"]
-)
 _data: Any = Tensor.data
 
 
@@ -44,7 +42,7 @@ class _Fields(Tensor):
     """Its values, once they are no longer those on the tier; or why they could not be read."""
 
 
-class StateTensor(Checkpointed, _Fields):
+class StateTensor(OnCopies, Checkpointed, _Fields):
     """One state of an offloaded parameter where it rests, or a view of it. Where ranks divide the parameter, a state
     dict of the model has its value as such a tensor too.
 
@@ -93,21 +91,21 @@ class StateTensor(Checkpointed, _Fields):
         if self._kept is not None:
             return
         try:
-            self._kept = self._read()
+            self._kept = self.read()
         except ZeroOffloadError as error:
             self._kept = error
             if self._owned().parts.is_divided(self.param):
                 self._kept = ZeroOffloadError(
-                    f"{self._describe()}: the model has had a step or other states since this state dict was made, and "
+                    f"{self.describe()}: the model has had a step or other states since this state dict was made, and "
                     "where ranks divide parameters a state dict keeps none. Call state_dict() again; dcp.async_save "
                     "keeps a copy"
                 )
 
     def plain(self) -> Tensor:
         """A copy, as a plain tensor."""
-        root = self if self._root is None else self._root
-        values = root._read()
-        return values if root is self and self._kept is None else self._part(values).clone()
+        root = self.root()
+        values = root.read()
+        return values if root is self and self._kept is None else self.within(values).clone()
 
     def part(self) -> Part:
         if isinstance(self._kept, ZeroOffloadError):
@@ -115,7 +113,7 @@ class StateTensor(Checkpointed, _Fields):
         if self._root is None and self._kept is None and not self._is_copy:
             return self._owned().parts.of(self.param, self.state_name, self.dtype, self)
         # It is no longer what rests there.
-        return PlainPart(self.plain() if self._kept is None else self._part(self._kept))
+        return PlainPart(self.plain() if self._kept is None else self.within(self._kept))
 
     def _owned(self) -> Owner:
         owner = self._owner or owner_of(self.param)
@@ -126,22 +124,24 @@ class StateTensor(Checkpointed, _Fields):
     def _states(self) -> OptimizerStates:
         return self._owned().states
 
-    def _read(self) -> Tensor:
+    def root(self) -> StateTensor:
+        return self if self._root is None else self._root
+
+    def read(self) -> Tensor:
         """The values that were kept, or a copy of what rests on the tier."""
         if isinstance(self._kept, ZeroOffloadError):
             raise self._kept
         if self._kept is not None:
             return self._kept
-        # A tensor that is made in inference mode does not count its changes.
         with torch.inference_mode(False), torch.no_grad():
             return self._states().read(self.param, self.state_name).to(self.device)
 
-    def _write(self, values: Tensor) -> None:
+    def write(self, values: Tensor) -> None:
         """Write the whole state."""
         if self._kept is not None:
             return
         if values.shape != self.shape:
-            raise ZeroOffloadError(f"{self._describe()} was to have shape {tuple(values.shape)}; it keeps its own")
+            raise ZeroOffloadError(f"{self.describe()} was to have shape {tuple(values.shape)}; it keeps its own")
         if self._is_copy:
             self._kept = values
             return
@@ -149,7 +149,7 @@ class StateTensor(Checkpointed, _Fields):
         states.readers.before_edit(self)
         states.edit(self.param, self.state_name, values)
 
-    def _part(self, values: Tensor) -> Tensor:
+    def within(self, values: Tensor) -> Tensor:
         """This view of the whole state's values."""
         if self._root is None:
             return values
@@ -165,34 +165,28 @@ class StateTensor(Checkpointed, _Fields):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if (answer := staging(func, args)) is not None:
-            return answer
-        if args and isinstance(state := args[0], StateTensor):
-            if func in (Tensor.detach, _data.__get__):
-                return state
-            if func == _data.__set__:
-                return state if args[1] is state else state.copy_(args[1])
-            if func is Tensor.data_ptr:
-                raise ZeroOffloadError(f"{state._describe()} has no address in memory; take a copy of it (.clone())")
-            if func in _CONVERSIONS and (converted := state._converted(func, args[1:], kwargs)) is not None:
-                return converted
-        return _run(func, args, kwargs)
+    def shown(cls, result: Any, read: Sequence[tuple[Any, Tensor]], given: Sequence[tuple[Any, Tensor]]) -> Any:
+        """Views of a copy are views of the state, as long as it rests on the tier."""
+        at_rest = [(root, values) for root, values in read if root._kept is None]
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Operations that passed `__torch_function__` by."""
-        return _run(func, args, kwargs or {})
+        def wrap(tensor: Tensor) -> Tensor:
+            for state, values in given:
+                if tensor is values:
+                    return cast(Tensor, state)
+            if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta:
+                place = tensor.untyped_storage()._cdata
+                for root, values in at_rest:
+                    if values.untyped_storage()._cdata == place:
+                        return cast(Tensor, root._view(tensor))
+            return tensor
+
+        if isinstance(result, np.ndarray):
+            address = result.__array_interface__["data"][0]
+            if any(0 <= address - values.data_ptr() < values.nbytes for _, values in at_rest):
+                result.setflags(write=False)
+        if isinstance(result, Tensor | tuple | list):
+            return tree_map_only(Tensor, wrap, result)
+        return map(wrap, result) if isinstance(result, Iterator) else result
 
     def _converted(self, convert: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Conversions that need no values: to what it is already, and to a copy of a state dict's of the same dtype."""
@@ -217,52 +211,32 @@ class StateTensor(Checkpointed, _Fields):
         try:
             return repr(self.plain())
         except ZeroOffloadError:
-            return f"StateTensor({self._describe()})"
+            return f"StateTensor({self.describe()})"
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
         return f"{self.state_name} of {describe(self.param)}, shape={tuple(self.shape)}, dtype={self.dtype}"
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of states on copies of them; those that it has changed are written, and views of them are views."""
-    whole: list[tuple[StateTensor, Tensor, int]] = []
-    given: list[tuple[StateTensor, Tensor]] = []
+def _address(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise ZeroOffloadError(f"{args[0].describe()} has no address in memory; take a copy of it (.clone())")
 
-    # The operation runs on values that are read for it, each state once.
-    def values_of(state: StateTensor) -> Tensor:
-        root = state if state._root is None else state._root
-        values = next((values for known, values, _ in whole if known is root), None)
-        if values is None:
-            values = root._read()
-            whole.append((root, values, values._version))
-        given.append((state, state._part(values)))
-        return given[-1][1]
 
-    args, kwargs = tree_map_only(StateTensor, values_of, (args, kwargs))
-    result = func(*args, **kwargs)
-    # torch's fused updates do not count the changes that they make.
-    is_fused = getattr(func, "__name__", "").startswith("_fused_")
-    for root, values, version in whole:
-        if is_fused or values._version != version:
-            root._write(values)
-    at_rest = [(root, values) for root, values, _ in whole if root._kept is None]
+def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args[1] is args[0] else args[0].copy_(args[1])
 
-    # A result that shares memory with the values stands for the state again, since that memory is dropped.
-    def wrap(tensor: Tensor) -> Tensor:
-        for state, values in given:
-            if tensor is values:
-                return state
-        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta:
-            place = tensor.untyped_storage()._cdata
-            for root, values in at_rest:
-                if values.untyped_storage()._cdata == place:
-                    return root._view(tensor)
-        return tensor
 
-    if isinstance(result, np.ndarray):
-        address = result.__array_interface__["data"][0]
-        if any(0 <= address - values.data_ptr() < values.nbytes for _, values in at_rest):
-            result.setflags(write=False)
-    if isinstance(result, Tensor | tuple | list):
-        return tree_map_only(Tensor, wrap, result)
-    return map(wrap, result) if isinstance(result, Iterator) else result
+def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    converted = args[0]._converted(func, args[1:], kwargs)
+    return StateTensor.run(func, args, kwargs) if converted is None else converted
+
+
+_CONVERSIONS = ("cpu", "cuda", "xpu", "contiguous", "float", "double", "half", "bfloat16")
+StateTensor.own = {
+    **dict.fromkeys((getattr(Tensor, name) for name in _CONVERSIONS), _convert),
+    **for_stager(StateTensor.run),
+    **for_stager(_convert, Tensor.to),
+    **for_stager(_address, Tensor.data_ptr),
+    **dict.fromkeys((Tensor.detach, _data.__get__), itself),
+    _data.__set__: _set_data,
+    Tensor.untyped_storage: as_it_is,
+}

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.standins.derived import Derived
-from zero_offload.standins.operations import changed_by, name_of
+from zero_offload.standins.operations import changed_by, has_operators, name_of
 
 T = TypeVar("T")
 PLAIN = frozenset((Tensor, Derived))
@@ -34,10 +35,14 @@ def refuse_changes(changed: Iterable[Any], func: object) -> None:
                 f"a view of parameter {each.of} cannot require a gradient, as nn.Parameter(p) asks for: it has no "
                 "memory of its own. Use a copy, nn.Parameter(p.detach().clone()), made in 'with zo.gathered(module):'"
             )
-        raise ZeroOffloadError(
-            f"{name_of(func)} changes a view of parameter {each.of}, outside of the model's forward: the change would "
-            "be lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone())"
-        )
+        raise lost_change(func, f"a view of parameter {each.of}")
+
+
+def lost_change(func: object, what: str) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"{name_of(func)} changes {what}, outside of the model's forward: the change would be lost. Change it in 'with "
+        'zo.gathered(module, mode="write"):\', or change a copy (.clone())'
+    )
 
 
 class View(Tensor):
@@ -59,18 +64,51 @@ class ReadOnly(View):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(kind is not cls for kind in types):
+        if any(kind not in (cls, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a parameter at rest is among the arguments, and has to be asked first
         refuse_changes(changed_by(func, args, kwargs), func)
         views = [(leaf, leaf.of) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, ReadOnly)]
-        with torch._C.DisableTorchFunctionSubclass():
-            return lend(func(*args, **kwargs), views)
+        return read_lent(func, args, kwargs, views)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return _plain(self).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).clone().__reduce_ex__(protocol)
+
+
+def read_lent(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[tuple[Tensor, str]]
+) -> Any:
+    """A function on parameters and views (with names) that are for reading; so are views of them that it returns."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not has_operators(func):
+            result = func(*args, **kwargs)
+        else:
+            with _Watch(func, lent):
+                result = func(*args, **kwargs)
+        return lend(result, lent)
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses operators that would write to what is lent: a function in Python has no schema, and its operators do."""
+
+    def __init__(self, func: object, lent: Sequence[tuple[Tensor, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._func = func
+        storages = ((storage_of(tensor), name) for tensor, name in lent)
+        self._names = {storage._cdata: name for storage, name in storages if storage is not None}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for each in changed_by(func, args, kwargs):
+            storage = storage_of(each) if isinstance(each, Tensor) else None
+            name = None if storage is None else self._names.get(storage._cdata)
+            if name is not None:
+                raise lost_change(self._func, f"parameter {name}")
+        return func(*args, **kwargs)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
