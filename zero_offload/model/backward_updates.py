@@ -37,7 +37,7 @@ from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection, GradState
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.standins.owners import Trainer
+from zero_offload.standins.sources import Trainer
 from zero_offload.storage.shards.ring_grads import GradRing
 
 _INSTEAD = "overlap='forward' updates after backward"

@@ -83,7 +83,8 @@ from zero_offload.runtime.units.group_reader import GroupReader
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit, stays_guarded
 from zero_offload.standins.guard import class_at_rest, compile_around, unguard
-from zero_offload.standins.owners import Owner, owner_of, register, unregister
+from zero_offload.standins.owners import owner_of, register, unregister
+from zero_offload.standins.sources import Owner
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap

@@ -35,7 +35,7 @@ from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.commits import Commits
 from zero_offload.model.foundation import Foundation
-from zero_offload.optim.state import BESIDE, Entry, Readers, count_of, settled
+from zero_offload.optim.state import BESIDE, Entry, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.quantized import is_wrapper, tensors_of
@@ -47,7 +47,9 @@ from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.saved_tensors.tensors import runs
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.grad_handle import GradHandle
-from zero_offload.standins.owners import Touched, owner_of
+from zero_offload.standins.owners import owner_of
+from zero_offload.standins.readers import Readers
+from zero_offload.standins.sources import ParamPlaces, ParamSource, StateSource, Touched
 from zero_offload.standins.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.standins.state_tensor import STEP, StateTensor
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
@@ -76,8 +78,8 @@ class ParamPlace:
         return self.section.layout.in_shard(self.piece, shard_index)
 
 
-class ModelPlaces:
-    """Implements `standins.owners.ParamPlaces`."""
+class ModelPlaces(ParamPlaces):
+    """The places of all parameters of a model."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._places: dict[int, ParamPlace] = {}
@@ -136,10 +138,10 @@ States = Mapping[str, torch.Tensor]
 _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
 
 
-class ModelStates:
+class ModelStates(StateSource):
     """Optimizers' states of offloaded parameters, as the optimizers see them, and the writes of masters and states.
 
-    Implements `standins.owners.OptimizerStates`. Owns how many updates each parameter has had, and what budgets leave
+    Owns how many updates each parameter has had, and what budgets leave
     for states that plans do not count. The states themselves are the shards': there are none before an optimizer is
     built, and of each section all that its parameters' optimizers keep.
     """
@@ -407,8 +409,8 @@ def _words_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:
     return [(name, crc32c_of_tensor(each.detach().cpu().contiguous())) for name, each in tensors.items()]
 
 
-class ModelParams:
-    """The data and the gradient of a parameter. Implements `standins.owners.ParamAccess`.
+class ModelParams(ParamSource):
+    """The data and the gradient of a parameter.
 
     Reads and writes of single parameters go section by section through the store.
     """

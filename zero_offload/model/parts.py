@@ -42,7 +42,8 @@ from zero_offload.plan.boxes import Box, boxes_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.saved_tensors.tensors import runs
-from zero_offload.standins.checkpointed import Holder, Part, Put
+from zero_offload.standins.part import Holder, Part, Put
+from zero_offload.standins.sources import PartSource
 from zero_offload.standins.state_tensor import STEP
 from zero_offload.storage.shards.shard import Component, Shard
 from zero_offload.storage.shards.store import ShardStore
@@ -53,8 +54,8 @@ _HALF = "a checkpoint by torch.distributed.checkpoint.load"
 """The text of `ModelLife.half_loaded`."""
 
 
-class ModelParts:
-    """Implements `standins.owners.Parts`."""
+class ModelParts(PartSource):
+    """The parts of all parameters and states that this rank has."""
 
     def __init__(self, base: Foundation, places: ModelPlaces, states: ModelStates) -> None:
         self._places = places
@@ -119,7 +120,7 @@ class ModelParts:
         self._load.holders.setdefault(key, []).append(holder)
 
     def write(self, part: ShardPart, span: tuple[int, int], values: torch.Tensor, put: Put | None) -> None:
-        """Elements `span` of this rank's shard; see `checkpointed.Part.write`."""
+        """Elements `span` of this rank's shard; see `Part.write`."""
         place = self._places[part.param]
         load = self._begin_writing()
         place.unit.wait_for_update()
@@ -255,7 +256,7 @@ def _boxes(place: ParamPlace, begin: int, end: int) -> list[Box]:
 
 @dataclass
 class ShardPart:
-    """The part of a parameter in this rank's shard. Implements `checkpointed.Part`."""
+    """The part of a parameter in this rank's shard. Implements `standins.part.Part`."""
 
     parts: ModelParts
     param: nn.Parameter
@@ -287,7 +288,7 @@ class ShardPart:
 
 @dataclass
 class StepPart:
-    """A parameter's number of updates, which every rank has. Implements `checkpointed.Part`."""
+    """A parameter's number of updates, which every rank has. Implements `standins.part.Part`."""
 
     parts: ModelParts
     param: nn.Parameter

@@ -36,7 +36,8 @@ from zero_offload.checkpoint.values import replace_masters
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.assembly import Assembly
-from zero_offload.model.params import ModelStates
+from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates
+from zero_offload.model.parts import ModelParts
 from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
@@ -48,7 +49,8 @@ from zero_offload.runtime.grads.gradients import check_closed
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.standins.owners import LossScaler, Trainer, not_adopted, owner_of
+from zero_offload.standins.owners import not_adopted, owner_of
+from zero_offload.standins.sources import LossScaler, Owner, Trainer
 from zero_offload.storage.files.base_file import BaseSpan, missing_text
 from zero_offload.storage.shards.shard import Shard
 from zero_offload.storage.shards.store import ShardStore
@@ -65,8 +67,12 @@ Capture = Callable[[], dict[str, Any]]
 """The program's part of a generation: `StepRecord.rng` and `.buffers`."""
 
 
-class ModelRuntime:
-    """One offloaded model, built by `offload()`; implements `standins.owners.Owner`."""
+class ModelRuntime(Owner):
+    """One offloaded model, built by `offload()`."""
+
+    places: ModelPlaces
+    access: ModelParams
+    parts: ModelParts
 
     def __init__(self, made: Assembly) -> None:
         base = self.base = made.base

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.param_groups import group_records
-from zero_offload.standins.owners import Owner, by_owner, check_adopted
+from zero_offload.standins.owners import by_owner, check_adopted
+from zero_offload.standins.sources import Owner
 
 INIT_SCALE = 2.0**16
 

@@ -42,7 +42,8 @@ from zero_offload.optim.state import (
 )
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.standins.checkpointed import INSTEAD, refuse_full
-from zero_offload.standins.owners import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.standins.sources import Owner
 from zero_offload.standins.state_tensor import STEP
 
 

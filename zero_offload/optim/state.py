@@ -1,8 +1,7 @@
 """`optimizer.state`: torch's mapping, whose entries of offloaded parameters rest on their tiers.
 
 `States` is the mapping, `Entry` what it has of one offloaded parameter, `StateTensor` (`standins/state_tensor.py`) one
-state of that parameter. None of them holds values. `Readers` knows the entries and states that the program holds. They
-take their values into memory where torch's would still have them after a change.
+state of that parameter. None of them holds values.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.hardware.kernels.arguments import Hyper
-from zero_offload.standins.owners import OptimizerStates, Owner, by_owner, describe, dropped_error, is_dropped, owner_of
+from zero_offload.standins.owners import by_owner, describe, dropped_error, is_dropped, owner_of
+from zero_offload.standins.readers import StateReader
+from zero_offload.standins.sources import Owner, StateSource
 from zero_offload.standins.state_tensor import STEP, StateTensor
 
 State = dict[str, Any]
@@ -40,14 +40,13 @@ class Keeper(Protocol):
         """Hyperparameters of all its parameters that are offloaded."""
 
 
-class Entry(MutableMapping[str, Any]):
+class Entry(StateReader, MutableMapping[str, Any]):
     """Optimizer state of one offloaded parameter, as it is now. It has `step`, the states, and the component that
     completes the value to its fp32 master ("residual" of bf16, "master" of fp16).
 
     An entry that the optimizer has no more has its values in memory, as a plain dict.
     """
 
-    of_dict = False
     state_name = ""
     param: nn.Parameter
     _optimizer: Keeper
@@ -246,45 +245,6 @@ class States(defaultdict[Any, Any]):
         return repr(dict(self.items()))
 
 
-class Readers:
-    """Entries and states of one model that the program has in hand."""
-
-    def __init__(self) -> None:
-        self._known: Any = WeakIdKeyDictionary()
-
-    def add(self, reader: StateTensor | Entry) -> None:
-        self._known[reader] = None
-
-    def discard(self, reader: Entry) -> None:
-        self._known.pop(reader, None)
-
-    def before_step(self) -> None:
-        """States of any parameter change in place, or go: torch's tensors follow, a state dict stays what it was."""
-        self._keep(lambda each: each.of_dict)
-
-    def before_edit(self, state: StateTensor) -> None:
-        """The program changes this one in place."""
-        param, name = state.param, state.state_name
-        self._keep(lambda each: each.of_dict and each is not state and each.param is param and each.state_name == name)
-
-    def before_loading(self, states: Iterable[object]) -> None:
-        """A load replaces what these show."""
-        loaded = {id(state): state for state in states if isinstance(state, StateTensor)}
-        keys = {(id(state.param), state.state_name) for state in loaded.values()}
-        self._keep(lambda each: each.of_dict and id(each) not in loaded and (id(each.param), each.state_name) in keys)
-
-    def before_replacing(self, params: Iterable[nn.Parameter], names: Collection[str] | None = None) -> None:
-        """The optimizer is to have other entries of these parameters; with `names`, other tensors in them."""
-        wanted = set(map(id, params))
-        self._keep(lambda each: id(each.param) in wanted and (names is None or each.state_name in names))
-
-    def _keep(self, is_meant: Callable[[StateTensor | Entry], bool]) -> None:
-        for each in list(self._known):
-            if is_meant(each):
-                each.keep()
-                self._known.pop(each, None)
-
-
 def tensors_of(param: nn.Parameter, hyper: Hyper, owner: Owner | None = None) -> dict[str, StateTensor]:
     """The states of an offloaded parameter; empty before its first step. `owner` is its own for a state dict."""
     kept = _states_of(param).kept(param, hyper.states)
@@ -386,7 +346,7 @@ def _has_states(param: nn.Parameter) -> bool:
     return _states_of(param).step_of(param) is not None
 
 
-def _states_of(param: nn.Parameter) -> OptimizerStates:
+def _states_of(param: nn.Parameter) -> StateSource:
     owner = owner_of(param)
     assert owner is not None
     return owner.states

@@ -28,8 +28,9 @@ from zero_offload.runtime.saved_tensors.tensors import untraced
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.checkpointed import INSTEAD, refuse_full, refuse_savers
 from zero_offload.standins.grad_hooks import LastHook, ProgramHook
-from zero_offload.standins.owners import Owner, owner_of
+from zero_offload.standins.owners import owner_of
 from zero_offload.standins.refusals import refuse_copy
+from zero_offload.standins.sources import Owner
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
 

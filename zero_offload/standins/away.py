@@ -34,8 +34,9 @@ from zero_offload.standins.operations import (
     metadata_of_params,
     named,
 )
-from zero_offload.standins.owners import AtRest, Owner, Touched, dropped_error, owner_of
+from zero_offload.standins.owners import AtRest, dropped_error, owner_of
 from zero_offload.standins.refusals import NeedsDataError, changes, described, name_in_model, needs_data, refuse_copy
+from zero_offload.standins.sources import Owner, Touched
 from zero_offload.standins.views import PLAIN, ReadOnly, View, lend, read_lent, refuse_changes, wrap_views
 
 _META = torch.device("meta")

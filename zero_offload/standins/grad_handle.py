@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.operations import Kind, named
-from zero_offload.standins.owners import GradSource, dropped_error, owner_of
+from zero_offload.standins.owners import dropped_error, owner_of
 from zero_offload.standins.refusals import no_step_of_others
+from zero_offload.standins.sources import GradSource
 from zero_offload.standins.standin import Absent, as_it_is
 
 

@@ -25,7 +25,7 @@ from zero_offload.standins.away import Away, Route, ask, is_in_use, operate, par
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.grad_hooks import register_grad_hook
 from zero_offload.standins.operations import FACTORIES, QUESTIONS, named
-from zero_offload.standins.owners import AtRest, Owner, owner_of
+from zero_offload.standins.owners import AtRest, owner_of
 from zero_offload.standins.refusals import (
     WRAPPING_PACKAGES,
     NeedsDataError,
@@ -36,6 +36,7 @@ from zero_offload.standins.refusals import (
     owner_of_any,
     refuse_copy,
 )
+from zero_offload.standins.sources import Owner
 from zero_offload.standins.views import View
 
 

@@ -13,7 +13,8 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in
 from zero_offload.plan.quantized import tensors_of
 from zero_offload.standins.operations import name_of
-from zero_offload.standins.owners import AtRest, Owner, dropped_error, owner_of
+from zero_offload.standins.owners import AtRest, dropped_error, owner_of
+from zero_offload.standins.sources import Owner
 
 
 def described(param: nn.Parameter) -> str:

@@ -23,7 +23,8 @@ from torch import Tensor
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.host import host_reserved
 from zero_offload.plan.boxes import Box
-from zero_offload.standins.checkpointed import Checkpointed, Part
+from zero_offload.standins.checkpointed import Checkpointed
+from zero_offload.standins.part import Part
 from zero_offload.standins.standin import Absent, Answer, as_it_is, itself, wrapper
 from zero_offload.storage.files.system import naming_errors
 

@@ -23,9 +23,10 @@ from torch.utils.weak import TensorWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.plan.quantized import is_wrapper, library_class
-from zero_offload.standins.checkpointed import Checkpointed, Part, PlainPart, Put
+from zero_offload.standins.checkpointed import Checkpointed
 from zero_offload.standins.operations import Kind, changed_by, written_by
 from zero_offload.standins.owners import owner_of
+from zero_offload.standins.part import Part, PlainPart, Put
 from zero_offload.standins.staged import StagedSource, for_stager
 from zero_offload.standins.standin import StandIn
 from zero_offload.standins.views import wrap_views

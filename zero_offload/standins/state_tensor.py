@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.standins.checkpointed import Checkpointed, Part, PlainPart
-from zero_offload.standins.owners import OptimizerStates, Owner, describe, dropped_error, owner_of
+from zero_offload.standins.checkpointed import Checkpointed
+from zero_offload.standins.owners import describe, dropped_error, owner_of
+from zero_offload.standins.part import Part, PlainPart
+from zero_offload.standins.readers import StateReader
+from zero_offload.standins.sources import Owner, StateSource
 from zero_offload.standins.staged import for_stager
 from zero_offload.standins.standin import OnCopies, as_it_is, itself, wrapper
 from zero_offload.storage.shards.shard import Component
@@ -42,7 +45,7 @@ class _Fields(Tensor):
     """Its values, once they are no longer those on the tier; or why they could not be read."""
 
 
-class StateTensor(OnCopies, Checkpointed, _Fields):
+class StateTensor(OnCopies, Checkpointed, StateReader, _Fields):
     """One state of an offloaded parameter where it rests, or a view of it. Where ranks divide the parameter, a state
     dict of the model has its value as such a tensor too.
 
@@ -121,7 +124,7 @@ class StateTensor(OnCopies, Checkpointed, _Fields):
             raise dropped_error(self.param)
         return owner
 
-    def _states(self) -> OptimizerStates:
+    def _states(self) -> StateSource:
         return self._owned().states
 
     def root(self) -> StateTensor:

@@ -30,7 +30,8 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved_tensors.activations import Activations
 from zero_offload.runtime.saved_tensors.tensors import recomputed_later, saving_hooks
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.standins.owners import Owner, owner_of
+from zero_offload.standins.owners import owner_of
+from zero_offload.standins.sources import Owner
 
 
 class MicroBatches:

@@ -17,10 +17,11 @@ from zero_offload.base.types import Tier
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.standins.sources import GradSource
 
 
-class GradAccess:
-    """The gradients of one model, as its program sees them. Implements `standins.owners.GradSource`."""
+class GradAccess(GradSource):
+    """The gradients of one model, as its program sees them."""
 
     def __init__(self, grads: Gradients, collectives: Collectives) -> None:
         self.arriving, self.ledger, self.norms = grads, grads.ledger, grads.norms

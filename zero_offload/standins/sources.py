@@ -1,0 +1,309 @@
+"""The owners of values that are elsewhere, as stand-ins and optimizers see them: the one place where calls go up.
+
+Stand-ins call these abstract classes. Classes of `model/` and `runtime/` are their only subclasses, made one floor up:
+parameters (`ParamPlaces`, `ParamSource`), gradients (`GradSource`), states of optimizers (`StateSource`), what
+torch.distributed.checkpoint moves (`PartSource`). `Owner` has them, and what optimizers ask of a model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_offload.base.alike import Compared
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.hardware.kernels.arguments import Hyper
+from zero_offload.standins.part import Holder, Part
+from zero_offload.standins.readers import Readers
+
+
+class Touched(Enum):
+    """The state in which an operation finds parameters at rest."""
+
+    OPEN = "they are plain: a forward or backward runs"
+    FOR_READING = "their data is here, and a change would be lost"
+    AWAY = "their data is not here"
+
+
+class ParamPlaces(ABC):
+    """Where parameters of a model are."""
+
+    @abstractmethod
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in its model."""
+
+    @abstractmethod
+    def describe(self, param: nn.Parameter) -> str:
+        """Where the parameter rests, for repr and messages."""
+
+    @abstractmethod
+    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
+        """Raise unless the layout allows `requires_grad` to be `value`."""
+
+    @abstractmethod
+    def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
+        """Raise where no step of these may be taken, before any part of it is."""
+
+
+class ParamSource(ABC):
+    """Questions that a guarded parameter may be asked."""
+
+    @abstractmethod
+    def touch(self, params: Sequence[nn.Parameter]) -> Touched:
+        """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
+
+    @abstractmethod
+    def is_in_use(self, param: nn.Parameter) -> bool:
+        """True if a forward or backward uses its unit now."""
+
+    @abstractmethod
+    def is_gathered(self, param: nn.Parameter) -> bool:
+        """True if it may be read now as it stands, inside of `zo.gathered`."""
+
+    @property
+    @abstractmethod
+    def is_divided(self) -> bool:
+        """True if ranks divide parameters, so that all of them make the same walks."""
+
+    @abstractmethod
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        """Called before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
+
+    @abstractmethod
+    def end_walk(self, module: nn.Module) -> None:
+        """Called after that."""
+
+    @abstractmethod
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace a parameter's values, as `load_state_dict` does."""
+
+    @property
+    @abstractmethod
+    def walking(self) -> bool:
+        """True if state_dict or load_state_dict is walking over the model."""
+
+    @abstractmethod
+    def copy_out(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of the data."""
+
+    @abstractmethod
+    def read_number(self, param: nn.Parameter) -> float:
+        """The data, of one element. Collective where ranks divide parameters."""
+
+    @abstractmethod
+    def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace the data."""
+
+    @abstractmethod
+    def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The value of `param.grad`."""
+
+    @abstractmethod
+    def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Carry out `param.grad = grad`."""
+
+    @abstractmethod
+    def holds_grad(self, param: nn.Parameter) -> bool:
+        """True if an earlier backward has left a gradient."""
+
+    @abstractmethod
+    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        """Carry out `param.grad = None`, for several."""
+
+
+class GradSource(ABC):
+    """Questions that a `GradHandle` may be asked of a gradient that is held."""
+
+    @abstractmethod
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in its model."""
+
+    @abstractmethod
+    def refuse(self, param: nn.Parameter, what: str) -> ZeroOffloadError:
+        """The error for `what`, which needs the elements of a gradient."""
+
+    @abstractmethod
+    def check_held(self, param: nn.Parameter, life: object) -> None:
+        """Raise where this gradient is over, or is not complete."""
+
+    @abstractmethod
+    def norm(self, param: nn.Parameter, order: float) -> torch.Tensor:
+        """A scalar, fp32."""
+
+    @abstractmethod
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """True if each element is a finite number."""
+
+    @abstractmethod
+    def is_zeroed(self, param: nn.Parameter) -> bool:
+        """True if the program has set it to zeros, and no backward has added to it since."""
+
+    @abstractmethod
+    def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        """Multiply it by `factor`, or divide it."""
+
+    @abstractmethod
+    def clamp(self, params: Collection[nn.Parameter], low: float | None, high: float | None) -> None:
+        """Clip its elements to [low, high]; None sets no limit on that side."""
+
+    @abstractmethod
+    def zero(self, param: nn.Parameter) -> None:
+        """Let it be zeros, to which the next backward adds."""
+
+
+class StateSource(ABC):
+    """Optimizer states of offloaded parameters, by torch's names: "step", the states, and the part that completes a
+    value to the master. That is the "residual" of bf16 and the "master" of fp16.
+    """
+
+    readers: Readers
+
+    @abstractmethod
+    def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
+        """Keep these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
+
+    @abstractmethod
+    def step_of(self, param: nn.Parameter) -> int | None:
+        """How many updates the states have had; None where there are none yet."""
+
+    @abstractmethod
+    def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
+        """The dtypes of these states and of the parts beside them that may be read; empty where there are none yet."""
+
+    @abstractmethod
+    def check_usable(self) -> None:
+        """Raise ZeroOffloadError where there is nothing to read."""
+
+    @abstractmethod
+    def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
+        """A copy of one of them, of the parameter's shape, host; "step" as a scalar. Raises ZeroOffloadError where
+        ranks divide the parameter."""
+
+    @abstractmethod
+    def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
+        """Replace one of them."""
+
+    @abstractmethod
+    def write(
+        self,
+        param: nn.Parameter,
+        step: int,
+        states: Mapping[str, torch.Tensor | None],
+        beside: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Replace all of them: states of the parameter's shape, or None for zeros; `beside` the value what completes
+        it. Those that rest there already are not moved."""
+
+    @abstractmethod
+    def reset(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop the states of these parameters: their next step is the first."""
+
+
+class PartSource(ABC):
+    """This rank's parts of parameters and states."""
+
+    @abstractmethod
+    def is_divided(self, param: nn.Parameter) -> bool:
+        """True if that is not all of the parameter."""
+
+    @abstractmethod
+    def of(self, param: nn.Parameter, name: str, dtype: torch.dtype, holder: Holder) -> Part:
+        """Of a parameter's "value", or of what `StateSource` keeps of it; `holder` shows it to the program."""
+
+
+class LossScaler(Protocol):
+    """The part of a `GradScaler` that generations and the step need."""
+
+    def get_scale(self) -> float: ...
+
+    def settings(self) -> dict[str, Any]:
+        """The scale, and what it becomes; the same on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values. Raises between `step` and `update`."""
+
+
+class Trainer(Protocol):
+    """An optimizer, for a model that is updated before its `step`."""
+
+    def compared(self) -> Compared:
+        """Its class, groups and hyperparameters, which ranks have alike."""
+
+    def hypers(self) -> Mapping[nn.Parameter, Hyper]:
+        """Hyperparameters of its offloaded parameters, by value."""
+
+    def __hash__(self) -> int: ...
+
+
+class Owner(ABC):
+    """One offloaded model, as parameters and optimizers see it."""
+
+    places: ParamPlaces
+    access: ParamSource
+    parts: PartSource
+
+    @property
+    @abstractmethod
+    def states(self) -> StateSource: ...
+
+    @property
+    @abstractmethod
+    def makes_generations(self) -> bool:
+        """True if it keeps param groups with its steps."""
+
+    @abstractmethod
+    def together(self, call: str, instead: str = "") -> AbstractContextManager[None]:
+        """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise. Collective.
+
+        `instead`: what to do instead of the call on one rank alone.
+        """
+
+    @abstractmethod
+    def together_in_step(self, call: str) -> AbstractContextManager[None]:
+        """A block at the beginning of a step succeeds on all ranks, or all raise. Collective."""
+
+    @abstractmethod
+    def compare(self, name: str, compared: Callable[[], Compared]) -> None:
+        """The next call that all ranks make compares this too; they raise where they differ. Where there are others."""
+
+    @abstractmethod
+    def check_step(self) -> None:
+        """Raise where no step can be made now."""
+
+    @abstractmethod
+    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+        """Launch one step over the parameters that have gradients, after `check_step`; `groups` goes into generations.
+
+        A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
+        """
+
+    @abstractmethod
+    def train_with(self, optimizer: Trainer) -> None:
+        """An optimizer has some of the parameters. It is held weakly."""
+
+    @abstractmethod
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        """Let the next step divide by the loss scale; returns True if it must be skipped, on every rank. Collective.
+
+        `overflowed` says so of gradients that are not this owner's. Generations carry the scaler's state from now on.
+        """
+
+    @abstractmethod
+    def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
+        """Raise where gradients that are used beside this model's differ over ranks; `squares` adds up theirs.
+        Collective."""
+
+    @abstractmethod
+    def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """The call that makes an optimizer of this kind for offloaded parameters; None for our own optimizers."""
+
+    @abstractmethod
+    def added_since(self) -> dict[nn.Parameter, str]:
+        """Trained parameters that its modules have got since `zo.offload`, with their names."""
