@@ -27,6 +27,7 @@ RANKS = "tests/parity/test_ranks.py::test_two_ranks_follow_one_with_the_whole_ba
 STAGES = "tests/parity/test_stages.py::"
 EXPERTS = "tests/parity/test_experts.py::"
 QUANTIZED = "tests/models/test_quantized.py::"
+STANDINS = "tests/models/test_standins.py::"
 QUANTIZED_VIEWS = "tests/models/test_quantized_views.py::"
 LOADED_QUANTIZED = "tests/integrations/test_quantize_while_loading.py::"
 BASE_FILES = "tests/unit/storage/files/test_base_files.py::"
@@ -615,6 +616,34 @@ FAULTS = [
         "        begin = of_dtype.storage_offset() + view.storage_offset()\n",
         "        begin = of_dtype.storage_offset()\n",
         QUANTIZED_VIEWS + "test_a_view_of_a_view_is_the_right_part",
+    ),
+    fault(
+        "a function in Python changes a parameter that may only be read",
+        "standins/views.py",
+        "        if not has_operators(func):\n",
+        "        if True:\n",
+        STANDINS + "test_a_readable_parameter_is_not_changed",
+    ),
+    fault(
+        "an operator of others changes a parameter that may only be read",
+        "standins/operations.py",
+        "        found = [getattr(func, name)._schema for name in func.overloads()]\n",
+        "        found = []\n",
+        STANDINS + "test_a_readable_parameter_is_not_changed",
+    ),
+    fault(
+        "changes of states that torch does not count are lost",
+        "standins/standin.py",
+        "            if values._version != version or any(each is root for each in changed):\n",
+        "            if values._version != version:\n",
+        STANDINS + "test_a_write_that_torch_does_not_count_reaches_the_values_at_rest",
+    ),
+    fault(
+        "a function that nothing is known of is taken for a read",
+        "standins/operations.py",
+        'and not f"{func.__module__}.".startswith("torch."):',
+        "and False:",
+        STANDINS + "test_unknown_functions_are_refused",
     ),
     fault(
         "values that a layer makes of its quantized weight stay until backward",

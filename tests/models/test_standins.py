@@ -41,7 +41,7 @@ def test_the_class_of_a_function(func: Any) -> None:
     assert kind_of(func) is KINDS[func]
 
 
-def test_what_a_function_changes_is_said_by_its_schema() -> None:
+def test_the_schema_says_which_arguments_change() -> None:
     tensors = [torch.ones(1) for _ in range(7)]
     observed = changed_by(torch.fused_moving_avg_obs_fake_quant, tuple(tensors), {})
     assert [id(each) for each in observed if each is not None] == [id(each) for each in tensors[3:7]]
@@ -148,7 +148,7 @@ def test_a_function_of_others_reads_a_readable_parameter() -> None:
     assert total(model.weight).item() == torch.tensor(values(model)).sum().item()
 
 
-def test_a_write_that_torch_does_not_count_reaches_what_rests(own_operator: Any) -> None:
+def test_a_write_that_torch_does_not_count_reaches_the_values_at_rest(own_operator: Any) -> None:
     model, optimizer = trained()
     state = optimizer.state[model.weight]["exp_avg"]
     expected = (state.clone() + 1).tolist()
@@ -160,7 +160,7 @@ def test_a_write_that_torch_does_not_count_reaches_what_rests(own_operator: Any)
     assert values(model) == expected
 
 
-def test_what_is_unknown_is_refused() -> None:
+def test_unknown_functions_are_refused() -> None:
     model, optimizer = trained()
     state, copied = optimizer.state[model.weight]["exp_avg"], model.state_dict()["weight"]
     for each, what in ((state, "exp_avg of weight"), (copied, r"state_dict\(\), of parameter weight")):
