@@ -1,8 +1,8 @@
 """The owners of values that are elsewhere, as stand-ins and optimizers see them: the one place where calls go up.
 
-Stand-ins call these abstract classes. Classes of `model/` and `runtime/` are their only subclasses, made one floor up:
-parameters (`ParamPlaces`, `ParamSource`), gradients (`GradSource`), states of optimizers (`StateSource`), what
-torch.distributed.checkpoint moves (`PartSource`). `Owner` has them, and what optimizers ask of a model.
+Stand-ins call these abstract classes, which classes of `model/` and `runtime/` implement. There is one for parameters
+(`ParamSource`, with `ParamPlaces`), gradients (`GradSource`), states of optimizers (`StateSource`) and pieces of
+checkpoints (`PartSource`). `Owner` has them, and the calls that optimizers make.
 """
 
 from __future__ import annotations
