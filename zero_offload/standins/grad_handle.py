@@ -9,7 +9,7 @@ call that gives a copy. A handle ends with its gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,10 +22,10 @@ from zero_offload.standins.operations import Kind, named
 from zero_offload.standins.owners import dropped_error, owner_of
 from zero_offload.standins.refusals import no_step_of_others
 from zero_offload.standins.sources import GradSource
-from zero_offload.standins.standin import Absent, as_it_is
+from zero_offload.standins.standin import StandIn
 
 
-class GradHandle(Absent):
+class GradHandle(StandIn):
     """The gradient of `param`, which is held until `life` ends."""
 
     __slots__ = ("_access", "life", "param")
@@ -61,6 +61,19 @@ class GradHandle(Absent):
         if access is None:
             return dropped_error(self.param)
         return no_step_of_others(access.name_of(self.param), owner_of(self.param)) or access.refuse(self.param, what)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in _OF_LISTS:
+            return _OF_LISTS[name](func, *args, **kwargs)
+        if name in _OF_ONE and isinstance(args[0], GradHandle):
+            return _OF_ONE[name](*args, **kwargs)
+        if func._can_decompose():  # in inference mode, which does not do so by itself
+            return func.decompose(*args, **kwargs)
+        raise next(_handles((args, kwargs))).refuse(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise self.refuse("deepcopy")
@@ -201,20 +214,6 @@ _OF_LISTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that the owner of gradients answers; a function runs down to operators first."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return as_it_is(func, args, kwargs)
-    name = func.overloadpacket.__name__
-    if name in _OF_LISTS:
-        return _OF_LISTS[name](func, *args, **kwargs)
-    if name in _OF_ONE and isinstance(args[0], GradHandle):
-        return _OF_ONE[name](*args, **kwargs)
-    if func._can_decompose():  # in inference mode, which does not do so by itself
-        return func.decompose(*args, **kwargs)
-    raise next(_handles((args, kwargs))).refuse(name)
-
-
-GradHandle.answers = dict.fromkeys((Kind.VIEW, Kind.READ, Kind.WRITE), _operation)
+GradHandle.as_they_are = frozenset(Kind) - {Kind.ADDRESS}
 GradHandle.own = dict.fromkeys(named("share_memory_", "pin_memory", "set_"), GradHandle.refused)
 """Like addresses, these go to memory past torch's operations."""

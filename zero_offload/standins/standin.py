@@ -37,6 +37,8 @@ class StandIn(Tensor):
     __slots__ = ()
     own: ClassVar[Mapping[Any, Answer]] = {}
     answers: ClassVar[Mapping[Kind, Answer]] = {}
+    as_they_are: ClassVar[frozenset[Kind]] = frozenset((Kind.METADATA,))
+    """Functions that run as they are: the tensor object answers, and `__torch_dispatch__` the operators."""
 
     @classmethod
     def __torch_function__(
@@ -46,7 +48,7 @@ class StandIn(Tensor):
             own: Answer = cls.own[func]
             return own(func, args, kwargs or {})
         kind = kind_of(func)
-        if kind is Kind.METADATA:
+        if kind in cls.as_they_are:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         answer: Answer = cls.answers.get(kind, cls.refused)
