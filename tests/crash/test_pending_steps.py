@@ -109,7 +109,7 @@ def test_an_interrupt_while_the_commit_of_the_step_before_has_not_begun(
     model, optimizer = open_model(nvme, params="cpu", optimizer="cpu", overlap="none")
     train(model, optimizer, 0, 2)
     drain(model)
-    committer, gate = runtime(model)._commits._commits, threading.Event()
+    committer, gate = runtime(model)._commits._commit_worker, threading.Event()
     assert committer is not None
     committer.submit(lambda: None if gate.wait(30) else pytest.fail("the gate did not open"))
     train(model, optimizer, 2, 3)

@@ -699,7 +699,7 @@ def main_raising(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     export.add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
-    args.run(args)
+    export.run(args)
 
 
 def test_verify_names_a_base_that_is_gone(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

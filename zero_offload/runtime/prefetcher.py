@@ -172,7 +172,6 @@ class Evictor:
 
     def evict(self, unit: Unit) -> None:
         """Give the unit's memory back; an update that was to deliver into it no longer does."""
-        assert not unit.runs, f"unit {unit.name} is used by a forward or backward, and is to leave"
         if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
             unit.wait_for_update()
         self.cancel(unit)

@@ -89,6 +89,11 @@ class OnCopies(Absent):
 
     __slots__ = ()
 
+    def __init_subclass__(cls) -> None:
+        """`run` of the class itself, which shows results in a way of its own."""
+        super().__init_subclass__()
+        cls.answers = dict.fromkeys((Kind.ADDRESS, Kind.VIEW, Kind.READ, Kind.WRITE), cls.run)
+
     def root(self) -> Any:
         """The stand-in that is read and written; this one may be a view of it."""
         return self
@@ -136,9 +141,6 @@ class OnCopies(Absent):
             if values._version != version or any(each is root for each in changed):
                 root.write(values)
         return cls.shown(result, [(root, values) for root, values, _ in read], given)
-
-
-OnCopies.answers = dict.fromkeys((Kind.ADDRESS, Kind.VIEW, Kind.READ, Kind.WRITE), OnCopies.run)
 
 
 def wrapper(kind: type[Tensor], size: Iterable[int], **kwargs: Any) -> Any:
