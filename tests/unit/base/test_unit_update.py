@@ -76,6 +76,7 @@ def test_an_error_reaches_every_wait_from_then_on(errors: FirstError, update: Un
     waiter.join(10)
     assert len(caught) == 1
     done = UnitUpdate(errors, Counters())
+    done.begin()
     done.complete()
     for call in (update.wait, done.wait, errors.check):
         with pytest.raises(OSError, match="disk gone"):

@@ -302,7 +302,7 @@ def saving_hooks() -> SavingHooks | None:
 
 
 _RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved_tensors.recompute")
-_SECOND_PASSES = ("_recomputation_hook.", "Region.refill")
+_SECOND_PASSES = ("_recomputation_hook.", "RecomputedForward.refill")
 
 
 def recomputed_later(hooks: SavingHooks | None) -> bool:

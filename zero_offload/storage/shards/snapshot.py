@@ -46,7 +46,6 @@ class ChunkCopy:
 
     def launch(self, swap: SwapFile, addresses: Sequence[int]) -> None:
         """Write what stands there, component by component."""
-        assert self.slot != self.shard.committed, f"section {self.shard.layout.index}: the slot is a generation's"
         rows, slot = slice(self.row, self.row + 1), self.shard.slots[self.slot]
         extents = [slot[component] for component in self.shard.components]
         self.writes = [swap.launch_write(each, rows, at) for each, at in zip(extents, addresses, strict=True)]
