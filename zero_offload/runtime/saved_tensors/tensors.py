@@ -302,6 +302,7 @@ def saving_hooks() -> SavingHooks | None:
 
 
 _RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved_tensors.recompute")
+# By name, since `recompute.py` imports this module and torch's hook is a local class: a rename there is one here.
 _SECOND_PASSES = ("_recomputation_hook.", "RecomputedForward.refill")
 
 
