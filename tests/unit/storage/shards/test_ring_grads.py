@@ -44,6 +44,7 @@ def ring() -> GradRing:
 
 def launch(ring: GradRing, part: Part) -> UnitUpdate:
     update = UnitUpdate(FirstError(), Counters())
+    update.begin()
     ring.passing(update, part.layout.unit)
     return update
 
