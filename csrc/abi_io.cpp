@@ -106,7 +106,7 @@ int zo_io_abandon(zo_io *io) {
         ZO_CHECK(check_pointer(call, "the engine", io));
         if (!io->engine.is_forked_copy())
             return fail(ZO_INVALID, "%s: the engine belongs to this process", call);
-        io->engine.abandon();
+        io->engine.close_inherited();
         return ZO_OK;
     });
 }

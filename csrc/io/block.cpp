@@ -35,7 +35,7 @@ void BlockTransfer::fail(int status, int sys_errno) {
     outcome_.sys_errno = sys_errno;
 }
 
-void BlockTransfer::abandon(int sys_errno) { fail(ZO_IO_OS_ERROR, sys_errno); }
+void BlockTransfer::cancel(int sys_errno) { fail(ZO_IO_OS_ERROR, sys_errno); }
 
 void BlockTransfer::flip_one_bit() {
     if (block_->nbytes > 0) memory_[block_->nbytes / 2] ^= 0x10;

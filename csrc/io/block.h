@@ -48,8 +48,9 @@ class BlockTransfer {
     void sum_ahead(uint64_t part_bytes) { sum(std::min<uint64_t>(summed_ + part_bytes, block_->nbytes)); }
     // True when nothing is under way, left or to be summed. Bad bytes are read once more.
     bool finished();
-    // Instead of `finished`: the memory is not touched again. Once nothing is under way.
-    void abandon(int sys_errno);
+    // Instead of `finished`, when no part is under way: the block ends with this errno, and its memory is not
+    // touched again.
+    void cancel(int sys_errno);
     const BlockOutcome &outcome() const { return outcome_; }
 
     int op() const { return op_; }

@@ -131,9 +131,9 @@ void IoEngine::wake_all() {
 
 bool IoEngine::is_forked_copy() const { return getpid() != owner_; }
 
-void IoEngine::abandon() {
+void IoEngine::close_inherited() {
     for (const auto &lane : lanes_) {
-        for (const auto &transport : lane->transports) transport->abandon();
+        for (const auto &transport : lane->transports) transport->close_inherited();
     }
 }
 

@@ -72,8 +72,8 @@ class Transport {
     virtual void run() = 0;
     // New work is there, or the engine closes; from any thread, with the engine's lock held.
     virtual void wake() {}
-    // Close what a forked child has inherited.
-    virtual void abandon() {}
+    // In a forked child: closes the descriptors that it has inherited.
+    virtual void close_inherited() {}
 };
 
 // Both throw std::system_error where the system does not offer them.
@@ -116,9 +116,9 @@ class IoEngine {
     void stats(zo_io_stats_t *stats);
     void fault(int kind, int64_t nth);
     uint32_t num_lanes() const { return uint32_t(lanes_.size()); }
-    // The threads stay behind in the parent: in a child nothing may be called but `abandon`.
+    // The threads stay behind in the parent: in a child nothing may be called but `close_inherited`.
     bool is_forked_copy() const;
-    void abandon();
+    void close_inherited();
 
     void stop();
     void give_up();

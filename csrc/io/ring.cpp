@@ -92,7 +92,7 @@ Ring::~Ring() {
     if (fd_ >= 0) close(fd_);
 }
 
-void Ring::abandon() {
+void Ring::close_inherited() {
     close(fd_);
     fd_ = -1;
 }
@@ -137,27 +137,27 @@ bool Ring::take(Cqe *result) {
     return true;
 }
 
-bool Ring::register_files(uint32_t num_slots) {
-    const std::vector<int32_t> none(num_slots, -1);
-    return syscall(kSysRegister, fd_, kRegisterFiles, none.data(), num_slots) == 0;
+bool Ring::register_files(uint32_t num_entries) {
+    const std::vector<int32_t> none(num_entries, -1);
+    return syscall(kSysRegister, fd_, kRegisterFiles, none.data(), num_entries) == 0;
 }
 
-bool Ring::register_file(uint32_t slot, int fd) {
-    const FilesUpdate update = {slot, 0, uint64_t(reinterpret_cast<uintptr_t>(&fd))};
+bool Ring::register_file(uint32_t index, int fd) {
+    const FilesUpdate update = {index, 0, uint64_t(reinterpret_cast<uintptr_t>(&fd))};
     return syscall(kSysRegister, fd_, kRegisterFilesUpdate, &update, 1) == 1;
 }
 
 void Ring::unregister_files() { syscall(kSysRegister, fd_, kUnregisterFiles, nullptr, 0); }
 
-bool Ring::register_buffers(uint32_t num_slots) {
-    const BuffersTable table = {num_slots, kSparse, 0, 0, 0};
+bool Ring::register_buffers(uint32_t num_entries) {
+    const BuffersTable table = {num_entries, kSparse, 0, 0, 0};
     return syscall(kSysRegister, fd_, kRegisterBuffers, &table, sizeof(table)) == 0;
 }
 
-bool Ring::register_buffer(uint32_t slot, void *memory, uint64_t nbytes) {
+bool Ring::register_buffer(uint32_t index, void *memory, uint64_t nbytes) {
     const iovec vector = {memory, nbytes};
     const uint64_t no_tag = 0;
-    const BuffersUpdate update = {slot,
+    const BuffersUpdate update = {index,
                                   0,
                                   uint64_t(reinterpret_cast<uintptr_t>(&vector)),
                                   uint64_t(reinterpret_cast<uintptr_t>(&no_tag)),

@@ -29,13 +29,14 @@ class Ring {
     bool take(Cqe *result);
     bool has_unsubmitted() const { return unsubmitted_ > 0; }
     // Files by number in the kernel's table instead of by descriptor; false where that is refused.
-    bool register_files(uint32_t num_slots);
-    bool register_file(uint32_t slot, int fd);
+    bool register_files(uint32_t num_entries);
+    bool register_file(uint32_t index, int fd);
     void unregister_files();
     // The same for memory, whose pages the kernel then keeps.
-    bool register_buffers(uint32_t num_slots);
-    bool register_buffer(uint32_t slot, void *memory, uint64_t nbytes);
-    void abandon();
+    bool register_buffers(uint32_t num_entries);
+    bool register_buffer(uint32_t index, void *memory, uint64_t nbytes);
+    // In a forked child: the ring is the parent's.
+    void close_inherited();
 
   private:
     void map(const Params &params);

@@ -22,7 +22,7 @@ class ThreadsTransport : public Transport {
             do {
                 move(&transfer);
                 if (engine_->given_up()) {
-                    transfer.abandon(ETIMEDOUT);
+                    transfer.cancel(ETIMEDOUT);
                     break;
                 }
             } while (!transfer.finished());

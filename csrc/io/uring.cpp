@@ -24,7 +24,7 @@ using uring::Cqe;
 using uring::Ring;
 using uring::Sqe;
 
-constexpr uint32_t kFileSlots = 64, kBufferSlots = 64;
+constexpr uint32_t kMaxFiles = 64, kMaxBuffers = 64;
 constexpr uint64_t kWakeUp = ~0ull;
 
 // A block under way.
@@ -33,10 +33,11 @@ struct Active {
     BlockTransfer transfer;
     uint32_t under_way = 0;
     bool launchable = false;  // is in launchable_
-    bool settling = false;    // is in settling_
+    bool to_advance = false;  // is in to_advance_
 };
 
-struct Slot {
+// One part on its way.
+struct Request {
     Active *active;
     Part part;
 };
@@ -49,9 +50,9 @@ class UringTransport : public Transport {
           part_bytes_(config.part_bytes),
           ring_(config.depth + 1),
           event_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-          slots_(config.depth) {
+          requests_(config.depth) {
         if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-        for (uint32_t i = 0; i < config.depth; ++i) free_slots_.push_back(i);
+        for (uint32_t i = 0; i < config.depth; ++i) free_requests_.push_back(i);
     }
 
     ~UringTransport() override {
@@ -60,8 +61,8 @@ class UringTransport : public Transport {
 
     void run() override {
         broken_ = ring_.enable();
-        has_file_table_ = ring_.register_files(kFileSlots);
-        has_buffer_table_ = ring_.register_buffers(kBufferSlots);
+        has_file_table_ = ring_.register_files(kMaxFiles);
+        has_buffer_table_ = ring_.register_buffers(kMaxBuffers);
         while (broken_ == 0) {
             sleeping_ = true;
             fill();
@@ -76,8 +77,8 @@ class UringTransport : public Transport {
                 continue;
             }
             launch();
-            if (!settling_.empty()) {
-                settle();
+            if (!to_advance_.empty()) {
+                advance();
             } else if (may_sum_ahead()) {
                 launchable_.front()->transfer.sum_ahead(part_bytes_);
             }
@@ -92,8 +93,8 @@ class UringTransport : public Transport {
         }
     }
 
-    void abandon() override {
-        ring_.abandon();
+    void close_inherited() override {
+        ring_.close_inherited();
         close(event_fd_);
         event_fd_ = -1;
     }
@@ -104,7 +105,7 @@ class UringTransport : public Transport {
         release_held();
         if (!held_.empty()) return;  // as if the drive had stopped
         Job job;
-        while (!free_slots_.empty() && held_.empty()) {
+        while (!free_requests_.empty() && held_.empty()) {
             if (!launchable_.empty()) {
                 put_part();
             } else if (engine_->try_take(*lane_, &job)) {
@@ -144,12 +145,12 @@ class UringTransport : public Transport {
         if (engine_->given_up() || !active->transfer.next(part_bytes_, &part)) {
             launchable_.pop_front();
             active->launchable = false;
-            if (active->under_way == 0) settle_later(active);
+            if (active->under_way == 0) advance_later(active);
             return;
         }
-        const uint32_t slot = free_slots_.back();
-        free_slots_.pop_back();
-        slots_[slot] = {active, part};
+        const uint32_t index = free_requests_.back();
+        free_requests_.pop_back();
+        requests_[index] = {active, part};
         ++active->under_way;
         const zo_io_block &block = active->transfer.block();
         Sqe *entry = ring_.put();
@@ -163,8 +164,8 @@ class UringTransport : public Transport {
         entry->address = reinterpret_cast<uintptr_t>(active->transfer.memory() + part.begin);
         entry->nbytes = uint32_t(part.nbytes());
         entry->offset = block.offset + part.begin;
-        entry->user_data = slot;
-        entry->fd = file_slot(block.fd, active->job.file_version);
+        entry->user_data = index;
+        entry->fd = file_index(block.fd, active->job.file_version);
         if (entry->fd >= 0) {
             entry->flags = uring::kFixedFile;
         } else {
@@ -173,19 +174,19 @@ class UringTransport : public Transport {
     }
 
     // The file's number in the kernel's table; -1 when it has none.
-    int file_slot(int fd, uint32_t version) {
+    int file_index(int fd, uint32_t version) {
         if (!has_file_table_ || version == 0) return -1;
-        const auto found = file_slots_.find(fd);
-        if (found != file_slots_.end() && found->second.version == version) return int(found->second.slot);
-        const uint32_t slot = found != file_slots_.end() ? found->second.slot : uint32_t(file_slots_.size());
-        if (slot >= kFileSlots || !ring_.register_file(slot, fd)) return -1;
-        file_slots_[fd] = {slot, version};
-        return int(slot);
+        const auto found = files_.find(fd);
+        if (found != files_.end() && found->second.version == version) return int(found->second.index);
+        const uint32_t index = found != files_.end() ? found->second.index : uint32_t(files_.size());
+        if (index >= kMaxFiles || !ring_.register_file(index, fd)) return -1;
+        files_[fd] = {index, version};
+        return int(index);
     }
 
     // Whether the kernel has the pages at hand; a limit on locked memory may forbid it.
     bool is_registered(int span) {
-        if (span == kNoSpan || !has_buffer_table_ || uint32_t(span) >= kBufferSlots) return false;
+        if (span == kNoSpan || !has_buffer_table_ || uint32_t(span) >= kMaxBuffers) return false;
         for (int next = int(buffers_.size()); next <= span; ++next) {
             const MemorySpan memory = engine_->span(next);
             buffers_.push_back(ring_.register_buffer(uint32_t(next), memory.begin, memory.nbytes));
@@ -197,12 +198,12 @@ class UringTransport : public Transport {
     // Some drives announce none before they have run out of requests.
     bool may_sum_ahead() const {
         if (launchable_.empty() || engine_->given_up()) return false;
-        return launchable_.front()->transfer.lacks_sum(part_bytes_ * slots_.size());
+        return launchable_.front()->transfer.lacks_sum(part_bytes_ * requests_.size());
     }
 
     void launch() {
-        const bool may_sleep = settling_.empty() && !may_sum_ahead();
-        if (may_sleep && !watches_ && (!free_slots_.empty() || !held_.empty())) {
+        const bool may_sleep = to_advance_.empty() && !may_sum_ahead();
+        if (may_sleep && !watches_ && (!free_requests_.empty() || !held_.empty())) {
             Sqe *entry = ring_.put();
             entry->opcode = uring::kOpPollAdd;
             entry->fd = event_fd_;
@@ -227,13 +228,13 @@ class UringTransport : public Transport {
         Job job;
         while (engine_->take(*lane_, &job)) {
             BlockTransfer transfer = job.transfer();
-            transfer.abandon(broken_);
+            transfer.cancel(broken_);
             engine_->finish(job, transfer.outcome());
         }
     }
 
     void end(Active *active, int sys_errno) {
-        active->transfer.abandon(sys_errno);
+        active->transfer.cancel(sys_errno);
         engine_->finish(active->job, active->transfer.outcome());
     }
 
@@ -244,26 +245,26 @@ class UringTransport : public Transport {
             watches_ = false;
             return;
         }
-        const Slot slot = slots_[result.user_data];
-        free_slots_.push_back(uint32_t(result.user_data));
-        slot.active->transfer.completed(slot.part, result.result);
-        --slot.active->under_way;
-        settle_later(slot.active);
+        const Request request = requests_[result.user_data];
+        free_requests_.push_back(uint32_t(result.user_data));
+        request.active->transfer.completed(request.part, result.result);
+        --request.active->under_way;
+        advance_later(request.active);
     }
 
-    void settle_later(Active *active) {
-        if (active->settling) return;
-        active->settling = true;
-        settling_.push_back(active);
+    void advance_later(Active *active) {
+        if (active->to_advance) return;
+        active->to_advance = true;
+        to_advance_.push_back(active);
     }
 
-    // Sums a part of one block; ends the block when it has all its bytes, or sends it on its way again.
-    void settle() {
-        Active *active = settling_.front();
+    // Sums a part of one block. Then the block ends if it has all its bytes, or is on its way again.
+    void advance() {
+        Active *active = to_advance_.front();
         // One block after the other: the sooner it ends, the sooner its buffer has the next one.
         if (!engine_->given_up() && active->transfer.sum_next()) return;
-        settling_.pop_front();
-        active->settling = false;
+        to_advance_.pop_front();
+        active->to_advance = false;
         if (active->launchable || active->under_way > 0) return;  // comes back when its parts do
         if (engine_->given_up()) {
             end(active, ETIMEDOUT);
@@ -282,7 +283,7 @@ class UringTransport : public Transport {
     }
 
     struct TableEntry {
-        uint32_t slot;
+        uint32_t index;
         uint32_t version;
     };
 
@@ -291,12 +292,12 @@ class UringTransport : public Transport {
     uint64_t part_bytes_;
     Ring ring_;
     int event_fd_;
-    std::vector<Slot> slots_;  // by user_data of a part
-    std::vector<uint32_t> free_slots_;
+    std::vector<Request> requests_;  // by user_data
+    std::vector<uint32_t> free_requests_;
     std::list<std::unique_ptr<Active>> actives_;
-    std::deque<Active *> launchable_, settling_;
+    std::deque<Active *> launchable_, to_advance_;
     std::vector<Active *> held_;
-    std::unordered_map<int, TableEntry> file_slots_;
+    std::unordered_map<int, TableEntry> files_;  // in the kernel's table, by descriptor
     bool has_file_table_ = false;
     std::vector<bool> buffers_;  // by span: whether it is registered
     bool has_buffer_table_ = false;

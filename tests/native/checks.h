@@ -1,4 +1,4 @@
-// What the driver's files share.
+// Checks and helpers that the driver's files share.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,5 @@
-// Calls every function of the C ABI, without Python, so that sanitizers see all of csrc/; and a block's way
-// by hand, since no drive can be made to answer in a given order.
+// Calls every function of the C ABI, without Python, so that sanitizers see all of csrc/. A block's parts are
+// moved by hand, since no drive can be made to answer in a given order.
 //
 // Buffers are exactly as long as the calls may touch, so a vector that runs over an edge is found. Values are
 // compared with the scalar kernels only; the Python tests check the mathematics.
@@ -40,7 +40,7 @@ void store(State &s, zo_grad_args &grads) {
     s.finite.push_back(grads.finite);
 }
 
-// The sum of what a store has left is what the store has returned.
+// The store returns the sum of the values that it has stored.
 void sum_again(State &s, uint32_t kind, const void *values, int64_t numel, uint32_t num_threads) {
     double sumsq = 0;
     int32_t finite = 0;
@@ -48,7 +48,7 @@ void sum_again(State &s, uint32_t kind, const void *values, int64_t numel, uint3
     EXPECT(memcmp(&sumsq, &s.sumsq.back(), sizeof(sumsq)) == 0);
 }
 
-// The same update with an fp16 value and gradient, whose master is what the sums held; replaces both halves.
+// The same update with an fp16 value and gradient, and with the sums as master. Replaces both halves.
 void run_fp16(State &s, zo_update_args update, int64_t numel, uint32_t num_threads) {
     std::vector<uint16_t> small(s.grad.size());
     EXPECT(zo_convert(ZO_FP16, small.data(), ZO_FP32, s.sums.data(), numel, num_threads) == ZO_OK);
@@ -131,7 +131,7 @@ void test_kernels(uint32_t rule, int64_t numel, Values values) {
         EXPECT(zo_set_isa(isa) == ZO_OK && zo_isa() == isa);
         EXPECT(run_kernels(rule, numel, 1, values) == expected);
         EXPECT(run_kernels(rule, numel, 2, values) == expected);
-        // A thread that takes subnormal numbers for 0, and goes on to.
+        // This thread flushes subnormal numbers to 0, and must do so after the call as well.
         zo::set_float_mode(zo::float_mode() | zo::kFlushing);
         EXPECT(run_kernels(rule, numel, 1, values) == expected);
         EXPECT(run_kernels(rule, numel, 2, values) == expected);
@@ -198,7 +198,7 @@ zo_io_config config_of(uint32_t kind, uint32_t num_lanes) {
     return {sizeof(zo_io_config), kind, num_lanes, kind == ZO_IO_THREADS ? 3u : 1u, 4, 8192};
 }
 
-// False where io_uring is forbidden.
+// False where the system forbids io_uring.
 bool open_io(uint32_t kind, uint32_t num_lanes, zo_io **io) {
     const zo_io_config config = config_of(kind, num_lanes);
     const int status = zo_io_open(&config, io);
@@ -277,7 +277,7 @@ void test_io(uint32_t kind) {
     stats.size = sizeof(stats);
     EXPECT(zo_io_stats(io, &stats) == ZO_OK && stats.jobs_queued == 0 && stats.bytes_written == 6 * total);
 
-    // A drive that answers no more: what waits for it ends, and its memory is left alone.
+    // The drive answers no more: waits for it end, and its memory is left alone.
     EXPECT(zo_io_fault(io, ZO_FAULT_STALL, 1) == ZO_OK);
     char *lost =
         static_cast<char *>(mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -302,7 +302,8 @@ void test_io(uint32_t kind) {
     for (const auto &table : tables) EXPECT(table.back().crc == blocks.back().crc);
 }
 
-// The last part comes first, each third one comes short. Returns how often all of the block was asked for.
+// The last part comes first, and each third one comes short. Returns how often all of the block was asked
+// for.
 int move_backwards(zo::BlockTransfer *transfer) {
     int rounds = 0;
     do {
@@ -310,7 +311,7 @@ int move_backwards(zo::BlockTransfer *transfer) {
         zo::Part part;
         while (transfer->next(8192, &part)) {
             parts.push_back(part);
-            // Three parts ahead now and then: what is asked for next is summed, or not, or in part.
+            // Sums three parts ahead now and then: the next part is summed, or not, or in part.
             while (parts.size() % 4 == 1 && transfer->lacks_sum(3 * 8192)) transfer->sum_ahead(8192);
         }
         if (!parts.empty() && parts.front().begin == 0) ++rounds;

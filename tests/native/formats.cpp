@@ -5,7 +5,7 @@ namespace {
 
 constexpr int64_t kStates = 3;
 
-// An array's own memory, exactly as long as the calls may touch.
+// An array with memory of its own, exactly as long as the calls may touch.
 using Bytes = std::vector<uint8_t>;
 
 int64_t num_blocks(int64_t numel) { return (numel + ZO_STATE_BLOCK - 1) / ZO_STATE_BLOCK; }
@@ -24,8 +24,7 @@ struct Shard {
 float *floats(Bytes &bytes) { return reinterpret_cast<float *>(bytes.data()); }
 uint16_t *halves(Bytes &bytes) { return reinterpret_cast<uint16_t *>(bytes.data()); }
 
-// Values and gradients from `values`, states encoded from them; the length of codes is no multiple of
-// anything.
+// Values and gradients from `values`, and states encoded from them. Arrays of codes are not padded.
 Shard make(uint32_t format, uint32_t kind, int64_t numel, Values values) {
     const auto count = size_t(numel);
     const size_t state_bytes = format == ZO_STATES_COMPACT ? 1 : 2, blocks = size_t(num_blocks(numel));
@@ -55,7 +54,7 @@ Shard make(uint32_t format, uint32_t kind, int64_t numel, Values values) {
     return s;
 }
 
-// One update, and what it has left decoded.
+// One update; then decodes the states that it has left.
 Shard run(uint32_t rule, uint32_t format, uint32_t kind, int64_t numel, uint32_t num_threads, Values values) {
     Shard s = make(format, kind, numel, values);
     zo_update_args update = {};

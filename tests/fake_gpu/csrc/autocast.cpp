@@ -1,8 +1,8 @@
 // torch.autocast: which operations compute in the lower precision, in fp32, or in the widest dtype of their
 // inputs.
 //
-// Boxed, one function for each of these: torch's own templates instantiate one per operation, a minute of
-// compilation.
+// Each of these rules is one boxed function. Torch's own templates instantiate one per operation, which takes
+// a minute to compile.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -51,7 +51,7 @@ void in_widest(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack)
     call_cast(op, stack, widest(torch::jit::last(*stack, op.schema().arguments().size())));
 }
 
-// These say their result's dtype by an argument, so that no cast of the input is kept.
+// An argument of these operations says their result's dtype, so that no cast of the input is kept.
 void to_fp32(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
     const auto &arguments = op.schema().arguments();

@@ -1,4 +1,4 @@
-// What torch asks of an accelerator: devices, streams, events, generators, pinned memory.
+// Answers to torch's questions to an accelerator: devices, streams, events, generators, pinned memory.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// What Python calls, by ctypes, which lets the GIL go during a call.
+// Functions that Python calls by ctypes, which releases the GIL during a call.
 #include <cstring>
 
 #include "device.h"
@@ -22,7 +22,7 @@ void fake_gpu_set_policy(int policy, uint64_t seed) { set_policy(Policy(policy),
 void fake_gpu_reset() { reset(); }
 int64_t fake_gpu_num_queued() { return num_queued(); }
 
-// Lines; valid until the thread's next call.
+// Lines of text; the pointer is valid until the thread's next call.
 const char *fake_gpu_take_races() {
     std::string lines;
     for (const std::string &race : take_races()) lines += race + "\n";
@@ -47,7 +47,7 @@ void fake_gpu_memory_stats(int device, int64_t *values) {
 void fake_gpu_reset_peak(int device) { reset_peak(device); }
 void fake_gpu_empty_cache() { empty_cache(); }
 
-// A source inside of the target is in its place already, unless it is all of it.
+// A source inside of the target is in its place already, unless it is the whole target.
 void *fake_gpu_launch_exchange(int stream, uintptr_t source, size_t sent_bytes, uintptr_t target,
                                size_t received_bytes) {
     uintptr_t source_end = source + sent_bytes, target_end = target + received_bytes;
@@ -66,7 +66,7 @@ int fake_gpu_exchange_is_read(void *exchange) {
     return is_read(**static_cast<std::shared_ptr<Exchange> *>(exchange));
 }
 void fake_gpu_fetch_exchange(void *exchange) { fetch(**static_cast<std::shared_ptr<Exchange> *>(exchange)); }
-// The last call with it.
+// The last call with this exchange, which it frees.
 void fake_gpu_finish_exchange(void *exchange) {
     auto *held = static_cast<std::shared_ptr<Exchange> *>(exchange);
     finish(**held);

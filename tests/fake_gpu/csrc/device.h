@@ -24,8 +24,8 @@ constexpr int kStreams = kDevices * kStreamsPerDevice;
 // A stream is device * kStreamsPerDevice + number; number 0 is the device's default stream.
 using Stream = int;
 
-// By stream: how many of its operations come before. Two operations are ordered if one's clock covers the
-// other.
+// By stream: how many of its operations come before. Two operations are ordered if the clock of one covers
+// the other.
 using Clock = std::array<uint64_t, kStreams>;
 
 struct Span {
@@ -63,7 +63,7 @@ struct Event {
     Stream stream = -1;
     uint64_t position = 0;
     Clock clock{};
-    // When the stream came by, on the host's clock; shared with the queue, since an event may go before that.
+    // The host's time when the stream reached the event. The queue shares it, since an event may go before.
     std::shared_ptr<double> reached_ms;
     int failed_queries = 0;
 };
@@ -72,12 +72,12 @@ struct Event {
 void launch(Stream stream, const std::string &name, const std::vector<Span> &spans,
             std::function<void()> run);
 void launch_upload(Stream stream, Span source, Span target, std::function<void()> run);
-// `run` gets the memory to fill in place of the target: bytes come to the target when the host knows of them.
+// `run` fills other memory than the target. Bytes come to the target when the host knows of the download.
 void launch_download(Stream stream, Span source, Span target, std::function<void(void *)> run);
 
 // An exchange with other processes. The stream copies `source` to `sent`; a thread outside sends it, fills
 // `received` and calls `finish`; then the stream copies `received` to the targets. Other processes may need
-// what is sent before this one waits for anything: `fetch`.
+// the sent bytes before this one waits for anything; `fetch` copies them.
 struct Exchange {
     std::vector<char> sent;
     std::vector<char> received;
@@ -86,7 +86,7 @@ struct Exchange {
     bool is_read = false;
     bool is_finished = false;
 };
-// With several `targets`, `received` has what lies between them too.
+// With several `targets`, `received` has the bytes between them too.
 std::shared_ptr<Exchange> launch_exchange(Stream stream, Span source, const std::vector<Span> &targets);
 bool is_read(const Exchange &exchange);
 void fetch(const Exchange &exchange);
@@ -109,8 +109,8 @@ void record_stream(const void *address, Stream stream);
 void empty_cache();
 bool register_host(uintptr_t address, size_t nbytes);
 bool unregister_host(uintptr_t address);
-// Memory that is in one registration, in none, or in several or a part of one, which a driver refuses to
-// copy.
+// Memory is in no registration, in one, or in parts: in several, or partly in one. A driver refuses to copy
+// in parts.
 enum class Registered { kNo, kYes, kInParts };
 Registered registration_of(uintptr_t address, size_t nbytes);
 void refuse_registration(bool refuse);
@@ -119,7 +119,7 @@ size_t memory_limit(int device);
 struct MemoryStats {
     int64_t allocated = 0;
     int64_t allocated_peak = 0;
-    // With what is cached: freed, and not given back.
+    // With cached blocks, which are freed and not given back to the system.
     int64_t reserved = 0;
     int64_t reserved_peak = 0;
     int64_t num_retries = 0;
@@ -143,7 +143,7 @@ struct RandomState {
     uint64_t num_draws = 0;
 };
 RandomState &default_random_state(int device);
-// A seed for one draw; moves the state on.
+// A seed for one draw; the state then stands at the next one.
 uint64_t draw(RandomState &state);
 
 // Tests.
@@ -151,11 +151,11 @@ void set_policy(Policy policy, uint64_t seed);
 void count(Count which, int64_t by = 1);
 int64_t counted(int which);
 int64_t num_queued();
-// Each race once, with how often it was seen; they are forgotten.
+// Each race once, with how often it was seen. This call forgets them.
 std::vector<std::string> take_races();
 // Runs everything, then forgets races, errors and counts.
 void reset();
-// What an operation raised; empty if none did. Host synchronizations raise it.
+// The error of an operation; empty if none failed. Host synchronizations raise it.
 std::string take_error();
 
 }  // namespace fake_gpu

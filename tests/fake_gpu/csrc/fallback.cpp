@@ -1,5 +1,5 @@
-// Every operation that has no kernel of its own here: shapes by the meta kernel now, values by the CPU's
-// kernel late.
+// Every operation that has no kernel of its own here. The meta kernel gives shapes at once; the CPU's kernel
+// gives values late.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -59,8 +59,8 @@ bool is_tensor_type(const c10::Argument &result) {
            result.type()->isSubtypeOf(*c10::ListType::ofTensors());
 }
 
-// What a meta kernel makes of arguments, by all that it can see of them. Most meta kernels are Python, which
-// takes a millisecond or two.
+// The results of meta kernels, by all that a kernel can see of its arguments. Most meta kernels are Python,
+// which takes a millisecond or two.
 class KnownShapes {
   public:
     // False where a value is of a kind that has no place in the key.
@@ -124,7 +124,7 @@ KnownShapes &known_shapes() {
     return *one;
 }
 
-// One call: its arguments, and what is to be known of them later.
+// One call: its arguments, and facts about them that a late run needs.
 class Call {
   public:
     Call(const c10::OperatorHandle &op, Values arguments)
@@ -204,8 +204,7 @@ class Call {
         return false;
     }
 
-    // Whether shapes, or results that are no tensors, depend on values: the host waits for these, as on a
-    // GPU.
+    // Whether shapes, or results other than tensors, depend on values. The host waits for these, as on a GPU.
     bool needs_values() const {
         for (const c10::Argument &result : returns())
             if (!is_tensor_type(result)) return true;
@@ -216,7 +215,7 @@ class Call {
                (op_.hasTag(at::Tag::dynamic_output_shape) && !schema_.name().starts_with("aten::index"));
     }
 
-    // What computes on the host, by memory alone: the call's tensors may be gone by then.
+    // A function that computes on the host, by memory alone: the call's tensors may be gone by then.
     auto kernel() {
         auto arguments = std::make_shared<Values>();
         for (size_t i = 0; i < arguments_.size(); i++) arguments->push_back(host_argument(i));
@@ -251,7 +250,7 @@ class Call {
         return draw_generator(generator_.isNone() ? default_generator(device_) : generator_.toGenerator());
     }
 
-    // Some kernels resize what they are given as `out=`, and bring it back to its size: they get a tensor of
+    // Some kernels resize a tensor given as `out=`, and then give it its size back. They get a tensor of
     // their own.
     static size_t replace_outs(const c10::FunctionSchema &schema, Values &stack) {
         size_t num_outs = 0;
@@ -263,7 +262,7 @@ class Call {
         return num_outs;
     }
 
-    // `out=` come last among the arguments, and in their order among the results.
+    // Tensors given as `out=` are the last arguments, and are in the same order among the results.
     static void write_outs(const c10::FunctionSchema &schema, const Values &results,
                            const std::vector<TensorMemory> &tensors) {
         for (size_t i = 0; i < results.size(); i++)
@@ -277,14 +276,14 @@ class Call {
             if (stack[i].isTensor()) stack[i] = stack[i].toTensor().to(dtype);
     }
 
-    // Torch 2.11 reads results that are arguments once more after the stack has dropped them, so something
-    // else owns them.
+    // Torch 2.11 reads results that are arguments once more after the stack has dropped them. So this
+    // function owns them.
     static void call(const c10::OperatorHandle &op, Values &stack) {
         Values arguments = stack;
         op.callBoxed(stack);
     }
 
-    // Results by the meta kernel, which raises what is wrong with the arguments.
+    // Results by the meta kernel, which raises for wrong arguments.
     Values shapes() {
         std::string key;
         KnownShapes::add_bytes(key, 'o', &schema_);

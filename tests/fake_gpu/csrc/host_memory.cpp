@@ -1,8 +1,8 @@
 // Registered host memory, and copies from and to it that the host cannot see.
 //
 // The detector sees launches. The host reads and writes its own memory unseen, so its mistakes are made to
-// show: what a download brings is poison until the host knows of it, and what an upload reads is compared
-// until the host knows of it.
+// show. The target of a download is poison until the host knows that the download is over. The source of an
+// upload is compared until the host knows that the upload is over.
 #include "state.h"
 
 #include <bit>
@@ -19,17 +19,17 @@ struct HostCopy {
     Stream stream;
     uint64_t position;
     bool has_run = false;
-    // Upload: of the source, once its bytes are final.
+    // Of an upload: the digest of its source, once its bytes are final.
     bool has_digest = false;
     uint64_t digest = 0;
-    // Download: what comes to the host later.
+    // Of a download: bytes that come to the host later.
     std::vector<char> arrived;
     bool is_poisoned = false;
 };
 
 constexpr char kPoison = char(0xFF);
 
-// Those that the host does not know to be over, in the order of their launch.
+// Copies that the host does not know to be over, in the order of their launch.
 std::list<std::shared_ptr<HostCopy>> &copies() {
     static auto *const one = new std::list<std::shared_ptr<HostCopy>>;
     return *one;
@@ -45,7 +45,7 @@ bool is_refusing = false;
 char *bytes_of(const Span &span) { return reinterpret_cast<char *>(span.begin); }
 size_t size_of(const Span &span) { return span.end - span.begin; }
 
-// Changes with every single word. Four lanes, since each step waits for the one before.
+// A digest that changes with every single word. It has four lanes, since each step waits for the one before.
 uint64_t digest_of(const Span &span) {
     constexpr uint64_t kFactor = 0x9E3779B97F4A7C15u;
     uint64_t lanes[4] = {1, 2, 3, 4}, words[4];
@@ -84,7 +84,7 @@ void deliver(HostCopy &download) {
     std::memcpy(bytes_of(download.host), download.arrived.data(), download.arrived.size());
 }
 
-void settle(HostCopy &copy) {
+void finish(HostCopy &copy) {
     if (copy.is_upload)
         check_source(copy);
     else
@@ -99,19 +99,19 @@ bool has_unfinished(const Span &span, bool is_upload, const HostCopy *except) {
     return false;
 }
 
-// What has run and touches this memory ends here: what comes next on the device is ordered after it.
-void settle_run_copies(const Span &span, const HostCopy *except) {
+// Copies that have run and touch this memory end here: the device's next work is ordered after them.
+void finish_run_copies(const Span &span, const HostCopy *except) {
     std::erase_if(copies(), [&](const std::shared_ptr<HostCopy> &copy) {
         if (copy.get() == except || !copy->has_run || !copy->host.overlaps(span)) return false;
-        settle(*copy);
+        finish(*copy);
         return true;
     });
 }
 
-void settle_run_downloads(const Span &span) {
+void finish_run_downloads(const Span &span) {
     std::erase_if(copies(), [&](const std::shared_ptr<HostCopy> &copy) {
         if (copy->is_upload || !copy->has_run || !copy->host.overlaps(span)) return false;
-        settle(*copy);
+        finish(*copy);
         return true;
     });
 }
@@ -121,7 +121,7 @@ std::shared_ptr<HostCopy> new_copy(bool is_upload, const Span &host, Stream stre
     copy->is_upload = is_upload;
     copy->host = host;
     copy->stream = stream;
-    // That of the launch that follows.
+    // The position of the launch that follows.
     copy->position = state().queues[stream].num_launched + 1;
     return copy;
 }
@@ -129,7 +129,7 @@ std::shared_ptr<HostCopy> new_copy(bool is_upload, const Span &host, Stream stre
 bool is_at_once() { return state().policy == Policy::kEager; }
 
 void run_upload(HostCopy &copy, const std::function<void()> &run) {
-    settle_run_downloads(copy.host);
+    finish_run_downloads(copy.host);
     check_source(copy);
     copy.digest = digest_of(copy.host);
     copy.has_digest = true;
@@ -139,7 +139,7 @@ void run_upload(HostCopy &copy, const std::function<void()> &run) {
 
 void run_download(HostCopy &copy, const std::function<void(void *)> &run) {
     if (!copy.is_poisoned) {
-        settle_run_copies(copy.host, &copy);
+        finish_run_copies(copy.host, &copy);
         poison(copy);
     }
     copy.arrived.resize(size_of(copy.host));
@@ -175,7 +175,7 @@ void launch_download(Stream stream, Span source, Span target, std::function<void
     state().counts[k_download_bytes] += int64_t(size_of(target));
     auto copy = new_copy(false, target, stream);
     if (!has_unfinished(target, true, nullptr) && !has_unfinished(target, false, nullptr)) {
-        settle_run_copies(target, nullptr);
+        finish_run_copies(target, nullptr);
         poison(*copy);
     }
     copies().push_back(copy);
@@ -184,10 +184,10 @@ void launch_download(Stream stream, Span source, Span target, std::function<void
     launch_locked(stream, "download", {source, target}, std::move(item));
 }
 
-void settle_known_copies_locked() {
+void finish_known_copies_locked() {
     std::erase_if(copies(), [](const std::shared_ptr<HostCopy> &copy) {
         if (copy->position > state().host[copy->stream]) return false;
-        settle(*copy);
+        finish(*copy);
         return true;
     });
 }
@@ -210,12 +210,12 @@ bool unregister_host(uintptr_t address) {
     for (const auto &copy : copies())
         if (copy->host.overlaps(span))
             report_locked("host memory is unregistered before the host knows that copies are over");
-    // The pages may go next: what is queued happens while they are there.
+    // The pages may go next, so queued copies run while they are there.
     while (has_unfinished(span, true, nullptr) || has_unfinished(span, false, nullptr))
         for (auto copy : std::list(copies()))
             if (!copy->has_run && copy->host.overlaps(span))
                 run_until_locked(copy->stream, copy->position, lock);
-    settle_run_copies(span, nullptr);
+    finish_run_copies(span, nullptr);
     forget_all_accesses_locked(span);
     registered().erase(address);
     return true;
@@ -225,7 +225,7 @@ Registered registration_of(uintptr_t address, size_t nbytes) {
     Lock lock(state().mutex);
     auto after = registered().lower_bound(address + nbytes);
     if (after == registered().begin()) return Registered::kNo;
-    // The last that begins before the end.
+    // The last registration that begins before the end.
     auto [begin, size] = *std::prev(after);
     if (begin + size <= address) return Registered::kNo;
     return begin <= address && address + nbytes <= begin + size ? Registered::kYes : Registered::kInParts;

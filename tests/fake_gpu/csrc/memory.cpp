@@ -1,5 +1,5 @@
-// Device memory: a caching allocator in the order of streams, which reuses at once and poisons what it gives
-// out.
+// Device memory: a caching allocator in the order of streams, which reuses blocks at once and poisons those
+// that it gives out.
 //
 // A freed block goes to what its home stream launches next, so a stream that still uses the block must be
 // known by `record_stream`. A mistake shows twice: as poison in the result, and as a race with the operation
@@ -21,14 +21,14 @@ struct Block {
     char *address;
     size_t nbytes;
     Stream home;
-    // Streams that use it besides.
+    // Other streams that use the block.
     std::set<Stream> users;
 
     int device() const { return home / kStreamsPerDevice; }
     Span span() const { return {uintptr_t(address), uintptr_t(address) + nbytes, true}; }
 };
 
-// Freed, and other streams had it: free when these are there.
+// A freed block that other streams used: it is cached when they have reached these positions.
 struct WaitingBlock {
     Block block;
     std::vector<std::pair<Stream, uint64_t>> until;
@@ -37,7 +37,7 @@ struct WaitingBlock {
 struct Memory {
     std::unordered_map<const void *, Block> live;
     std::array<std::multimap<size_t, Block>, kStreams> cached;
-    // Cached since the home stream's last allocation.
+    // Blocks that came to the cache since the home stream's last allocation.
     std::array<std::vector<Span>, kStreams> newly_cached;
     std::vector<WaitingBlock> waiting;
     std::array<size_t, kDevices> limit;
@@ -87,7 +87,7 @@ void give_back_cached(int device) {
     }
 }
 
-// As cudaFree: waits for the device.
+// As cudaFree does, this waits for the device.
 void empty_cache_locked(int device, Lock &lock) {
     for (int number = 0; number < kStreamsPerDevice; number++) {
         Stream stream = stream_of(device, number);

@@ -1,5 +1,5 @@
-// Two accesses to the same memory, one of them a write, whose streams nothing orders: a race, whatever the
-// timing was.
+// A race is two accesses to the same memory, one of them a write, that nothing orders. The timing does not
+// matter.
 #include "state.h"
 
 namespace fake_gpu {

@@ -7,7 +7,7 @@ namespace fake_gpu {
 
 const at::Generator &default_generator(int device);
 at::Generator new_generator(int device);
-// For one operation: a generator of the CPU, whose seed is the next draw of this one.
+// A generator of the CPU for one operation. Its seed is the next draw of the device's generator.
 at::Generator draw_generator(const at::Generator &generator);
 
 }  // namespace fake_gpu

@@ -1,4 +1,4 @@
-// What the parts of the device share. All of it is guarded by `mutex`; functions named `*_locked` expect it
+// State that the parts of the device share. `mutex` guards all of it; functions named `*_locked` expect it
 // held.
 #pragma once
 
@@ -17,10 +17,10 @@ using Lock = std::unique_lock<std::mutex>;
 
 struct QueuedItem {
     std::function<void()> run;
-    // Waits until that stream is there.
+    // The item waits until that stream has reached the position.
     Stream wait_for = -1;
     uint64_t wait_position = 0;
-    // Waits until this is finished.
+    // The item waits until this exchange is finished.
     std::shared_ptr<Exchange> exchange;
 
     bool waits_outside() const { return exchange && !exchange->is_finished; }
@@ -36,7 +36,7 @@ struct Queue {
     std::deque<QueuedItem> items;
     uint64_t num_launched = 0;
     uint64_t num_done = 0;
-    // What comes before the next launch.
+    // All that comes before the next launch.
     Clock clock{};
     std::deque<Access> accesses;
 };
@@ -46,7 +46,7 @@ struct State {
     // Something became ready or was done.
     std::condition_variable changed;
     std::array<Queue, kStreams> queues;
-    // What the host knows to be over.
+    // All that the host knows to be over.
     Clock host{};
     Policy policy = Policy::kLate;
     std::mt19937_64 random{0};
@@ -55,7 +55,7 @@ struct State {
     std::string error;
 };
 
-// Lives as long as the process: threads of autograd may still run while statics go.
+// The state lives as long as the process: threads of autograd may still run while statics go.
 State &state();
 
 void join(Clock &into, const Clock &other);
@@ -77,9 +77,9 @@ void forget_known_accesses_locked();
 void forget_all_accesses_locked(const Span &span);
 
 // host_memory.cpp
-// Host memory has what downloads brought that the host knows of now, and what it may no more change is as it
-// was.
-void settle_known_copies_locked();
+// Ends copies that the host knows to be over now. Downloads bring their bytes, and sources of uploads must be
+// as they were.
+void finish_known_copies_locked();
 void forget_copies_locked();
 
 // memory.cpp

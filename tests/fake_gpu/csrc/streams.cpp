@@ -1,4 +1,4 @@
-// Queues of operations, events, and when what is queued runs.
+// Queues of operations, events, and the times at which operations run.
 #include "state.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ void join(Clock &into, const Clock &other) {
 
 namespace {
 
-// A program that asks an event again and again waits for it: a device would come by.
+// A program that asks an event again and again waits for it. A device would reach the event meanwhile.
 constexpr int kQueriesBeforeProgress = 100;
 
 double now_ms() {
@@ -47,12 +47,11 @@ void run_front(Queue &queue) {
     QueuedItem item = std::move(queue.items.front());
     queue.items.pop_front();
     try {
-        // The thread that waits computes. Its number of threads is that of the program, whose bits depend on
-        // it.
+        // The thread that waits computes. It uses the program's number of threads, since bits depend on it.
         at::init_num_threads();
         if (item.run) item.run();
     } catch (const std::exception &error) {
-        // As on a GPU: the launch has returned, so a later synchronization tells.
+        // As on a GPU: the launch has returned, so a later synchronization raises the error.
         if (state().error.empty()) state().error = error.what();
     }
     queue.num_done++;
@@ -87,7 +86,7 @@ void run_some_at_random() {
     }
 }
 
-// What the policy lets run now that something was launched.
+// Runs the operations that the policy lets run after a launch.
 void let_run() {
     switch (state().policy) {
         case Policy::kLate:
@@ -130,7 +129,7 @@ void wait_locked(Stream stream, Stream first, uint64_t position, const Clock &cl
 
 uint64_t launch_locked(Stream stream, const std::string &name, const std::vector<Span> &spans,
                        QueuedItem item) {
-    // The host launches this now: what the host knows to be over comes before.
+    // The host launches this now, so all that the host knows to be over comes before.
     join(state().queues[stream].clock, state().host);
     check_locked(stream, name, spans);
     uint64_t position = enqueue_locked(stream, std::move(item));
@@ -170,7 +169,7 @@ std::shared_ptr<Exchange> launch_exchange(Stream stream, Span source, const std:
     spans.push_back(source);
     exchange->read_position = launch_locked(stream, "collective", spans, std::move(reading));
     enqueue_locked(stream, std::move(writing));
-    // It uses all of them until its second part is over.
+    // The collective uses all of these spans until its second part is over.
     remember_locked(stream, "collective", spans);
     return exchange;
 }
@@ -192,7 +191,7 @@ void finish(Exchange &exchange) {
     state().changed.notify_all();
 }
 
-// Anything may have happened to the queue wherever the lock was let go, so each turn looks at it anew.
+// The queue may change wherever the lock is released, so each turn looks at it anew.
 void run_until_locked(Stream stream, uint64_t position, Lock &lock) {
     Queue &queue = state().queues[stream];
     while (queue.num_done < position) {
@@ -210,7 +209,7 @@ void run_until_locked(Stream stream, uint64_t position, Lock &lock) {
 
 void host_learns_locked(const Clock &clock) {
     join(state().host, clock);
-    settle_known_copies_locked();
+    finish_known_copies_locked();
     forget_known_accesses_locked();
 }
 
@@ -301,7 +300,7 @@ int current_device() { return device_here; }
 void set_current_device(int device) { device_here = device; }
 int stream_number(int device) { return stream_numbers_here[device]; }
 void set_stream_number(int device, int number) { stream_numbers_here[device] = number; }
-// A pool, as on CUDA: after the last one comes the first again.
+// A pool of streams, as on CUDA: after the last one comes the first again.
 int next_stream_number(int device) { return 1 + num_streams_made[device]++ % (kStreamsPerDevice - 1); }
 
 // Tests

@@ -81,8 +81,8 @@ c10::DataPtr allocate_data(size_t nbytes, int device) {
     return {address, address, &release, where};
 }
 
-// As CUDA's allocator: of memory that it did not allocate, such as a DLPack alias of its own, it notes
-// nothing.
+// As CUDA's allocator, this notes nothing of memory that it did not allocate, such as a DLPack alias of its
+// own.
 void record_use(const c10::DataPtr &pointer, const c10::Stream &stream) {
     if (pointer.get_deleter() == &release)
         record_stream(pointer.get(), stream_of(stream.device_index(), int(stream.id())));

@@ -1,5 +1,4 @@
-// Device tensors as memory: what an operation needs to know of one when it runs late, when the tensor may be
-// gone.
+// Device tensors as memory. An operation that runs late needs no more of a tensor, which may be gone by then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +16,8 @@ inline bool is_ours(const at::Tensor &tensor) {
 
 inline int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
 
-// Inside, operations run as plain kernels: without autograd, autocast and modes of the thread that runs them,
-// which need not be the one that launched them, and without Python.
+// While it lives, operations of this thread run as plain kernels: without autograd, autocast, modes and
+// Python. Another thread may have launched them.
 struct PlainKernels {
     PlainKernels();
 
@@ -26,8 +25,8 @@ struct PlainKernels {
     c10::impl::ForceDispatchKeyGuard guard_;
 };
 
-// A tensor without its owner. Closures may not own a tensor of the program's: the last owner of one that
-// Python has seen waits for the GIL.
+// A tensor's memory without its owner. Closures may not own a tensor of the program: the last owner of a
+// tensor that Python has seen waits for the GIL.
 class TensorMemory {
   public:
     TensorMemory() = default;
@@ -38,7 +37,7 @@ class TensorMemory {
     Span span(bool writes) const;
     // A host tensor over this memory.
     at::Tensor on_host() const;
-    // The same over other memory of the same layout.
+    // A host tensor over other memory of the same layout.
     at::Tensor over(void *address) const;
 
   private:
@@ -51,7 +50,7 @@ class TensorMemory {
     at::Tensor host_values_;
 };
 
-// Raises what a late operation has raised.
+// Raises the error of a late operation.
 void raise_late_error();
 
 c10::Allocator *allocator();
