@@ -256,7 +256,7 @@ def test_a_run_is_placed_as_planned(folder: ModelFolder, tmp_path: Path, lora: L
         zo.close(model)
     swap = sum(each.stat().st_size for each in (tmp_path / "nvme").glob("*swap*"))
     planned = plan.planned.memory.used_bytes(Tier.NVME)
-    numel = sum(unit.numel.trained + unit.numel.frozen for unit in plan.planned.job.work)
+    numel = sum(unit.numel.trained + unit.numel.frozen for unit in plan.planned.workload.work)
     assert planned <= swap + MIB and swap <= planned + 40 * numel  # sections are padded to sectors
 
 
@@ -425,7 +425,7 @@ def test_other_dtypes_are_copied(mixture: ModelFolder, tmp_path: Path) -> None:
     job = FolderJob(mixture, offload, Lora(4, 8.0), drives=parse_drives(["1GB/s"]), **ELSEWHERE)
     plan = plan_job(job, None)
     assert plan.planned.memory.rest_bytes[Tier.NVME, PLACED_KINDS[0]] == sum(
-        unit.params_bytes for unit in plan.planned.job.units
+        unit.params_bytes for unit in plan.planned.workload.units
     )
 
 
@@ -435,7 +435,7 @@ def test_scales_of_quantized_weights_are_in_no_file(folder: ModelFolder, tmp_pat
     assert folder.config.dtype == torch.float32
     job = _job(replace(folder, quantize="nf4"), tmp_path / "nvme", Lora(1, 2.0))
     plan = plan_job(job, tmp_path)
-    assert not any(unit.numel.base_bytes for unit in plan.planned.job.work if unit.quantized_numel)
+    assert not any(unit.numel.base_bytes for unit in plan.planned.workload.work if unit.quantized_numel)
 
 
 def test_groups_of_experts_take_less_of_a_gpu(mixture: ModelFolder, tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_groups_of_experts_take_less_of_a_gpu(mixture: ModelFolder, tmp_path: Pa
 
 def test_a_token_meets_the_adapters_of_its_experts(mixture: ModelFolder, tmp_path: Path) -> None:
     plan = plan_job(_job(mixture, tmp_path, Lora(4, 8.0, targets=("experts",))), tmp_path, tries=False)
-    works = plan.planned.job.work
+    works = plan.planned.workload.work
     trained = sum(work.numel.trained for work in works)
     assert trained == 4 * 4 * 8 * ((256 + 2 * 1024) + (1024 + 256))
     assert sum(work.matmul_numel - work.frozen_matmul_numel for work in works) == pytest.approx(trained * 2 / 8)
@@ -471,11 +471,11 @@ def test_quantized_bases_are_counted_in_their_own_bytes(folder: ModelFolder, tmp
     pytest.importorskip("torchao")
     pytest.importorskip("bitsandbytes")
     job = _job(folder, tmp_path / "nvme", Lora(1, 2.0))
-    plain = plan_job(job, tmp_path).planned.job
+    plain = plan_job(job, tmp_path).planned.workload
     for kind, nbytes in (("int8", 1 + 4 / 64), ("nf4", 0.5 + 4 / 64), ("fp8", 1 + 4 / 64)):
         plan = plan_job(replace(job, folder=replace(folder, quantize=kind)), tmp_path)
         assert plan.fits
-        works, units = plan.planned.job.work, plan.planned.job.units
+        works, units = plan.planned.workload.work, plan.planned.workload.units
         for name in ("trained", "frozen"):
             assert [getattr(each.numel, name) for each in works] == [getattr(each.numel, name) for each in plain.work]
         assert [each.matmul_numel for each in works] == [each.matmul_numel for each in plain.work]

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     found = None
     more = []
     if planned.memory.fits:
-        found = forecast(planned.job, planned.placement, planned.machine)
+        found = forecast(planned.workload, planned.placement, planned.machine)
         more = list(offers(request, planned, found.prediction))
     plan = ModelPlan(
         request, planned, found, suggestions_of(request, planned), more, args.tbw, args.step_time, recommended

@@ -827,10 +827,10 @@ def plan(
         sequence=min(each, TOKENS_UNKNOWN),
         recompute=any(map(is_recomputed, model.modules())),
     )
-    job, machine = replace(outlook.job, batch=batch, units=tuple(unit_bytes)), outlook.machine
+    workload, machine = replace(outlook.workload, batch=batch, units=tuple(unit_bytes)), outlook.machine
     if not device.is_host:
         # The placement is by what all ranks know; the seconds may be by what was measured here.
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
     memory = estimate_memory(unit_bytes, placement, config, partition)
     memory = replace(memory, wear=memory.wear.of_backwards(batch.num_passes))
-    return replace(Plan.of(memory, job, placement, machine), notes=work.notes)
+    return replace(Plan.of(memory, workload, placement, machine), notes=work.notes)

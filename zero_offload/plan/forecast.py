@@ -34,34 +34,35 @@ class Bottleneck:
     """Seconds that the step gains if the resource is `SPEED_UP` times as fast."""
 
 
-def find_bottleneck(job: StepWorkload, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
+def find_bottleneck(workload: StepWorkload, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
     """Speeds up each resource in turn. Of equals it takes the first, so a step that waits for nothing is bound by
     compute."""
     faster = {
-        resource: predict(job, placement, machine.faster(resource, SPEED_UP)).step_s for resource in machine.resources()
+        resource: predict(workload, placement, machine.faster(resource, SPEED_UP)).step_s
+        for resource in machine.resources()
     }
     resource = min(faster, key=lambda each: faster[each])
     return Bottleneck(resource, machine.title(resource), step_s - faster[resource])
 
 
-def without_offload(job: StepWorkload, machine: Machine) -> float:
+def without_offload(workload: StepWorkload, machine: Machine) -> float:
     """Seconds of the same step with everything in the device's memory, if it were large enough, and nothing kept."""
     everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
     changes: dict[str, Any] = {"durability": "scratch", "generation": None, "activations": "device", "overlap": "none"}
-    plain = replace(job, config=replace(job.config, **changes))
-    placement = Placement(tuple(everything for _ in job.units), Budget(0, 0, 0, machine.is_host))
+    plain = replace(workload, config=replace(workload.config, **changes))
+    placement = Placement(tuple(everything for _ in workload.units), Budget(0, 0, 0, machine.is_host))
     return predict(plain, placement, machine).step_s
 
 
-def break_even_tokens(job: StepWorkload, placement: Placement, machine: Machine) -> int | None:
+def break_even_tokens(workload: StepWorkload, placement: Placement, machine: Machine) -> int | None:
     """Tokens of a rank's step from which on it meets the one without offload; None if 2^24 are not enough.
 
     By bisection, to about 1%: more tokens are more compute for the same transfers of states.
     """
 
     def meets(tokens: int) -> bool:
-        each = max(tokens // job.batch.micro_batches, 1)
-        larger = replace(job, batch=replace(job.batch, tokens=each))
+        each = max(tokens // workload.batch.micro_batches, 1)
+        larger = replace(workload, batch=replace(workload.batch, tokens=each))
         return predict(larger, placement, machine).step_s <= MEETS * without_offload(larger, machine)
 
     low, high = 0.0, math.log2(TOKENS_MAX)
@@ -99,13 +100,13 @@ class Forecast:
     break_even_tokens: int | None
 
 
-def forecast(job: StepWorkload, placement: Placement, machine: Machine) -> Forecast:
-    prediction = predict(job, placement, machine)
+def forecast(workload: StepWorkload, placement: Placement, machine: Machine) -> Forecast:
+    prediction = predict(workload, placement, machine)
     return Forecast(
         prediction,
-        find_bottleneck(job, placement, machine, prediction.step_s),
-        without_offload(job, machine),
-        break_even_tokens(job, placement, machine),
+        find_bottleneck(workload, placement, machine, prediction.step_s),
+        without_offload(workload, machine),
+        break_even_tokens(workload, placement, machine),
     )
 
 
@@ -122,9 +123,9 @@ class Plan(MemoryPlan):
     """Parts of the model's configs that were not understood, and are guessed."""
 
     @classmethod
-    def of(cls, memory: MemoryPlan, job: StepWorkload, placement: Placement, machine: Machine) -> Plan:
-        step_s = predict(job, placement, machine).step_s
-        bottleneck = find_bottleneck(job, placement, machine, step_s)
+    def of(cls, memory: MemoryPlan, workload: StepWorkload, placement: Placement, machine: Machine) -> Plan:
+        step_s = predict(workload, placement, machine).step_s
+        bottleneck = find_bottleneck(workload, placement, machine, step_s)
         return cls(**vars(memory), predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
 
     def table(self) -> str:

@@ -68,7 +68,7 @@ _CHOICES = tuple(itertools.product(_TIERS, repeat=len(PLACED_KINDS)))
 class Outlook:
     """The grounds on which a placement is judged."""
 
-    job: StepWorkload
+    workload: StepWorkload
     machine: Machine
 
     @classmethod
@@ -83,9 +83,9 @@ class Outlook:
     ) -> Outlook:
         """By what is known of such a device, without a measurement; without `work` all parameters multiply."""
         known = work or [plain_block(_numel(unit, partition)) for unit in units]
-        job = StepWorkload.of(known, config, partition, units=units)
+        workload = StepWorkload.of(known, config, partition, units=units)
         cluster, dtype = Cluster(partition.world_size), config.compute_dtype_name
-        return cls(job, default_machine(device_name, num_cores, cluster=cluster, dtype=dtype))
+        return cls(workload, default_machine(device_name, num_cores, cluster=cluster, dtype=dtype))
 
 
 def _numel(unit: UnitBytes, partition: Partition) -> UnitNumel:
@@ -188,8 +188,8 @@ class _Search:
     """All candidates for one model on one machine. `given` has the tiers of the kinds that are not automatic."""
 
     def __init__(self, outlook: Outlook, given: Sequence[UnitTiers], budget: Budget) -> None:
-        self._job, self._machine, self._budget = outlook.job, outlook.machine, budget
-        config = self._job.config
+        self._workload, self._machine, self._budget = outlook.workload, outlook.machine, budget
+        config = self._workload.config
         # On a CPU device the device tier is the same memory under another name.
         self._memory = (Tier.CPU,) if budget.shared_memory else (Tier.DEVICE, Tier.CPU)
         self._last = Tier.NVME if config.nvme_dirs else Tier.CPU
@@ -203,7 +203,7 @@ class _Search:
             self._limits[tier] = int(budget.of(tier) * fraction)
         self._given, self._free = given, self._left_by(given)
         """Tiers that are decided, for each unit; and bytes of memory that are free beside these."""
-        if any(unit.is_trained_part for unit in self._job.units):
+        if any(unit.is_trained_part for unit in self._workload.units):
             self._place_parts()
 
     def _place_parts(self) -> None:
@@ -214,7 +214,7 @@ class _Search:
             first = dict.fromkeys(self._automatic, tier)
             placed = [
                 {**at, **first} if unit.is_trained_part else at
-                for unit, at in zip(self._job.units, self._given, strict=True)
+                for unit, at in zip(self._workload.units, self._given, strict=True)
             ]
             found.append((placed, self._left_by(placed)))
         self._given, self._free = max(reversed(found), key=lambda each: min(0.0, *each[1].values()))
@@ -222,11 +222,11 @@ class _Search:
     def _left_by(self, given: Sequence[UnitTiers]) -> dict[Tier, float]:
         """Bytes of memory that are free beside what is given, and beside buffers."""
         # Buffers in flight are largest when everything else rests on the last tier.
-        job, shared = self._job, self._budget.shared_memory
+        workload, shared = self._workload, self._budget.shared_memory
         worst = _all_on(self._last, given)
         used = dict(self._plan(worst).staging_bytes)
-        for unit, at, fixed in zip(job.units, worst, given, strict=True):
-            for tier, kind, nbytes in resting(unit, at, job.partition, shared):
+        for unit, at, fixed in zip(workload.units, worst, given, strict=True):
+            for tier, kind, nbytes in resting(unit, at, workload.partition, shared):
                 used[tier] += nbytes * (kind in fixed)
         also = used[Tier.DEVICE] if shared else 0
         return {tier: limit - used[tier] - also for tier, limit in self._limits.items()}
@@ -247,11 +247,13 @@ class _Search:
         return next(filter(self._fits, whole.values()), whole[self._last])
 
     def _step_s(self, tiers: list[UnitTiers]) -> float:
-        return predict(self._job, Placement(tuple(tiers), self._budget), self._machine).step_s
+        return predict(self._workload, Placement(tuple(tiers), self._budget), self._machine).step_s
 
     def _plan(self, tiers: list[UnitTiers]) -> MemoryPlan:
-        job = self._job
-        return estimate_memory(job.units, Placement(tuple(tiers), self._budget), job.config, job.partition)
+        workload = self._workload
+        return estimate_memory(
+            workload.units, Placement(tuple(tiers), self._budget), workload.config, workload.partition
+        )
 
     def _fits(self, tiers: list[UnitTiers]) -> bool:
         return self._plan(tiers).fits
@@ -281,7 +283,7 @@ class _Search:
         counts = self._counts(chosen)
         fits = (self._resting(counts) <= np.array([free[tier] for tier in self._memory])).all(1)
         chosen, counts = chosen[fits], [(unit, each[fits]) for unit, each in counts]
-        step_s, busy_s = self._times(self._job, counts)
+        step_s, busy_s = self._times(self._workload, counts)
         ranks = sum(row.sum(-1) for row in rows).reshape(-1)[fits]
         order = np.lexsort((ranks, busy_s.round(9), step_s.round(9)))
         seen: set[bytes] = set()
@@ -297,7 +299,7 @@ class _Search:
         """For each kind of unit its first one, and how many such units each candidate gives each choice."""
         alike: dict[object, list[int]] = {}
         for unit, given in enumerate(self._given):
-            alike.setdefault((*self._job.likeness(unit), *given.values()), []).append(unit)
+            alike.setdefault((*self._workload.likeness(unit), *given.values()), []).append(unit)
         # One number for each candidate and choice.
         numbers = chosen + len(_CHOICES) * np.arange(len(chosen), dtype=np.int32)[:, None]
         shape = (len(chosen), len(_CHOICES))
@@ -306,28 +308,30 @@ class _Search:
             for units in alike.values()
         ]
 
-    def _times(self, job: StepWorkload, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
+    def _times(self, workload: StepWorkload, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
         """For each candidate, the seconds of a step and of all resources together."""
         seconds, sizes = np.zeros(1), np.zeros(1)
         for unit, each in counts:
-            found = [of_unit(job, unit, self._at(unit, choice), self._machine) for choice in range(len(_CHOICES))]
+            found = [of_unit(workload, unit, self._at(unit, choice), self._machine) for choice in range(len(_CHOICES))]
             seconds = seconds + np.tensordot(each, np.stack([one.seconds for one in found]), 1)
             sizes = sizes + each @ np.stack([one.sizes for one in found])
-        times = step_times(job, Totals(seconds, sizes), self._machine, self._budget)
+        times = step_times(workload, Totals(seconds, sizes), self._machine, self._budget)
         step_s, busy_s = times.step_s, times.busy_s.sum(1)
-        if job.batch.by_unit and not (leaves := sizes[:, 0] > 0).all():  # as `StepWorkload.as_run`
-            in_a_loop = self._times(job.in_a_loop(), counts)
+        if workload.batch.by_unit and not (leaves := sizes[:, 0] > 0).all():  # as `StepWorkload.as_run`
+            in_a_loop = self._times(workload.in_a_loop(), counts)
             step_s, busy_s = np.where(leaves, step_s, in_a_loop[0]), np.where(leaves, busy_s, in_a_loop[1])
         return step_s, busy_s
 
     def _resting(self, counts: list[tuple[int, Counts]]) -> Numbers:
         """(candidates, tiers of memory): bytes of the kinds that are to be placed."""
-        job, shared = self._job, self._budget.shared_memory
+        workload, shared = self._workload, self._budget.shared_memory
         found = np.zeros(1)
         for unit, each in counts:
             table = np.zeros((len(_CHOICES), len(self._memory)))
             for choice in range(len(_CHOICES)):
-                for tier, kind, nbytes in resting(job.units[unit], self._at(unit, choice), job.partition, shared):
+                for tier, kind, nbytes in resting(
+                    workload.units[unit], self._at(unit, choice), workload.partition, shared
+                ):
                     if kind not in self._given[unit] and tier in self._memory:
                         table[choice, self._memory.index(tier)] += nbytes
             found = found + each @ table
@@ -356,7 +360,9 @@ class _Search:
 
     def _weights(self, kind: StateKind) -> list[int]:
         """Bytes of each unit that are yet to be placed."""
-        return [weight(unit, kind) * (kind not in at) for unit, at in zip(self._job.units, self._given, strict=True)]
+        return [
+            weight(unit, kind) * (kind not in at) for unit, at in zip(self._workload.units, self._given, strict=True)
+        ]
 
 
 def _all_on(tier: Tier, given: Sequence[UnitTiers]) -> list[UnitTiers]:

@@ -174,29 +174,29 @@ class StepWorkload:
         return replace(unit, name="", in_use_with=()), replace(work, numel=UnitNumel("", 0)), measured
 
 
-def unit_seconds(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Numbers:
+def unit_seconds(workload: StepWorkload, index: int, at: Tiers, machine: Machine) -> Numbers:
     """(Work, resources and `STALL`): seconds for one unit with these tiers.
 
     An update on the host has all cores here, and no drive takes any from it.
     """
-    unit, batch = job.units[index], job.batch
+    unit, batch = workload.units[index], workload.batch
     found = np.zeros((len(Work), len(COLUMN) + 1))
     for work, resource, nbytes in chain(
-        _saved(job, index, machine),
-        _fetches(job, index, at, machine),
-        _grads(job, unit, at, machine),
-        _update(job, unit, at, machine),
+        _saved(workload, index, machine),
+        _fetches(workload, index, at, machine),
+        _grads(workload, unit, at, machine),
+        _update(workload, unit, at, machine),
     ):
         if rate := machine.streams(resource):  # what the machine has no resource for takes no time
             found[work, COLUMN[resource]] += nbytes / rate
-    forward_s, backward_s = _compute_seconds(job, index, machine)
+    forward_s, backward_s = _compute_seconds(workload, index, machine)
     if machine.is_host:  # the thread of backward copies gradients to their places
-        backward_s += 2 * _made_bytes(job, unit) / machine.host_bytes
+        backward_s += 2 * _made_bytes(workload, unit) / machine.host_bytes
     found[Work.FORWARD, COLUMN[Resource.COMPUTE]] = forward_s
     found[Work.BACKWARD, COLUMN[Resource.COMPUTE]] = backward_s
     # A gather is launched ahead where each rank has its part in memory.
     again = found[[Work.FETCH_AGAIN, Work.FETCH_GROUPS_AGAIN], COLUMN[Resource.READ]].any()
-    if again or job.partition.replicates_params:
+    if again or workload.partition.replicates_params:
         found[FETCHES, STALL] = found[FETCHES, COLUMN[Resource.NETWORK]]
     if batch.num_together > 1:  # they take turns at the unit; its gradients leave once, added up
         groups = [Work.FETCH_GROUPS, Work.FETCH_GROUPS_AGAIN]  # each micro-batch fetches its own
@@ -205,25 +205,25 @@ def unit_seconds(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> 
     return found
 
 
-def _compute_seconds(job: StepWorkload, index: int, machine: Machine) -> tuple[float, float]:
-    if job.measured_s:
-        return job.measured_s[index]
-    work, batch = job.work[index], job.batch
-    whole = job.units[index].params_bytes * job.partition.param_shards
+def _compute_seconds(workload: StepWorkload, index: int, machine: Machine) -> tuple[float, float]:
+    if workload.measured_s:
+        return workload.measured_s[index]
+    work, batch = workload.work[index], workload.batch
+    whole = workload.units[index].params_bytes * workload.partition.param_shards
     touched = work.share_touched(batch.tokens)
     # Few tokens: the weights must still be read once.
     floor_s = touched * whole / machine.device_bytes if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
     passes = work.backward_share(batch.sequence) + work.rerun_share(batch.sequence, batch.recompute)
     # The plain weight that is made of a quantized one is written to the device's memory and read again, for each use.
-    made_s = 2 * touched * work.quantized_numel * value_bytes(job.config) / machine.device_bytes
+    made_s = 2 * touched * work.quantized_numel * value_bytes(workload.config) / machine.device_bytes
     return forward_s + made_s, passes * forward_s + work.backward_uses(batch.recompute) * made_s
 
 
-def _saved(job: StepWorkload, index: int, machine: Machine) -> Iterator[Amount]:
+def _saved(workload: StepWorkload, index: int, machine: Machine) -> Iterator[Amount]:
     """Activations of a micro-batch that leave the device and come back."""
-    batch, fractions = job.batch, job.config.activation_fractions
-    nbytes = batch.tokens * value_bytes(job.config) * job.work[index].saved_values(batch.recompute)
+    batch, fractions = workload.batch, workload.config.activation_fractions
+    nbytes = batch.tokens * value_bytes(workload.config) * workload.work[index].saved_values(batch.recompute)
     on_disk = nbytes * fractions.get(Tier.NVME, 0.0)
     away = on_disk + nbytes * fractions.get(Tier.CPU, 0.0)
     yield Work.SAVE, Resource.DOWNLOAD, away
@@ -242,15 +242,15 @@ def _is_updated_on_device(at: Tiers, machine: Machine) -> bool:
     return at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host
 
 
-def buffer_bytes(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
+def buffer_bytes(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
     """Bytes of compute memory while the unit is there, whole; 0 if it always is, or comes in groups."""
     if unit.group_bytes:
         return 0
     parts = ((unit.trained_bytes, True), (unit.frozen_bytes, False))
     return sum(
-        nbytes * job.partition.param_shards
+        nbytes * workload.partition.param_shards
         for nbytes, is_trained in parts
-        if _leaves(job.partition, at, machine, is_trained=is_trained)
+        if _leaves(workload.partition, at, machine, is_trained=is_trained)
     )
 
 
@@ -262,26 +262,30 @@ def _leaves(partition: Partition, at: Tiers, machine: Machine, *, is_trained: bo
     return not (_is_in_place(at, machine) or is_own)
 
 
-def _fetches(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Iterator[Amount]:
-    unit, work = job.units[index], job.work[index]
+def _fetches(workload: StepWorkload, index: int, at: Tiers, machine: Machine) -> Iterator[Amount]:
+    unit, work = workload.units[index], workload.work[index]
     if unit.group_bytes:
         # Ranks gather all groups, in order; one rank fetches the experts that its tokens meet.
-        touched = 1.0 if job.partition.param_shards > 1 else work.share_touched(job.batch.tokens)
+        touched = 1.0 if workload.partition.param_shards > 1 else work.share_touched(workload.batch.tokens)
         for is_trained in (False, True):
-            for kind, resource, nbytes in _fetches_of(job, unit, at, machine, is_trained=is_trained):
+            for kind, resource, nbytes in _fetches_of(workload, unit, at, machine, is_trained=is_trained):
                 if kind is Work.FETCH_AGAIN:
                     yield Work.FETCH_GROUPS, resource, nbytes * touched
-                    yield Work.FETCH_GROUPS_AGAIN, resource, nbytes * touched * work.backward_uses(job.batch.recompute)
+                    yield (
+                        Work.FETCH_GROUPS_AGAIN,
+                        resource,
+                        nbytes * touched * work.backward_uses(workload.batch.recompute),
+                    )
         return
-    yield from _fetches_of(job, unit, at, machine, is_trained=True)
-    yield from _fetches_of(job, unit, at, machine, is_trained=False)
+    yield from _fetches_of(workload, unit, at, machine, is_trained=True)
+    yield from _fetches_of(workload, unit, at, machine, is_trained=False)
 
 
 def _fetches_of(
-    job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine, *, is_trained: bool
+    workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine, *, is_trained: bool
 ) -> Iterator[Amount]:
     nbytes = unit.trained_bytes if is_trained else unit.frozen_bytes
-    params, optimizer, partition = at[StateKind.PARAMS], at[StateKind.OPTIMIZER], job.partition
+    params, optimizer, partition = at[StateKind.PARAMS], at[StateKind.OPTIMIZER], workload.partition
     whole, shards = nbytes * partition.param_shards, partition.optimizer_shards
     on_device = is_trained and _is_updated_on_device(at, machine)
     leaves, crosses = _leaves(partition, at, machine, is_trained=is_trained), not machine.is_host
@@ -318,20 +322,20 @@ def _fetches_of(
         yield Work.FETCH_AGAIN, resource, moved
 
 
-def _made_bytes(job: StepWorkload, unit: UnitBytes) -> int:
+def _made_bytes(workload: StepWorkload, unit: UnitBytes) -> int:
     """Bytes of gradients that one backward writes to where they rest."""
-    if job.partition.world_size > 1:
-        return unit.trained_numel * 4 // job.partition.grad_shards
-    return unit.trained_bytes if job.batch.micro_batches == 1 else unit.grads_bytes
+    if workload.partition.world_size > 1:
+        return unit.trained_numel * 4 // workload.partition.grad_shards
+    return unit.trained_bytes if workload.batch.micro_batches == 1 else unit.grads_bytes
 
 
-def _grads(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
-    tier, partition = at[StateKind.GRADS], job.partition
+def _grads(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+    tier, partition = at[StateKind.GRADS], workload.partition
     world = partition.world_size
-    crossing = unit.trained_numel * (4 if job.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
+    crossing = unit.trained_numel * (4 if workload.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
     # An all-reduce where every rank keeps all, else a reduce-scatter.
     crossing *= 2 if partition.optimizer_shards == 1 else 1
-    out = _made_bytes(job, unit)
+    out = _made_bytes(workload, unit)
     leaves = not machine.is_host and tier is not Tier.DEVICE
     on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
     yield Work.REDUCE_LATE if partition.defers_reduction else Work.GRADS, Resource.NETWORK, crossing
@@ -344,18 +348,18 @@ def _grads(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> I
     yield Work.GRADS, Resource.WRITE, out * on_disk
     yield Work.ADD, Resource.READ, out * on_disk
     # From staging to where they rest, where the host adds them up: read and written.
-    yield Work.GRADS, Resource.HOST, 2 * out * (leaves and not on_disk and job.batch.micro_batches > 1)
+    yield Work.GRADS, Resource.HOST, 2 * out * (leaves and not on_disk and workload.batch.micro_batches > 1)
 
 
-def _update(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+def _update(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
     if unit.trained_numel == 0:
         return
     params, grads, optimizer = (at[kind] for kind in (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER))
     grad_bytes = unit.grads_bytes + unit.passing_grads_bytes
     touched = 2 * unit.optimizer_bytes + grad_bytes
     grad_reads = unit.grads_bytes * (grads is Tier.NVME)
-    every = job.config.commit_every
-    if isinstance(every, int) and job.config.effective_durability is not Durability.SCRATCH:
+    every = workload.config.commit_every
+    if isinstance(every, int) and workload.config.effective_durability is not Durability.SCRATCH:
         yield Work.COMMIT, Resource.WRITE, unit.optimizer_bytes * (optimizer is not Tier.NVME) / every
     if _is_updated_on_device(at, machine):
         yield Work.UPDATE_ON_DEVICE, Resource.READ, grad_reads
@@ -363,9 +367,9 @@ def _update(job: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> 
         yield Work.UPDATE_ON_DEVICE, Resource.COMPUTE, touched
         return
     on_disk = optimizer is Tier.NVME
-    values = unit.trained_numel / job.partition.optimizer_shards * value_bytes(job.config)
+    values = unit.trained_numel / workload.partition.optimizer_shards * value_bytes(workload.config)
     # Where only parameters rest on NVMe their values there are a copy that the update writes.
-    copies = values * (params is Tier.NVME and not on_disk and not job.partition.replicates_params)
+    copies = values * (params is Tier.NVME and not on_disk and not workload.partition.replicates_params)
     # Values that are in memory are not read with the states.
     delivers = values * (on_disk and params is not Tier.NVME)
     yield Work.UPDATE, Resource.READ, grad_reads + (unit.optimizer_bytes - delivers) * on_disk
@@ -394,19 +398,19 @@ class Prediction:
     """Seconds that compute waited for each cause."""
 
 
-def predict(job: StepWorkload, placement: Placement, machine: Machine) -> Prediction:
-    """Predict a step of `job` with this placement on this machine."""
-    job = job.as_run(placement.tiers, machine)
+def predict(workload: StepWorkload, placement: Placement, machine: Machine) -> Prediction:
+    """Predict a step of `workload` with this placement on this machine."""
+    workload = workload.as_run(placement.tiers, machine)
     known: dict[object, Totals] = {}  # blocks are alike
     seconds, sizes = np.zeros(1), np.zeros(1)
     for index, at in enumerate(placement.tiers):
-        key = (*job.likeness(index), tuple(at.values()))
+        key = (*workload.likeness(index), tuple(at.values()))
         if key not in known:
-            known[key] = of_unit(job, index, at, machine)
+            known[key] = of_unit(workload, index, at, machine)
         seconds, sizes = seconds + known[key].seconds, sizes + known[key].sizes
-    times = step_times(job, Totals(seconds[None], sizes[None]), machine, placement.budget)
+    times = step_times(workload, Totals(seconds[None], sizes[None]), machine, placement.budget)
     step_s, resources = float(times.step_s[0]), times.busy_s[0]
-    tokens = job.batch.tokens * job.batch.micro_batches * job.partition.world_size
+    tokens = workload.batch.tokens * workload.batch.micro_batches * workload.partition.world_size
     return Prediction(
         step_s,
         float(resources[COMPUTE]),
@@ -425,16 +429,16 @@ class Totals(NamedTuple):
     """(3,): bytes of buffers, bytes that rest on a device, and units with gradients or states on drives."""
 
 
-def of_unit(job: StepWorkload, index: int, at: Tiers, machine: Machine) -> Totals:
-    unit = job.units[index]
-    buffer = buffer_bytes(job, unit, at, machine)
+def of_unit(workload: StepWorkload, index: int, at: Tiers, machine: Machine) -> Totals:
+    unit = workload.units[index]
+    buffer = buffer_bytes(workload, unit, at, machine)
     params, grads, optimizer = (at[kind] for kind in PLACED_KINDS)
     resting = unit.grads_bytes * (grads is Tier.DEVICE) + unit.optimizer_bytes * (optimizer is Tier.DEVICE)
     # Beside optimizer states on the device the trained values are a part of them.
-    stays = buffer == 0 and not (unit.group_bytes and _leaves(job.partition, at, machine, is_trained=False))
+    stays = buffer == 0 and not (unit.group_bytes and _leaves(workload.partition, at, machine, is_trained=False))
     resting += (unit.params_bytes - unit.trained_bytes * (optimizer is Tier.DEVICE)) * stays
     sizes = np.array([buffer, resting, Tier.NVME in (grads, optimizer)], dtype=float)
-    return Totals(unit_seconds(job, index, at, machine), sizes)
+    return Totals(unit_seconds(workload, index, at, machine), sizes)
 
 
 class StepTimes(NamedTuple):
@@ -446,12 +450,12 @@ class StepTimes(NamedTuple):
     exposed_s: Mapping[Cause, Numbers]
 
 
-def step_times(job: StepWorkload, totals: Totals, machine: Machine, budget: Budget) -> StepTimes:
-    """Times of a step of `job` with units' totals under each of the placements."""
-    passes, references = job.batch.num_passes, job.batch.num_references
-    in_backward = job.config.overlap == UpdateOverlap.BACKWARD
-    is_beside = _overlaps(job, totals.sizes[:, 2] > 0, machine)
-    work = _as_run(job, totals, machine, budget, is_beside)
+def step_times(workload: StepWorkload, totals: Totals, machine: Machine, budget: Budget) -> StepTimes:
+    """Times of a step of `workload` with units' totals under each of the placements."""
+    passes, references = workload.batch.num_passes, workload.batch.num_references
+    in_backward = workload.config.overlap == UpdateOverlap.BACKWARD
+    is_beside = _overlaps(workload, totals.sizes[:, 2] > 0, machine)
+    work = _as_run(workload, totals, machine, budget, is_beside)
     new = work[Work.FETCH] + work[Work.FETCH_FROZEN] + work[Work.FETCH_DELIVERED]
     # A CPU waits while activations leave, through a few blocks. A GPU goes on.
     saved, restored = work[Work.SAVE], work[Work.RESTORE]
@@ -487,20 +491,20 @@ def step_times(job: StepWorkload, totals: Totals, machine: Machine, budget: Budg
         lasts_s = compute[:, COMPUTE]
         for cause, more in others:
             compute = compute + more
-            longer_s = _lasts(compute, machine, len(job.units))
+            longer_s = _lasts(compute, machine, len(workload.units))
             exposed_s[cause] += count * (longer_s - lasts_s)
             lasts_s = longer_s
         step_s += count * lasts_s
-    resources = _resources(np.tensordot(_counts(job.batch), work, 1), machine)
+    resources = _resources(np.tensordot(_counts(workload.batch), work, 1), machine)
     least_s = np.maximum(step_s, resources.max(1))
     exposed_s[Cause.COMMIT] += least_s - step_s
     return StepTimes(least_s, resources, exposed_s)
 
 
-def _overlaps(job: StepWorkload, uses_drives: npt.NDArray[np.bool_], machine: Machine) -> npt.NDArray[np.bool_]:
+def _overlaps(workload: StepWorkload, uses_drives: npt.NDArray[np.bool_], machine: Machine) -> npt.NDArray[np.bool_]:
     """True where updates run beside compute: `Updates.overlaps`."""
-    if job.config.overlap != UpdateOverlap.AUTO:
-        return np.full_like(uses_drives, job.config.overlap != UpdateOverlap.NONE)
+    if workload.config.overlap != UpdateOverlap.AUTO:
+        return np.full_like(uses_drives, workload.config.overlap != UpdateOverlap.NONE)
     return uses_drives | (not machine.is_host)
 
 
@@ -518,51 +522,53 @@ def _counts(batch: StepBatch) -> Numbers:
 
 
 def _as_run(
-    job: StepWorkload, totals: Totals, machine: Machine, budget: Budget, is_beside: npt.NDArray[np.bool_]
+    workload: StepWorkload, totals: Totals, machine: Machine, budget: Budget, is_beside: npt.NDArray[np.bool_]
 ) -> Numbers:
     """(Work, placements, resources and `STALL`): without fetches of units that stay; cores are shared."""
     work = totals.seconds.swapaxes(0, 1).copy()
     buffers = totals.sizes[:, 0]
-    leaves = 1 - np.minimum(_room_bytes(job, totals.sizes, machine, budget) / np.maximum(buffers, 1), 1)
+    leaves = 1 - np.minimum(_room_bytes(workload, totals.sizes, machine, budget) / np.maximum(buffers, 1), 1)
     work[[Work.FETCH_FROZEN, Work.FETCH_AGAIN]] *= leaves[:, None]
-    is_delivered = is_beside & (job.config.overlap != UpdateOverlap.BACKWARD)
+    is_delivered = is_beside & (workload.config.overlap != UpdateOverlap.BACKWARD)
     work[Work.FETCH_DELIVERED] *= np.where(is_delivered, 0, leaves)[:, None]
     if machine.is_host:
-        _share_cores(job, work, machine, is_beside)
+        _share_cores(workload, work, machine, is_beside)
     return work
 
 
-def _room_bytes(job: StepWorkload, sizes: Numbers, machine: Machine, budget: Budget) -> Numbers:
+def _room_bytes(workload: StepWorkload, sizes: Numbers, machine: Machine, budget: Budget) -> Numbers:
     """Room for units on their way through. It is the room of the largest in flight, or the room that a budget leaves
     beside all that rests there. Without a budget for a device it is what activations and a margin leave, as from the
     second step on.
     """
-    least = in_flight_sum([unit.params_bytes * job.partition.param_shards for unit in job.units], job.units)
-    limit = job.config.budget_bytes(Tier.DEVICE)
+    least = in_flight_sum(
+        [unit.params_bytes * workload.partition.param_shards for unit in workload.units], workload.units
+    )
+    limit = workload.config.budget_bytes(Tier.DEVICE)
     if limit is not None:
         least = min(least, limit)
     elif machine.is_host:
         limit = 0
     else:
-        activations = device_activation_bytes(job.work, job.config, job.batch)
-        margin = margin_bytes(budget.device_bytes, job.partition.world_size, is_measured=False)
+        activations = device_activation_bytes(workload.work, workload.config, workload.batch)
+        margin = margin_bytes(budget.device_bytes, workload.partition.world_size, is_measured=False)
         limit = budget.device_bytes - activations - margin
     return np.maximum(least, limit - sizes[:, 1])
 
 
-def _share_cores(job: StepWorkload, work: Numbers, machine: Machine, is_beside: npt.NDArray[np.bool_]) -> None:
+def _share_cores(workload: StepWorkload, work: Numbers, machine: Machine, is_beside: npt.NDArray[np.bool_]) -> None:
     """On a CPU what runs beside compute takes its cores: spread evenly over the passes that it runs beside."""
-    passes = job.batch.num_passes
+    passes = workload.batch.num_passes
     # The loops of an update beside compute have some of the cores; drives take from any loop.
     lost_s = (work[..., READ] * machine.read_bytes + work[..., WRITE] * machine.write_bytes) * machine.drive_lost_s
     update = work[Work.UPDATE]
     update[:, HOST] *= np.where(is_beside, machine.host_bytes / machine.host_bytes_beside, 1.0)
     update[:, HOST] += lost_s[Work.UPDATE]
     forward_s, backward_s = work[Work.FORWARD, :, COMPUTE], work[Work.BACKWARD, :, COMPUTE]
-    others_s = np.tensordot(_counts(job.batch), lost_s, 1) - lost_s[Work.UPDATE]
+    others_s = np.tensordot(_counts(workload.batch), lost_s, 1) - lost_s[Work.UPDATE]
     every = 1 + others_s / np.maximum(passes * (forward_s + backward_s), 1e-30)
     # Compute waits for those of its threads whose cores the update has, and has half of its time at least.
-    beside_s = backward_s if job.config.overlap == UpdateOverlap.BACKWARD else forward_s
+    beside_s = backward_s if workload.config.overlap == UpdateOverlap.BACKWARD else forward_s
     shared_s = np.where(is_beside, np.minimum(update[:, HOST], beside_s), 0.0) / passes
     forward_s *= every
     backward_s *= every

@@ -48,9 +48,9 @@ def frozen(**numel: Any) -> UnitWork:
 
 def read_s(work: UnitWork, batch: StepBatch) -> float:
     """Seconds that drives read for a step of several such units, none of which stays."""
-    job = StepWorkload.of([work] * 8, config(device_memory="1GiB"), ONE_RANK, batch)
+    workload = StepWorkload.of([work] * 8, config(device_memory="1GiB"), ONE_RANK, batch)
     placement = Placement((ON_NVME,) * 8, replace(ROOMY, device_bytes=1 << 30))
-    found = predict(job, placement, GPU)
+    found = predict(workload, placement, GPU)
     return found.busy[Resource.READ] * found.step_s / 8
 
 
@@ -90,8 +90,8 @@ def test_trained_experts_in_groups_are_fetched_too() -> None:
     numel = UnitNumel("0", NUMEL, 0, group_bytes=NUMEL // 4)
     work = replace(frozen(), numel=numel, in_groups=True, attention_width=0, share_met=1 / 16)
     at = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: Tier.CPU}
-    job = StepWorkload.of([work], config(), ONE_RANK, StepBatch(2048, 1, 2048))
-    found = unit_seconds(job, 0, at, GPU)[:, READ]
+    workload = StepWorkload.of([work], config(), ONE_RANK, StepBatch(2048, 1, 2048))
+    found = unit_seconds(workload, 0, at, GPU)[:, READ]
     assert found.sum() == pytest.approx(2 * 2 * NUMEL / GPU.read_bytes)
 
 
@@ -101,8 +101,8 @@ def test_ranks_fetch_what_has_left_to_add_it_up() -> None:
     at = {StateKind.PARAMS: Tier.NVME, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: Tier.CPU}
     found = list[Any]()
     for each in (work, replace(work, numel=replace(numel, group_bytes=0), in_groups=False)):
-        job = StepWorkload.of([each], config(), Partition(3, 2), StepBatch(2048, 1, 2048))
-        found.append(unit_seconds(job, 0, at, GPU)[Work.GRADS, [UPLOAD, DOWNLOAD]])
+        workload = StepWorkload.of([each], config(), Partition(3, 2), StepBatch(2048, 1, 2048))
+        found.append(unit_seconds(workload, 0, at, GPU)[Work.GRADS, [UPLOAD, DOWNLOAD]])
     assert found[0] - found[1] == pytest.approx([2 * NUMEL / GPU.upload_bytes, 2 * NUMEL / GPU.download_bytes])
     assert found[1] == pytest.approx([0, 4 * NUMEL // 2 / GPU.download_bytes])
 
@@ -150,8 +150,8 @@ def test_a_quantized_weight_is_made_for_each_use() -> None:
     batch = StepBatch(2048, 1, 2048)
 
     def seconds(work: UnitWork, recompute: bool) -> Any:
-        job = StepWorkload.of([work], config(), ONE_RANK, replace(batch, recompute=recompute))
-        return unit_seconds(job, 0, ON_NVME, GPU)[:2, list(Resource).index(Resource.COMPUTE)]
+        workload = StepWorkload.of([work], config(), ONE_RANK, replace(batch, recompute=recompute))
+        return unit_seconds(workload, 0, ON_NVME, GPU)[:2, list(Resource).index(Resource.COMPUTE)]
 
     made_s = 2 * 2 * NUMEL / GPU.device_bytes
     assert seconds(quantized, True) - seconds(plain, True) == pytest.approx([made_s, 2 * made_s])

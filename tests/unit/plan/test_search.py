@@ -30,9 +30,9 @@ def outlook_of(machine: Machine, count: int = 8, tokens: int = 256, **settings: 
 
 def placed(outlook: Outlook, device: int = ROOMY, cpu: int = ROOMY) -> tuple[UnitTiers, ...]:
     """With budgets in bytes, of which all is used."""
-    job = replace(outlook.job, config=replace(outlook.job.config, device_memory=device, cpu_memory=cpu))
+    workload = replace(outlook.workload, config=replace(outlook.workload.config, device_memory=device, cpu_memory=cpu))
     budget = Budget(device, cpu, ROOMY, outlook.machine.is_host)
-    placement = assign_tiers(job.units, job.config, budget, ONE_RANK, replace(outlook, job=job))
+    placement = assign_tiers(workload.units, workload.config, budget, ONE_RANK, replace(outlook, workload=workload))
     return tuple(dict(at) for at in placement.tiers)
 
 
@@ -53,7 +53,7 @@ def test_a_slow_drive_gets_as_little_as_possible() -> None:
     outlook = outlook_of(slow, 16, durability="scratch", params="cpu", grads="cpu")
     tiers = placed(outlook, device=300 * MIB, cpu=1200 * MIB)
     plan = estimate_memory(
-        outlook.job.units, Placement(tiers, Budget(300 * MIB, 1200 * MIB, ROOMY, False)), outlook.job.config
+        outlook.workload.units, Placement(tiers, Budget(300 * MIB, 1200 * MIB, ROOMY, False)), outlook.workload.config
     )
     assert plan.fits
     free = 1200 * MIB - plan.used_bytes(Tier.CPU)
@@ -96,7 +96,7 @@ def adapted(machine: Machine, count: int = 32, **settings: Any) -> Outlook:
         frozen = replace(block.numel, trained=0, frozen=NUMEL)
         part = UnitNumel(f"{block.numel.name} (trained)", NUMEL // 100, is_trained_part=True)
         work += [replace(block, numel=frozen), replace(block, numel=part, matmul_numel=NUMEL / 100)]
-    return replace(outlook, job=StepWorkload.of(work, outlook.job.config, ONE_RANK, outlook.job.batch))
+    return replace(outlook, workload=StepWorkload.of(work, outlook.workload.config, ONE_RANK, outlook.workload.batch))
 
 
 FROZEN, PARTS = slice(0, None, 2), slice(1, None, 2)
@@ -107,7 +107,9 @@ def test_trained_parts_and_their_states_rest_on_the_device_and_drives_have_froze
     assert all(at[kind] is Tier.DEVICE for at in tiers[PARTS] for kind in PLACED_KINDS)
     assert 0 < share(tiers[FROZEN], PARAMS, Tier.NVME) < 1
     plan = estimate_memory(
-        adapted(GPU).job.units, Placement(tiers, Budget(300 * MIB, 300 * MIB, ROOMY, False)), adapted(GPU).job.config
+        adapted(GPU).workload.units,
+        Placement(tiers, Budget(300 * MIB, 300 * MIB, ROOMY, False)),
+        adapted(GPU).workload.config,
     )
     assert plan.fits and plan.wear.states_bytes == 0 < plan.wear.commit_bytes
     # Frozen weights fill the host's memory but for a unit and one step of the search.
@@ -123,9 +125,9 @@ def test_on_a_cpu_they_rest_in_its_memory() -> None:
 def test_where_a_device_has_no_room_for_trained_parts_the_host_has_them() -> None:
     outlook = adapted(GPU, durability="scratch")
     least = estimate_memory(
-        outlook.job.units,
+        outlook.workload.units,
         Placement(placed(outlook, device=MIB), Budget(ROOMY, ROOMY, ROOMY, False)),
-        outlook.job.config,
+        outlook.workload.config,
     )
     tiers = placed(outlook, device=least.used_bytes(Tier.DEVICE) + 8 * MIB, cpu=300 * MIB)
     assert all(at[kind] is Tier.CPU for at in tiers[PARTS] for kind in PLACED_KINDS)
@@ -186,11 +188,13 @@ def test_more_memory_is_never_slower(
     def step_s(device_mib: int, cpu_mib: int) -> float:
         tiers = placed(outlook, device_mib * MIB, cpu_mib * MIB)
         fits = estimate_memory(
-            outlook.job.units,
+            outlook.workload.units,
             Placement(tiers, Budget(device_mib * MIB, cpu_mib * MIB, ROOMY, host)),
-            outlook.job.config,
+            outlook.workload.config,
         ).fits
-        return predict(outlook.job, Placement(tiers, Budget(0, 0, 0, host)), machine).step_s if fits else float("inf")
+        return (
+            predict(outlook.workload, Placement(tiers, Budget(0, 0, 0, host)), machine).step_s if fits else float("inf")
+        )
 
     assert step_s(device, cpu + more) <= step_s(device, cpu) * (1 + 1e-9)
     assert step_s(device + more, cpu) <= step_s(device, cpu) * (1 + 1e-9)
@@ -199,6 +203,8 @@ def test_more_memory_is_never_slower(
 def test_units_of_any_size_get_their_share() -> None:
     outlook = outlook_of(replace(GPU, read_bytes=1e8), 3, durability="scratch")
     sizes = [UnitBytes(str(i), 2 * n, 2 * n, 12 * n, 0, n) for i, n in enumerate((50_000_000, 1000, 9_000_000))]
-    outlook = replace(outlook, job=replace(outlook.job, units=tuple(sizes)))
+    outlook = replace(outlook, workload=replace(outlook.workload, units=tuple(sizes)))
     tiers = placed(outlook, device=400 * MIB, cpu=600 * MIB)
-    assert estimate_memory(sizes, Placement(tiers, Budget(400 * MIB, 600 * MIB, ROOMY, False)), outlook.job.config).fits
+    assert estimate_memory(
+        sizes, Placement(tiers, Budget(400 * MIB, 600 * MIB, ROOMY, False)), outlook.workload.config
+    ).fits

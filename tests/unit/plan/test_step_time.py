@@ -30,30 +30,30 @@ BATCH = StepBatch(tokens=64, sequence=64, recompute=False)
 NUMEL = 10_000_000
 
 
-def job_of(config: OffloadConfig, count: int = 4, **changes: Any) -> StepWorkload:
-    job = StepWorkload.of(equal_blocks(count * NUMEL, count), config, changes.pop("partition", ONE_RANK), BATCH)
-    return replace(job, **changes)
+def workload_of(config: OffloadConfig, count: int = 4, **changes: Any) -> StepWorkload:
+    workload = StepWorkload.of(equal_blocks(count * NUMEL, count), config, changes.pop("partition", ONE_RANK), BATCH)
+    return replace(workload, **changes)
 
 
-def with_overlap(job: StepWorkload, overlap: str) -> StepWorkload:
+def with_overlap(workload: StepWorkload, overlap: str) -> StepWorkload:
     """With the units' bytes as they are."""
-    return replace(job, config=replace(job.config, overlap=overlap))
+    return replace(workload, config=replace(workload.config, overlap=overlap))
 
 
 def placement_of(
-    job: StepWorkload, tiers: tuple[Tier, Tier, Tier], *, shared: bool, device_bytes: int = 1 << 60
+    workload: StepWorkload, tiers: tuple[Tier, Tier, Tier], *, shared: bool, device_bytes: int = 1 << 60
 ) -> Placement:
     at = dict(zip(PLACED_KINDS, tiers, strict=True))
-    return Placement(tuple(at for _ in job.units), Budget(device_bytes, 1 << 60, 1 << 60, shared))
+    return Placement(tuple(at for _ in workload.units), Budget(device_bytes, 1 << 60, 1 << 60, shared))
 
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
 
 
 def test_everything_in_the_memory_of_a_cpu_is_compute_and_then_the_update() -> None:
-    job = job_of(OffloadConfig())
-    found = predict(job, placement_of(job, (HOST, HOST, HOST), shared=True), CPU)
-    flops = 3 * 64 * (2 * NUMEL + 2 * 64 * job.work[0].attention_width)
+    workload = workload_of(OffloadConfig())
+    found = predict(workload, placement_of(workload, (HOST, HOST, HOST), shared=True), CPU)
+    flops = 3 * 64 * (2 * NUMEL + 2 * 64 * workload.work[0].attention_width)
     stored_s = 2 * 2 * NUMEL / 8e9  # gradients, from where autograd makes them to where they rest
     compute_s, update_s = 4 * (flops / 1e9 + stored_s), 4 * (2 * 12 + 2) * NUMEL / 8e9
     assert found.step_s == pytest.approx(compute_s + update_s)
@@ -64,10 +64,10 @@ def test_everything_in_the_memory_of_a_cpu_is_compute_and_then_the_update() -> N
 
 def test_what_moves_beside_a_cpu_takes_its_time() -> None:
     """Values that forward and backward read, and those that a serial update writes."""
-    job = job_of(OffloadConfig(nvme="x", durability="scratch", overlap="none"))
-    placement = placement_of(job, (NVME, HOST, HOST), shared=True)
+    workload = workload_of(OffloadConfig(nvme="x", durability="scratch", overlap="none"))
+    placement = placement_of(workload, (NVME, HOST, HOST), shared=True)
     fast = replace(CPU, read_bytes=1e15, write_bytes=1e15, flops=1e6)
-    free, taking = (predict(job, placement, replace(fast, drive_lost_s=lost_s)) for lost_s in (0.0, 1e-8))
+    free, taking = (predict(workload, placement, replace(fast, drive_lost_s=lost_s)) for lost_s in (0.0, 1e-8))
     # Three of four units stay from one pass to the next.
     read_bytes, written_bytes = 2 * 4 * 2 * NUMEL * (1 - 3 / 4), 4 * 2 * NUMEL
     assert taking.step_s - free.step_s == pytest.approx((read_bytes + written_bytes) * 1e-8, rel=0.01)
@@ -75,35 +75,35 @@ def test_what_moves_beside_a_cpu_takes_its_time() -> None:
 
 def test_an_update_beside_forward_takes_the_time_of_a_cpu() -> None:
     """As much as it has itself, where there is as much: the loops of compute wait for the cores that they share."""
-    job = job_of(OffloadConfig(overlap="forward"))
-    placement = placement_of(job, (HOST, HOST, HOST), shared=True)
-    alone, beside = (predict(with_overlap(job, each), placement, CPU) for each in ("none", "forward"))
+    workload = workload_of(OffloadConfig(overlap="forward"))
+    placement = placement_of(workload, (HOST, HOST, HOST), shared=True)
+    alone, beside = (predict(with_overlap(workload, each), placement, CPU) for each in ("none", "forward"))
     update_s = 4 * (2 * 12 + 2) * NUMEL / CPU.host_bytes_beside
     assert beside.compute_s == pytest.approx(alone.compute_s + update_s)
     # Of a forward that is shorter than the update, no more than that.
     quick = replace(CPU, flops=1e13)
-    alone, beside = (predict(with_overlap(job, each), placement, quick) for each in ("none", "forward"))
+    alone, beside = (predict(with_overlap(workload, each), placement, quick) for each in ("none", "forward"))
     assert beside.compute_s == pytest.approx(alone.compute_s + 4 * 2 * NUMEL / CPU.device_bytes)
 
 
 def test_a_drive_slower_than_all_else_is_the_step() -> None:
-    job = job_of(OffloadConfig(nvme="x"))
+    workload = workload_of(OffloadConfig(nvme="x"))
     slow = replace(GPU, read_bytes=2e8, write_bytes=1e8, flops=1e15)
-    placement = placement_of(job, (HOST, HOST, NVME), shared=False)
-    found = predict(job, placement, slow)
+    placement = placement_of(workload, (HOST, HOST, NVME), shared=False)
+    found = predict(workload, placement, slow)
     # Values are in memory: written with the states, and not read with them.
     moved_s = 4 * NUMEL * (10 / 2e8 + 12 / 1e8)
     assert found.step_s == pytest.approx(moved_s, rel=0.02)
     assert found.busy[Resource.READ] == pytest.approx(1.0, abs=0.02)
-    assert find_bottleneck(job, placement, slow, found.step_s).title == "drives"
+    assert find_bottleneck(workload, placement, slow, found.step_s).title == "drives"
 
 
 def test_reads_beside_writes_take_less_time_than_in_turn() -> None:
-    job = job_of(OffloadConfig(nvme="x"))
-    placement = placement_of(job, (HOST, HOST, NVME), shared=False)
+    workload = workload_of(OffloadConfig(nvme="x"))
+    placement = placement_of(workload, (HOST, HOST, NVME), shared=False)
     slow = replace(GPU, read_bytes=1e8, write_bytes=1e8, flops=1e15)
-    in_turn = predict(job, placement, slow).step_s
-    apart = predict(job, placement, replace(slow, drive_takes_turns=False)).step_s
+    in_turn = predict(workload, placement, slow).step_s
+    apart = predict(workload, placement, replace(slow, drive_takes_turns=False)).step_s
     assert in_turn == pytest.approx(4 * NUMEL * (10 + 12) / 1e8, rel=0.02)
     # Writes are the longer part.
     assert apart == pytest.approx(4 * NUMEL * 12 / 1e8, rel=0.03)
@@ -111,9 +111,9 @@ def test_reads_beside_writes_take_less_time_than_in_turn() -> None:
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_an_update_that_hides_costs_nothing(overlap: str) -> None:
-    job = with_overlap(job_of(OffloadConfig()), overlap)
-    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
-    found = predict(job, placement, replace(GPU, flops=1e9))
+    workload = with_overlap(workload_of(OffloadConfig()), overlap)
+    placement = placement_of(workload, (HOST, HOST, HOST), shared=False)
+    found = predict(workload, placement, replace(GPU, flops=1e9))
     update_s = 4 * (2 * 12 + 2) * NUMEL / 50e9
     exposed = {"none": update_s, "forward": update_s / 4, "backward": update_s / 4}[overlap]
     assert found.exposed_s["update"] == pytest.approx(exposed, rel=0.2)
@@ -121,19 +121,19 @@ def test_an_update_that_hides_costs_nothing(overlap: str) -> None:
 
 def test_several_ranks_gather_and_reduce() -> None:
     machine = replace(GPU, network_bytes=1e8, flops=1e15)
-    job = job_of(OffloadConfig(), partition=Partition(3, 4))
-    found = predict(job, placement_of(job, (HOST, HOST, HOST), shared=False), machine)
+    workload = workload_of(OffloadConfig(), partition=Partition(3, 4))
+    found = predict(workload, placement_of(workload, (HOST, HOST, HOST), shared=False), machine)
     one = 4 * NUMEL * 3 / 4 / 1e8
     # A gather in each direction, but for what stays in frames; gradients cross once in fp32.
     assert found.step_s == pytest.approx(4 * one + (2 + 2 * (4 - 3) / 4 + 1.5) * 0.5 * one, rel=0.25)
     assert find_bottleneck(
-        job, placement_of(job, (HOST, HOST, HOST), shared=False), machine, found.step_s
+        workload, placement_of(workload, (HOST, HOST, HOST), shared=False), machine, found.step_s
     ).resource is (Resource.NETWORK)
 
 
 @pytest.mark.parametrize("count", [2, 3, 40])
 def test_accumulation_updates_once(count: int) -> None:
-    once = job_of(OffloadConfig())
+    once = workload_of(OffloadConfig())
     often = replace(once, batch=replace(BATCH, micro_batches=count))
     placement = placement_of(once, (HOST, HOST, HOST), shared=True)
     one, many = predict(once, placement, CPU), predict(often, placement, CPU)
@@ -144,16 +144,16 @@ def test_accumulation_updates_once(count: int) -> None:
 
 def test_parameters_that_have_room_on_a_gpu_come_once_a_step() -> None:
     """After their update; with room for three of eight only those at the turn are not fetched again."""
-    job = job_of(OffloadConfig(), 8)
+    workload = workload_of(OffloadConfig(), 8)
     roomy, tight = (
-        predict(job, placement_of(job, (HOST, HOST, HOST), shared=False, device_bytes=nbytes), GPU)
+        predict(workload, placement_of(workload, (HOST, HOST, HOST), shared=False, device_bytes=nbytes), GPU)
         for nbytes in (80 * GIB, 0)
     )
     once = 8 * 2 * NUMEL / 20e9
     assert seconds_of(roomy, Resource.UPLOAD) == pytest.approx(once)
     assert seconds_of(tight, Resource.UPLOAD) > 1.5 * once
-    given = replace(job, config=replace(job.config, device_memory=80 * GIB))
-    assert predict(given, placement_of(job, (HOST, HOST, HOST), shared=False), GPU) == roomy
+    given = replace(workload, config=replace(workload.config, device_memory=80 * GIB))
+    assert predict(given, placement_of(workload, (HOST, HOST, HOST), shared=False), GPU) == roomy
 
 
 def seconds_of(found: Prediction, resource: Resource) -> float:
@@ -162,12 +162,12 @@ def seconds_of(found: Prediction, resource: Resource) -> float:
 
 def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
     """However many there are; a loop moves them all for each. Computing is the same."""
-    job = job_of(OffloadConfig(nvme="x", durability="scratch"))
-    placement = placement_of(job, (NVME, NVME, HOST), shared=False, device_bytes=0)
+    workload = workload_of(OffloadConfig(nvme="x", durability="scratch"))
+    placement = placement_of(workload, (NVME, NVME, HOST), shared=False, device_bytes=0)
 
     def of(count: int, *, by_unit: bool) -> Prediction:
         batch = replace(BATCH, micro_batches=count, by_unit=by_unit)
-        return predict(replace(job, batch=batch), placement, replace(GPU, drive_takes_turns=False))
+        return predict(replace(workload, batch=batch), placement, replace(GPU, drive_takes_turns=False))
 
     few, many, loop = of(2, by_unit=True), of(8, by_unit=True), of(8, by_unit=False)
     for resource in (Resource.READ, Resource.WRITE, Resource.UPLOAD, Resource.DOWNLOAD):
@@ -179,22 +179,24 @@ def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
 
 
 def test_micro_batches_by_unit_keep_all_their_activations() -> None:
-    job = job_of(OffloadConfig(nvme="x", durability="scratch", activations="cpu"), batch=replace(BATCH, recompute=True))
-    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
+    workload = workload_of(
+        OffloadConfig(nvme="x", durability="scratch", activations="cpu"), batch=replace(BATCH, recompute=True)
+    )
+    placement = placement_of(workload, (HOST, HOST, HOST), shared=False)
     one, four = (
-        predict(replace(job, batch=replace(job.batch, micro_batches=count, by_unit=True)), placement, GPU)
+        predict(replace(workload, batch=replace(workload.batch, micro_batches=count, by_unit=True)), placement, GPU)
         for count in (1, 4)
     )
-    saved_s = 64 * 2 * sum(each.boundary_values for each in job.work) / GPU.upload_bytes
+    saved_s = 64 * 2 * sum(each.boundary_values for each in workload.work) / GPU.upload_bytes
     assert seconds_of(four, Resource.UPLOAD) - seconds_of(one, Resource.UPLOAD) == pytest.approx(3 * saved_s)
 
 
 def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
-    job = job_of(OffloadConfig(), partition=Partition(3, 4))
-    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
+    workload = workload_of(OffloadConfig(), partition=Partition(3, 4))
+    placement = placement_of(workload, (HOST, HOST, HOST), shared=False)
     machine = replace(GPU, network_bytes=1e8)
     two, four, loop = (
-        predict(replace(job, batch=replace(BATCH, micro_batches=count, by_unit=by_unit)), placement, machine)
+        predict(replace(workload, batch=replace(BATCH, micro_batches=count, by_unit=by_unit)), placement, machine)
         for count, by_unit in ((2, True), (4, True), (4, False))
     )
     reduced_s = 4 * 4 * NUMEL * 3 / 4 / 1e8
@@ -203,10 +205,10 @@ def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
 
 
 def test_where_no_unit_leaves_by_unit_is_the_loop() -> None:
-    job = job_of(OffloadConfig())
-    placement = placement_of(job, (DEVICE, HOST, HOST), shared=False)
+    workload = workload_of(OffloadConfig())
+    placement = placement_of(workload, (DEVICE, HOST, HOST), shared=False)
     both = [
-        predict(replace(job, batch=replace(BATCH, micro_batches=4, by_unit=by_unit)), placement, GPU)
+        predict(replace(workload, batch=replace(BATCH, micro_batches=4, by_unit=by_unit)), placement, GPU)
         for by_unit in (True, False)
     ]
     assert both[0] == both[1]
@@ -245,32 +247,34 @@ def test_a_faster_resource_never_makes_a_step_slower_and_no_resource_is_longer_t
     machine = Machine(host, 10 * flops, dram, crossing, crossing, dram, dram / 2, read, write, turns, many, 1e-10)
     config = OffloadConfig(nvme="x", activations=activations.value, device_memory=budget)
     batch = replace(BATCH, micro_batches=micro_batches)
-    job = StepWorkload.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)
-    job = with_overlap(job, overlap)
+    workload = StepWorkload.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)
+    workload = with_overlap(workload, overlap)
     at = tuple(dict(zip(PLACED_KINDS, each, strict=True)) for each in tiers)
     placement = Placement(at, Budget(1 << 60, 1 << 60, 1 << 60, host))
-    before = predict(job, placement, machine)
+    before = predict(workload, placement, machine)
     assert before.step_s >= before.compute_s * (1 - 1e-9) > 0
     assert max(before.busy.values()) <= 1 + 1e-9
     assert sum(before.exposed_s.values()) + before.compute_s >= before.step_s * (1 - 1e-9)
     for resource in machine.resources():
-        assert predict(job, placement, machine.faster(resource, 1.5)).step_s <= before.step_s * (1 + 1e-9), resource
+        assert predict(workload, placement, machine.faster(resource, 1.5)).step_s <= before.step_s * (1 + 1e-9), (
+            resource
+        )
 
 
 def test_break_even_is_where_compute_hides_the_rest() -> None:
-    job = job_of(OffloadConfig(nvme="x"))
-    placement = placement_of(job, (HOST, HOST, NVME), shared=False)
-    tokens = break_even_tokens(job, placement, GPU)
+    workload = workload_of(OffloadConfig(nvme="x"))
+    placement = placement_of(workload, (HOST, HOST, NVME), shared=False)
+    tokens = break_even_tokens(workload, placement, GPU)
     assert tokens is not None and tokens > 64
 
     def ratio(count: int) -> float:
-        larger = replace(job, batch=replace(BATCH, tokens=count))
+        larger = replace(workload, batch=replace(BATCH, tokens=count))
         return predict(larger, placement, GPU).step_s / without_offload(larger, GPU)
 
     assert ratio(round(tokens * 1.02)) <= MEETS < ratio(round(tokens * 0.97))
-    everything = placement_of(job, (DEVICE, DEVICE, DEVICE), shared=False)
-    assert break_even_tokens(replace(job, config=OffloadConfig()), everything, GPU) == 1
-    assert break_even_tokens(job, placement, replace(GPU, read_bytes=1e3, write_bytes=1e3)) is None
+    everything = placement_of(workload, (DEVICE, DEVICE, DEVICE), shared=False)
+    assert break_even_tokens(replace(workload, config=OffloadConfig()), everything, GPU) == 1
+    assert break_even_tokens(workload, placement, replace(GPU, read_bytes=1e3, write_bytes=1e3)) is None
 
 
 def test_more_memory_is_asked_for_until_it_helps() -> None:
@@ -286,13 +290,13 @@ def test_more_memory_is_asked_for_until_it_helps() -> None:
 
 def test_a_trillion_parameters_are_predicted_quickly() -> None:
     config = OffloadConfig(params="nvme", grads="nvme", optimizer="nvme", nvme="x")
-    job = StepWorkload.of(SHAPES["gpt-1t"].units(), config, Partition(3, 64), StepBatch(8192, 1, 2048))
+    workload = StepWorkload.of(SHAPES["gpt-1t"].units(), config, Partition(3, 64), StepBatch(8192, 1, 2048))
     drives = parse_drives(["8x7GB/s"])
     assert drives is not None
     machine = share_of_rank("h100", drives, Cluster(64, 8))
-    placement = placement_of(job, (NVME, NVME, NVME), shared=False)
+    placement = placement_of(workload, (NVME, NVME, NVME), shared=False)
     began = time.process_time()
-    found = forecast(job, placement, machine)
+    found = forecast(workload, placement, machine)
     assert time.process_time() - began < 10  # some 30 predictions; a guard against time by chunk
     assert found.prediction.step_s > 100 and found.bottleneck.resource in machine.resources()
     assert StateKind.PARAMS in placement.tiers[0]
@@ -316,16 +320,16 @@ def with_adapters(config: OffloadConfig, *, trained: int = 100_000) -> StepWorkl
 
 
 def test_backward_makes_no_gradient_of_a_frozen_parameter() -> None:
-    job = with_adapters(OffloadConfig())
-    found = predict(job, placement_of(job, (HOST, HOST, HOST), shared=False), GPU)
-    attention = 2 * 64 * job.work[0].attention_width
+    workload = with_adapters(OffloadConfig())
+    found = predict(workload, placement_of(workload, (HOST, HOST, HOST), shared=False), GPU)
+    attention = 2 * 64 * workload.work[0].attention_width
     forward, inputs = 2 * (NUMEL + 100_000) + attention, 2 * (NUMEL + 100_000) + 2 * attention
     assert found.compute_s == pytest.approx(4 * 64 * (forward + inputs + 2 * 100_000) / 1e12)
 
 
 def test_on_a_cpu_frozen_values_are_read_for_forward_and_backward_and_trained_ones_delivered() -> None:
-    job = with_adapters(OffloadConfig(nvme="drive", durability="scratch"))
-    found = predict(job, placement_of(job, (NVME, HOST, NVME), shared=True, device_bytes=0), CPU)
+    workload = with_adapters(OffloadConfig(nvme="drive", durability="scratch"))
+    found = predict(workload, placement_of(workload, (NVME, HOST, NVME), shared=True, device_bytes=0), CPU)
     leaves = 1 - 3 / 4  # three units stay in flight
     states = 4 * 12 * 100_000
     read = leaves * 4 * 2 * (2 * NUMEL + 100_000) + states
@@ -335,20 +339,20 @@ def test_on_a_cpu_frozen_values_are_read_for_forward_and_backward_and_trained_on
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
 def test_a_gpu_that_updates_adapters_gets_the_frozen_values_from_where_they_rest(where: str) -> None:
-    job = with_adapters(OffloadConfig(device_memory="1B", durability="scratch"))
+    workload = with_adapters(OffloadConfig(device_memory="1B", durability="scratch"))
     tier = Tier(where)
-    found = predict(job, placement_of(job, (tier, DEVICE, DEVICE), shared=False), GPU)
+    found = predict(workload, placement_of(workload, (tier, DEVICE, DEVICE), shared=False), GPU)
     moved = 2 * 4 * 2 * NUMEL if tier is HOST else 0
     assert found.busy[Resource.UPLOAD] * found.step_s == pytest.approx(moved / GPU.upload_bytes)
 
 
 def test_a_reference_is_one_more_forward_of_each_micro_batch() -> None:
-    job = job_of(OffloadConfig(device_memory="1B", durability="scratch"))
-    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
+    workload = workload_of(OffloadConfig(device_memory="1B", durability="scratch"))
+    placement = placement_of(workload, (HOST, HOST, HOST), shared=False)
     for micro_batches in (1, 3):
         batch = replace(BATCH, micro_batches=micro_batches)
-        plain = predict(replace(job, batch=batch), placement, GPU)
-        found = predict(replace(job, batch=replace(batch, has_reference=True)), placement, GPU)
+        plain = predict(replace(workload, batch=batch), placement, GPU)
+        found = predict(replace(workload, batch=replace(batch, has_reference=True)), placement, GPU)
         assert found.compute_s == pytest.approx(plain.compute_s * 4 / 3)
         more = (
             found.busy[Resource.UPLOAD] * found.step_s - plain.busy[Resource.UPLOAD] * plain.step_s

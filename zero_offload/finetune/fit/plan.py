@@ -136,14 +136,14 @@ class Planner:
         config = config if chosen is None else replace(config, commit_every=chosen)
         planned = plan_request(self._request(config))
         request = self._request(config)
-        prediction = predict(planned.job, planned.placement, planned.machine)
+        prediction = predict(planned.workload, planned.placement, planned.machine)
         wear = drive_wear(request, planned.memory).at(prediction.step_s)
         return FolderPlan(
             job,
             config,
             planned,
             prediction,
-            find_bottleneck(planned.job, planned.placement, planned.machine, prediction.step_s),
+            find_bottleneck(planned.workload, planned.placement, planned.machine, prediction.step_s),
             wear,
             self._num_drives,
             self._activations,
@@ -163,12 +163,12 @@ class Planner:
 
     def _with_one_more_drive(self, planned: Planned, now: Prediction) -> Prediction | None:
         machine = planned.machine.with_drives((self._num_drives + 1) / self._num_drives)
-        found = predict(planned.job, planned.placement, machine)
+        found = predict(planned.workload, planned.placement, machine)
         return found if found.step_s < now.step_s * NOTICED else None
 
     def _hidden_tokens(self, planned: Planned) -> int | None:
-        found = break_even_tokens(planned.job, planned.placement, planned.machine)
-        return None if found is None else math.ceil(found / planned.job.batch.micro_batches)
+        found = break_even_tokens(planned.workload, planned.placement, planned.machine)
+        return None if found is None else math.ceil(found / planned.workload.batch.micro_batches)
 
     def _request(self, config: OffloadConfig) -> FolderRequest:
         job = self._job
@@ -339,7 +339,7 @@ class Planner:
     def _once_bytes(self, planned: Planned) -> int:
         found = sum(self._outputs.values())
         keeps_generations = self._job.offload.effective_durability is not Durability.SCRATCH
-        for unit, at in zip(planned.job.units, planned.placement.tiers, strict=True):
+        for unit, at in zip(planned.workload.units, planned.placement.tiers, strict=True):
             if at[StateKind.OPTIMIZER] is Tier.NVME:
                 found += unit.optimizer_bytes * self._here
             if at[StateKind.PARAMS] is Tier.NVME or keeps_generations:

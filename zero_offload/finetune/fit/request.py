@@ -252,8 +252,8 @@ def find_work(model: str, lora: int = 0) -> tuple[tuple[UnitWork, ...], int, boo
 class Planned:
     """The placement of a request, and the figures that follow from it."""
 
-    job: StepWorkload
-    """The job as it runs with this placement."""
+    workload: StepWorkload
+    """The step as it runs with this placement."""
     placement: Placement
     machine: Machine
     memory: MemoryPlan
@@ -262,15 +262,15 @@ class Planned:
 def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     """`machine` where it is another than the request's."""
     config, partition, machine = request.config, request.partition, machine or request.machine()
-    job = StepWorkload.of(request.work, config, partition, request.batch)
+    workload = StepWorkload.of(request.work, config, partition, request.batch)
     budget = tier_budget(config, request.hardware())
-    placement = assign_tiers(job.units, config, budget, partition, Outlook(job, machine))
-    job = job.as_run(placement.tiers, machine)
-    memory = estimate_memory(job.units, placement, config, partition)
-    wear = memory.wear.of_backwards(job.batch.num_passes)
+    placement = assign_tiers(workload.units, config, budget, partition, Outlook(workload, machine))
+    workload = workload.as_run(placement.tiers, machine)
+    memory = estimate_memory(workload.units, placement, config, partition)
+    wear = memory.wear.of_backwards(workload.batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
     memory = replace(memory, wear=replace(wear, activation_bytes=activations))
-    return Planned(job, placement, machine, memory)
+    return Planned(workload, placement, machine, memory)
 
 
 def suggestions_of(request: Request, planned: Planned) -> list[str]:
@@ -279,7 +279,7 @@ def suggestions_of(request: Request, planned: Planned) -> list[str]:
         return []
     variants = list(_variants(request))
     return suggestions_to_fit(
-        planned.job.units, request.config, request.hardware(), request.partition, variants, SUGGESTIONS_MAX
+        planned.workload.units, request.config, request.hardware(), request.partition, variants, SUGGESTIONS_MAX
     )
 
 
@@ -315,7 +315,7 @@ def by_wear(request: Request, tbw: float, step_s: float | None) -> int | None:
     planned = plan_request(replace(request, config=replace(request.config, commit_every=_SELDOM)))
     if not planned.memory.fits or planned.memory.wear.commit_bytes == 0:
         return None
-    seconds = step_s or predict(planned.job, planned.placement, planned.machine).step_s
+    seconds = step_s or predict(planned.workload, planned.placement, planned.machine).step_s
     return drive_wear(request, planned.memory).interval(tbw, seconds)
 
 
@@ -364,4 +364,4 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Upgr
 def _predict(request: Request, machine: Machine | None = None) -> Prediction | None:
     """None where it does not fit."""
     planned = plan_request(request, machine)
-    return predict(planned.job, planned.placement, planned.machine) if planned.memory.fits else None
+    return predict(planned.workload, planned.placement, planned.machine) if planned.memory.fits else None

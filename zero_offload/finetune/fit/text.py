@@ -42,8 +42,8 @@ def as_text(plan: FolderPlan | ModelPlan) -> str:
 
 def _counts(planned: Planned) -> tuple[int, int]:
     """Parameters that are trained, and all."""
-    trained = sum(each.numel.trained for each in planned.job.work)
-    return trained, trained + sum(each.numel.frozen for each in planned.job.work)
+    trained = sum(each.numel.trained for each in planned.workload.work)
+    return trained, trained + sum(each.numel.frozen for each in planned.workload.work)
 
 
 # A run of `finetune`
@@ -74,7 +74,7 @@ def _folder_lines(plan: FolderPlan) -> Iterator[str]:
 
 
 def _what_lines(plan: FolderPlan) -> Iterator[str]:
-    job, units = plan.job, plan.planned.job.work
+    job, units = plan.job, plan.planned.workload.work
     trained, whole = _counts(plan.planned)
     what = f"{job.folder.path.name}: {whole:,} parameters in {len(units)} units"
     if trained < whole:
@@ -251,7 +251,7 @@ def _model_lines(plan: ModelPlan) -> Iterator[str]:
 
 def _shares(plan: ModelPlan, kind: StateKind) -> dict[str, float]:
     """Shares of a kind's bytes, by tier."""
-    sizes = [getattr(unit, f"{kind.value}_bytes") for unit in plan.planned.job.units]
+    sizes = [getattr(unit, f"{kind.value}_bytes") for unit in plan.planned.workload.units]
     shares = dict.fromkeys(Tier, 0)
     for at, size in zip(plan.planned.placement.tiers, sizes, strict=True):
         shares[at[kind]] += size
@@ -268,7 +268,7 @@ def _forecast_lines(plan: ModelPlan) -> Iterator[str]:
     found, machine = plan.found, plan.planned.machine
     if found is None:
         return
-    step, batch = found.prediction, plan.planned.job.batch
+    step, batch = found.prediction, plan.planned.workload.batch
     tokens = batch.tokens * batch.micro_batches
     speed = f"{format_number(step.tokens_per_s)} tokens/s in all"
     micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""
@@ -447,7 +447,7 @@ def _model_json(plan: ModelPlan) -> dict[str, Any]:
     # Wear needs seconds of a step, which may be unknown.
     wear, tbw, step_s = plan.wear, plan.tbw, plan.step_s
     is_written = wear.bytes_per_step > 0
-    batch = plan.planned.job.batch
+    batch = plan.planned.workload.batch
     life_days = wear.days_to(tbw, step_s) if is_written and step_s is not None else None
     return {
         "fits": memory.fits,
