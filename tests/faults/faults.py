@@ -156,14 +156,14 @@ FAULTS = [
     fault(
         "a backward computes experts without the autocast of their forward",
         "runtime/experts.py",
-        "            for autocast in call.autocasts:\n",
+        "            for autocast in run.autocasts:\n",
         "            for autocast in ():\n",
         EXPERTS + "test_autocast",
     ),
     fault(
         "a block that runs again reads its experts a third time",
         "runtime/experts.py",
-        "output, call.spans = kept.detach(), []",
+        "output, run.spans = kept.detach(), []",
         "output = torch.zeros_like(hidden)",
         "tests/integrations/test_experts.py::test_a_checkpointed_block_reads_its_experts_no_third_time",
     ),
@@ -1119,15 +1119,15 @@ FAULTS = [
     fault(
         "memory that nothing has filled counts as a value",
         "model/deferred/recorder.py",
-        "slot.can_be_made and not slot.value.is_blank",
-        "slot.can_be_made",
+        "record.can_be_made and not record.value.is_blank",
+        "record.can_be_made",
         ADAPTERS + "test_memory_that_nothing_fills_is_no_value",
     ),
     fault(
         "the reference of preferences is the base of an adapter",
         "finetune/run.py",
         'has_reference = config.method == "dpo" and not config.lora\n',
-        'has_reference = config.method == "dpo" and not config.lora and job.folder.adapter is None\n',
+        'has_reference = config.method == "dpo" and not config.lora and context.folder.adapter is None\n',
         FINETUNE + "test_preferences_go_on_from_an_adapter_that_is_their_reference",
     ),
     fault(

@@ -115,39 +115,39 @@ def finetune(
             if existing is not Existing.DISCARD:
                 for line in _refuse_another(config, folder, made, run_dir):
                     progress.note(line)
-            job = _read(config, folder, made, ranks, None if dry_run else config.out / TOKENS)
-            progress.note(job.prepared.note)
-            existing = _look(job, run_dir, existing)
+            context = _read(config, folder, made, ranks, None if dry_run else config.out / TOKENS)
+            progress.note(context.prepared.note)
+            existing = _look(context, run_dir, existing)
             ranks.wait()  # every rank has looked before the first one writes
             earlier = earlier_identity(run_dir) if existing is Existing.RESUME else None
             outputs = _outputs(run_dir) if existing is Existing.RESUME else {}
-            if _is_finished(job, outputs) and config.offload.generation is None:
+            if _is_finished(context, outputs) and config.offload.generation is None:
                 if ranks.is_first and not dry_run:
-                    job.weights.clear()  # a kill may have come before
+                    context.weights.clear()  # a kill may have come before
                 progress.note(f"this run is finished: {config.out} has the model of step {outputs['step']}")
-                _say_if_untrained(job, progress)
+                _say_if_untrained(context, progress)
                 return FinetuneResult(Ending.FINISHED, outputs["last_step"], outputs["best"], config.out)
             begins = existing is not Existing.RESUME
-            job = replace(job, shrinks=begins or described(config.out).get(SHRINKS) is True)
-            plan, offload = _plan(job, progress if begins or dry_run else None)
-            learning = job.learning.to_dict()
+            context = replace(context, shrinks=begins or described(config.out).get(SHRINKS) is True)
+            plan, offload = _plan(context, progress if begins or dry_run else None)
+            learning = context.learning.to_dict()
             if begins:
-                job.learning.check()
+                context.learning.check()
             elif not dry_run:
-                for line in job.learning.warnings():
+                for line in context.learning.warnings():
                     progress.note(line)
             if dry_run:
                 return FinetuneResult(Ending.PLANNED, 0, None, config.out, plan, learning)
             if begins and not plan["fits"]:
                 raise CapacityError("nothing was begun, as the run does not fit: see what would, above")
             if existing is Existing.DISCARD and ranks.is_first:
-                job.weights.withdraw()
-                job.weights.clear()
-            for line in _changes(earlier or {}, _identity(job)):
+                context.weights.withdraw()
+                context.weights.clear()
+            for line in _changes(earlier or {}, _identity(context)):
                 progress.note(line)
             offload = replace(offload, existing=existing.value)
-            steps = Progress(stream, job.num_steps)
-            result = _train(job, offload, plan["planned"], outputs, place, progress, steps)
+            steps = Progress(stream, context.num_steps)
+            result = _train(context, offload, plan["planned"], outputs, place, progress, steps)
             return replace(result, learning=learning)
 
 
@@ -224,29 +224,29 @@ def _read(
     return FinetuneContext(config, folder, prepared, ranks, made)
 
 
-def _look(job: FinetuneContext, run_dir: RunDir, existing: Existing) -> Existing:
+def _look(context: FinetuneContext, run_dir: RunDir, existing: Existing) -> Existing:
     """How this start meets what lies in OUT."""
     if existing is not Existing.DISCARD:
         try:
-            may_change = (*MAY_CHANGE, "text", *places_that_may_change(job.config.out, job.made_of))
-            existing = find_existing(run_dir, _identity(job), may_change)
+            may_change = (*MAY_CHANGE, "text", *places_that_may_change(context.config.out, context.made_of))
+            existing = find_existing(run_dir, _identity(context), may_change)
         except IntegrityError:
-            if not _is_finished(job, _outputs(run_dir)):
+            if not _is_finished(context, _outputs(run_dir)):
                 raise
             existing = Existing.RESUME  # `clean` has deleted what a run would go on from
-        if existing is Existing.RESUME and (earlier_identity(run_dir) or {}).get("text") != job.prepared.key:
+        if existing is Existing.RESUME and (earlier_identity(run_dir) or {}).get("text") != context.prepared.key:
             raise ConfigError(
                 f"the tokens of the run in {run_dir.path} are others: its data, their columns or the tokenizer have "
                 "changed since it began; put back what was there, or give another --out, or --discard to start over"
             )
         before = described(run_dir.path).get(COUNTS) if existing is Existing.RESUME else None
-        if isinstance(before, dict) and (found := first_difference(before, job.counts)):
+        if isinstance(before, dict) and (found := first_difference(before, context.counts)):
             raise ConfigError(
                 f"the same data gave the run in {run_dir.path} {found.name}={found.before}, and now give {found.now}: "
                 "the chat template writes today's date, or a package makes other tokens; put back its tokens/, go back "
                 "to the versions of the run, or give another --out, or --discard to start over"
             )
-    check_generation_asked(run_dir.path, job.config.offload, existing)
+    check_generation_asked(run_dir.path, context.config.offload, existing)
     return existing
 
 
@@ -257,29 +257,31 @@ def _changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
             yield f"the run had {name}={before:g} and now has {name}={now[name]:g}"
 
 
-def _identity(job: FinetuneContext) -> dict[str, Any]:
+def _identity(context: FinetuneContext) -> dict[str, Any]:
     """The settings that decide the run, and how far it goes."""
-    facts = {"steps": job.num_steps, "eval_every": job.eval_every, "ranks": job.ranks.size}
-    return job.config.arguments() | facts | {"text": job.prepared.key}
+    facts = {"steps": context.num_steps, "eval_every": context.eval_every, "ranks": context.ranks.size}
+    return context.config.arguments() | facts | {"text": context.prepared.key}
 
 
-def _plan(job: FinetuneContext, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
+def _plan(context: FinetuneContext, progress: Progress | None) -> tuple[dict[str, Any], OffloadConfig]:
     """The plan of the run, told to `progress`, and the settings that it is planned with: the first rank's."""
-    config = job.config
+    config = context.config
     found: tuple[dict[str, Any], OffloadConfig] | None = None
-    if job.ranks.is_first:
+    if context.ranks.is_first:
         plan = plan_job(
-            FolderJob.of(config, job.folder, job.prepared, job.ranks.size), config.out, tries=progress is not None
+            FolderJob.of(config, context.folder, context.prepared, context.ranks.size),
+            config.out,
+            tries=progress is not None,
         )
         if progress is not None:
-            progress.note("\n".join([*job.learning.lines(), as_text(plan)]))
+            progress.note("\n".join([*context.learning.lines(), as_text(plan)]))
         found = as_json(plan), plan.offload if plan.fits else config.offload
-    planned: tuple[dict[str, Any], OffloadConfig] = job.ranks.of_first(found)
+    planned: tuple[dict[str, Any], OffloadConfig] = context.ranks.of_first(found)
     return planned
 
 
 def _train(
-    job: FinetuneContext,
+    context: FinetuneContext,
     offload: OffloadConfig,
     planned: Mapping[str, Any],
     outputs: Mapping[str, Any],
@@ -287,19 +289,19 @@ def _train(
     progress: Progress,
     steps: Progress,
 ) -> FinetuneResult:
-    config = job.config
+    config = context.config
     # The smaller one first: what is left is the other's.
     has_reference = config.method == "dpo" and not config.lora
-    beside = reading(job.folder, offload, is_first=job.ranks.is_first) if has_reference else nullcontext()
+    beside = reading(context.folder, offload, is_first=context.ranks.is_first) if has_reference else nullcontext()
     baseline_bytes = peak_resident_bytes()
     with (
         beside as reference,
-        closed_on_error(build_model(job.folder, offload, config.adapters(), config.seed)) as model,
+        closed_on_error(build_model(context.folder, offload, config.adapters(), config.seed)) as model,
     ):
         if config.recompute == "block":
             recompute_blocks(model)
         if need_runtime(model, "finetune").resume_pending:
-            _say_where(job, model, progress)
+            _say_where(context, model, progress)
         if outputs and outputs["step"] > need_runtime(model, "finetune").step_count:
             outputs = {}  # OUT has weights of a step that is made again
         # Until its end the run is not finished, whatever it was before.
@@ -307,26 +309,26 @@ def _train(
         with zo.RunLog(
             place or config.out,
             model,
-            settings=_identity(job),
+            settings=_identity(context),
             micro_batches=config.accumulate,
             about={
                 "outputs": outputs,
                 "published": published(config.out),
                 "baseline_rss_bytes": baseline_bytes,
-                MADE_OF: job.made_of,
-                COUNTS: job.counts,
-                SHRINKS: job.shrinks,
+                MADE_OF: context.made_of,
+                COUNTS: context.counts,
+                SHRINKS: context.shrinks,
                 "planned": planned,
             },
             warn=progress.note,
         ) as log:
-            if job.ranks.is_first:
+            if context.ranks.is_first:
                 RunDir(config.out).write(SETTINGS_FILE, config.to_toml())
                 _list_files(config.out, is_finished=False)
-            trainer = make_trainer(job, model, reference, log, steps)
+            trainer = make_trainer(context, model, reference, log, steps)
             # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
             with requested_stop() as stop:
-                stops = StopsWhenAsked(stop, job.ranks)
+                stops = StopsWhenAsked(stop, context.ranks)
                 trainer.add_callback(stops)
                 trainer.train()
                 steps.close()
@@ -335,15 +337,15 @@ def _train(
                     zo.close(model)
                     progress.note(f"stopped after step {step}; it is committed, and the same command continues")
                     return FinetuneResult(Ending.INTERRUPTED, step, best_of(trainer.evaluations), config.out)
-                chosen = _keep(job, trainer, outputs)
+                chosen = _keep(context, trainer, outputs)
                 evaluations = trainer.evaluations
                 zo.close(model)  # the last step is a generation: whatever happens now, the same command completes it
-    return _publish(job, chosen, step, evaluations, progress)
+    return _publish(context, chosen, step, evaluations, progress)
 
 
-def _say_where(job: FinetuneContext, model: nn.Module, progress: Progress) -> None:
+def _say_where(context: FinetuneContext, model: nn.Module, progress: Progress) -> None:
     """Which step the run goes on from. Raises ConfigError where that is beyond its last."""
-    owner, steps = need_runtime(model, "finetune"), job.config.steps
+    owner, steps = need_runtime(model, "finetune"), context.config.steps
     if steps:
         check_last_step(owner.step_count, steps)
     found = owner.keeper.found if owner.keeper is not None else None
@@ -353,61 +355,61 @@ def _say_where(job: FinetuneContext, model: nn.Module, progress: Progress) -> No
 # The end
 
 
-def _keep(job: FinetuneContext, trainer: Any, outputs: Mapping[str, Any]) -> int:
+def _keep(context: FinetuneContext, trainer: Any, outputs: Mapping[str, Any]) -> int:
     """See that the weights which OUT gets are in OUT/best; the step that they are of."""
     best = best_of(trainer.evaluations)
     step: int = trainer.state.global_step if best is None else best["step"]
-    is_there = job.weights.has(step) or outputs.get("step") == step
-    job.ranks.wait()  # all have looked
+    is_there = context.weights.has(step) or outputs.get("step") == step
+    context.ranks.wait()  # all have looked
     if best is None and not is_there:
-        job.weights.write(trainer.model, step)
+        context.weights.write(trainer.model, step)
     elif not is_there:
         raise IntegrityError(
-            f"the best evaluation was that of step {step}, and {job.weights.folder(step)}, which has its weights, is "
-            "missing; put it back, or go on from an earlier --generation"
+            f"the best evaluation was that of step {step}, and {context.weights.folder(step)}, which has its weights, "
+            "is missing; put it back, or go on from an earlier --generation"
         )
     return step
 
 
 def _publish(
-    job: FinetuneContext,
+    context: FinetuneContext,
     chosen: int,
     last_step: int,
     evaluations: list[dict[str, Any]],
     progress: Progress,
 ) -> FinetuneResult:
     """Give OUT the model; what is there of an earlier end that was broken off is completed."""
-    config, weights, best = job.config, job.weights, best_of(evaluations)
+    config, weights, best = context.config, context.weights, best_of(evaluations)
     outputs = {"step": chosen, "last_step": last_step, "best": best, "merged": config.merge}
-    if job.ranks.is_first:
+    if context.ranks.is_first:
         facts: dict[str, Any] = {"optimizer steps": last_step, "weights of step": chosen}
         if best is not None:
             facts["evaluation loss"] = f"{best['loss']:.4f}"
             facts |= {"perplexity": f"{best['perplexity']:.2f}"} if "perplexity" in best else {}
-        card = model_card(config, job.folder, evaluations, facts)
-        weights.publish(chosen, card, job.folder)
-    job.ranks.wait()
+        card = model_card(config, context.folder, evaluations, facts)
+        weights.publish(chosen, card, context.folder)
+    context.ranks.wait()
     if config.merge and not _has_merged(config.out):
-        job.ranks.wait()
-        weights.merge(config.offload, job.folder.task, is_first=job.ranks.is_first)
-    job.ranks.wait()
-    if job.ranks.is_first:
+        context.ranks.wait()
+        weights.merge(config.offload, context.folder.task, is_first=context.ranks.is_first)
+    context.ranks.wait()
+    if context.ranks.is_first:
         run_dir = RunDir(config.out)
         description = read_json(config.out / RUN_FILE)
         outputs |= {"asked": {name: getattr(config, name) for name in _HOW_FAR}}
-        outputs |= {MADE_OF: made_of(open_folder(config.out, job.folder.task))}
+        outputs |= {MADE_OF: made_of(open_folder(config.out, context.folder.task))}
         run_dir.write(RUN_FILE, json.dumps(description | {"outputs": outputs}, indent=1))
         _list_files(config.out, is_finished=True)
         weights.clear()
-    _say_if_untrained(job, progress)
+    _say_if_untrained(context, progress)
     merged = f", and merged into its base in {config.out / MERGED}" if config.merge else ""
     progress.note(f"the model of step {chosen} is in {config.out}{merged}")
     return FinetuneResult(Ending.FINISHED, last_step, best, config.out)
 
 
-def _say_if_untrained(job: FinetuneContext, progress: Progress) -> None:
-    rows = (line.row for line in read_lines(job.config.out / METRICS_FILE) if line.row is not None)
-    if job.ranks.is_first and not any((row.get("lr") or 0) > 0 and (row.get("grad_norm") or 0) > 0 for row in rows):
+def _say_if_untrained(context: FinetuneContext, progress: Progress) -> None:
+    rows = (line.row for line in read_lines(context.config.out / METRICS_FILE) if line.row is not None)
+    if context.ranks.is_first and not any((row.get("lr") or 0) > 0 and (row.get("grad_norm") or 0) > 0 for row in rows):
         progress.note(
             "warning: in no step were learning rate and gradient above 0, so the weights are those that the run began "
             f"with; {METRICS_FILE} has both of each step: look at --lr, --warmup and the data, and begin anew with "
@@ -429,9 +431,9 @@ def _outputs(run_dir: RunDir) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_finished(job: FinetuneContext, outputs: Mapping[str, Any]) -> bool:
-    asked = {name: getattr(job.config, name) for name in _HOW_FAR}
-    return outputs.get("asked") == asked and (not job.config.merge or _has_merged(job.config.out))
+def _is_finished(context: FinetuneContext, outputs: Mapping[str, Any]) -> bool:
+    asked = {name: getattr(context.config, name) for name in _HOW_FAR}
+    return outputs.get("asked") == asked and (not context.config.merge or _has_merged(context.config.out))
 
 
 def _has_merged(out: Path) -> bool:

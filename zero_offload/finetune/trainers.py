@@ -101,10 +101,10 @@ def best_of(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 
 
 class FinetuneMixin(OffloadMixin):
-    """Before a Trainer class; `job`, `log` and `progress` are the run's."""
+    """Before a Trainer class; `context`, `log` and `progress` are the run's."""
 
-    def __init__(self, *args: Any, job: FinetuneContext, log: zo.RunLog, progress: Progress, **kwargs: Any) -> None:
-        self._job, self._log, self._progress = job, log, progress
+    def __init__(self, *args: Any, context: FinetuneContext, log: zo.RunLog, progress: Progress, **kwargs: Any) -> None:
+        self._context, self._log, self._progress = context, log, progress
         self._row: dict[str, Any] = {}
         """The figures of the last step, until they are written."""
         self._tokens_before = 0
@@ -121,7 +121,7 @@ class FinetuneMixin(OffloadMixin):
     def _prepare_for_training(self, *args: Any) -> Any:
         prepared = super()._prepare_for_training(*args)
         # The rate asked for now, of which a generation may have another one.
-        scheduler, config = self.lr_scheduler, self._job.config
+        scheduler, config = self.lr_scheduler, self._context.config
         scheduler.base_lrs = [config.lr] * len(scheduler.base_lrs)
         for group, factor in zip(self.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
             group["lr"] = config.lr * factor(scheduler.last_epoch)
@@ -161,8 +161,8 @@ class FinetuneMixin(OffloadMixin):
             )
             raise NonFiniteError(
                 f"the evaluation's loss at step {self.state.global_step} is {row['val_loss']}; {kept}. Go on with a "
-                f"smaller --lr (now {self._job.config.lr:g}) from an earlier --generation "
-                f"(zero-offload verify {self._job.config.out} lists them), or begin anew with --precision fp32 and "
+                f"smaller --lr (now {self._context.config.lr:g}) from an earlier --generation "
+                f"(zero-offload verify {self._context.config.out} lists them), or begin anew with --precision fp32 and "
                 "another --out"
             )
         is_finite = math.isfinite(row["loss"]) and math.isfinite(row.get("grad_norm", 0.0))
@@ -175,9 +175,9 @@ class FinetuneMixin(OffloadMixin):
             step = self.state.global_step
             raise NonFiniteError(
                 f"loss or gradients were not finite in steps {step + 1 - _NON_FINITE_STEPS_MAX} to {step}; none of "
-                f"them changed the parameters. Go on with a smaller --lr (now {self._job.config.lr:g}), which may "
+                f"them changed the parameters. Go on with a smaller --lr (now {self._context.config.lr:g}), which may "
                 "change from start to start, and if that does not help from an earlier --generation "
-                f"(zero-offload verify {self._job.config.out} lists them); or begin anew with --precision fp32 and "
+                f"(zero-offload verify {self._context.config.out} lists them); or begin anew with --precision fp32 and "
                 "another --out"
             )
 
@@ -196,19 +196,19 @@ class FinetuneMixin(OffloadMixin):
 
     def _perplexity(self, loss: float) -> dict[str, float]:
         """Of a loss per word."""
-        return {"perplexity": math.exp(min(loss, 700.0))} if self._job.config.method in ("sft", "mlm") else {}
+        return {"perplexity": math.exp(min(loss, 700.0))} if self._context.config.method in ("sft", "mlm") else {}
 
     @property
     def has_no_patience(self) -> bool:
         """True if so many evaluations as `patience` says were not better than the best."""
-        found, patience = self.evaluations, self._job.config.patience
+        found, patience = self.evaluations, self._context.config.patience
         best = best_of(found)
         return bool(patience and best and sum(each["step"] > best["step"] for each in found) >= patience)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's. Training draws the same numbers with and without it."""
         generators = capture_rng()
-        torch.manual_seed(self._job.config.seed)  # each one masks the same words
+        torch.manual_seed(self._context.config.seed)  # each one masks the same words
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         newest = self.evaluations[-1]
         self._row |= {"val_loss" if name == "loss" else name: value for name, value in newest.items() if name != "step"}
@@ -218,42 +218,42 @@ class FinetuneMixin(OffloadMixin):
             self._progress.note("\n".join(f"  {each}" for each in texts))
         best = best_of(self.evaluations)
         if best is not None and best["step"] == newest["step"]:
-            self._job.weights.write(self.model, newest["step"], self._still_needed())
+            self._context.weights.write(self.model, newest["step"], self._still_needed())
         self.control.should_training_stop |= self.has_no_patience
         restore_rng(generators)
         return metrics
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         """Trainer's counts each batch's mean alike, whatever its tokens; see scores.py. Of preferences it is right."""
-        if self._job.config.method == "dpo":
+        if self._context.config.method == "dpo":
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
         self.model.eval()
-        rows: Any = self._job.prepared.evaluation
-        collate = self._job.prepared.collator or self.data_collator
-        score = mean_loss(rows, collate, self._job.config.batch, self._measured, self.args.device)
+        rows: Any = self._context.prepared.evaluation
+        collate = self._context.prepared.collator or self.data_collator
+        score = mean_loss(rows, collate, self._context.config.batch, self._measured, self.args.device)
         metrics = {"eval_loss": score.loss}
-        if self._job.config.method == "classify":
+        if self._context.config.method == "classify":
             metrics["eval_accuracy"] = score.num_correct / score.count
         none: Any = None
         return EvalLoopOutput(predictions=none, label_ids=None, metrics=metrics, num_samples=len(rows))
 
     def _measured(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, int]:
         """The loss of a batch, how many labels have one, and how many classes are right."""
-        labels, classifies, num_correct = inputs["labels"], self._job.config.method == "classify", 0
+        labels, classifies, num_correct = inputs["labels"], self._context.config.method == "classify", 0
         with torch.no_grad(), self.compute_loss_context_manager():
             # Not by `prediction_step`, which divides by the labels of all ranks.
             found = self.compute_loss(self.model, self._prepare_inputs(inputs), return_outputs=classifies)
         if classifies:
             found, outputs = found
             num_correct = int((outputs["logits"].argmax(-1).cpu() == labels).sum())
-        return found, int(has_loss(labels, predicts_next=self._job.folder.task == CAUSAL).sum()), num_correct
+        return found, int(has_loss(labels, predicts_next=self._context.folder.task == CAUSAL).sum()), num_correct
 
     def _still_needed(self) -> list[int]:
         """The step of the weights that a resume from the newest generation would look for."""
         owner = need_runtime(self.model, "finetune")
         with owner.together("finetune"):
             owner.drain()  # a generation that is being written would become the newest while the export runs
-        if owner.keeper is None or not self._job.ranks.is_first:
+        if owner.keeper is None or not self._context.ranks.is_first:
             return []
         with RunDirectory.look(owner.config.nvme_dirs[0]) as home:
             newest = History.read(home).newest
@@ -263,8 +263,8 @@ class FinetuneMixin(OffloadMixin):
 
     def _texts(self) -> list[str]:
         """Texts that the model writes now, to the first prompts of the evaluation's data."""
-        job, tokenizer, texts = self._job, self._job.folder.tokenizer, []
-        for prompt in _prompts(job):
+        context, tokenizer, texts = self._context, self._context.folder.tokenizer, []
+        for prompt in _prompts(context):
             ids = torch.tensor([prompt], dtype=torch.long, device=self.args.device)
             # Every rank writes the same, with as many forwards: all of them have to run each.
             settings = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "use_cache": True}
@@ -274,13 +274,13 @@ class FinetuneMixin(OffloadMixin):
         return texts
 
 
-def _prompts(job: FinetuneContext) -> list[list[int]]:
+def _prompts(context: FinetuneContext) -> list[list[int]]:
     """Of the evaluation's first rows, what comes before the words that are learned; of text, its beginning."""
-    rows, tokenizer = job.prepared.evaluation, job.folder.tokenizer
-    if rows is None or job.folder.task != CAUSAL:
+    rows, tokenizer = context.prepared.evaluation, context.folder.tokenizer
+    if rows is None or context.folder.task != CAUSAL:
         return []
     found, renderer = [], Renderer(tokenizer)
-    for row in rows.select(range(min(len(rows), job.config.samples))):
+    for row in rows.select(range(min(len(rows), context.config.samples))):
         if "input_ids" in row:
             learned = [label != -100 for label in row["labels"]]
             begin = learned.index(True) if True in learned else 0
@@ -332,7 +332,7 @@ class FinetuneMasked(FinetuneTrainer):
         super().__init__(data_collator=self._masked, **kwargs)
 
     def _masked(self, rows: list[Any]) -> Any:
-        return masked(self._job.prepared.collator, rows, self._job.config.seed, int(self.state.epoch or 0))
+        return masked(self._context.prepared.collator, rows, self._context.config.seed, int(self.state.epoch or 0))
 
 
 def masked(collator: Any, rows: list[Any], seed: int, epoch: int) -> Any:
@@ -357,7 +357,9 @@ class FinetunePacked(FinetuneSFT):
 
     def _counted(self, rows: list[Any]) -> Any:
         lengths = [len(row["input_ids"]) for row in rows]
-        return self._job.prepared.collator(rows) | {_NUM_TOKENS: torch.tensor(lengths, dtype=torch.long, device="cpu")}
+        return self._context.prepared.collator(rows) | {
+            _NUM_TOKENS: torch.tensor(lengths, dtype=torch.long, device="cpu")
+        }
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self._num_tokens = inputs.pop(_NUM_TOKENS)  # no input of a model
@@ -385,10 +387,10 @@ class FinetuneAdapterDPO(FinetuneMixin, DPOTrainer):  # type: ignore[misc, unuse
 
 
 def make_trainer(
-    job: FinetuneContext, model: nn.Module, reference: nn.Module | None, log: zo.RunLog, progress: Progress
+    context: FinetuneContext, model: nn.Module, reference: nn.Module | None, log: zo.RunLog, progress: Progress
 ) -> Any:
     """The trainer of the run's method."""
-    config, data, tokenizer = job.config, job.prepared, job.folder.tokenizer
+    config, data, tokenizer = context.config, context.prepared, context.folder.tokenizer
     is_host = need_runtime(model, "finetune").device.is_host
     args: dict[str, Any] = {
         "output_dir": str(config.out),
@@ -397,7 +399,7 @@ def make_trainer(
         "gradient_accumulation_steps": config.accumulate,
         "learning_rate": config.lr,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": config.warmup_of(job.num_steps, shrinks=job.shrinks),
+        "warmup_steps": config.warmup_of(context.num_steps, shrinks=context.shrinks),
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.clip,
         "seed": config.seed,
@@ -409,7 +411,7 @@ def make_trainer(
         "save_strategy": "no",
         "disable_tqdm": True,
         "eval_strategy": "no" if data.evaluation is None else "steps",
-        "eval_steps": job.eval_every,
+        "eval_steps": context.eval_every,
         "bf16": False,  # no autocast: the model computes in its own precision
         "fp16": config.offload.numerics.compute == "fp16",
         "use_cpu": is_host,
@@ -417,14 +419,14 @@ def make_trainer(
         "include_num_input_tokens_seen": "non_padding",
         "dataloader_pin_memory": False,  # tokens are few bytes
     }
-    if job.ranks.size > 1 and args["use_cpu"]:
+    if context.ranks.size > 1 and args["use_cpu"]:
         args["ddp_backend"] = "gloo"
     given: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
         "train_dataset": data.train,
         "eval_dataset": data.evaluation,
-        "job": job,
+        "context": context,
         "log": log,
         "progress": progress,
     }

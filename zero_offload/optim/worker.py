@@ -1,9 +1,9 @@
-"""A thread that runs jobs in the order in which they were submitted: updates on one, commits on another.
+"""A thread that runs calls in the order in which they were submitted: updates on one, commits on another.
 
 [Note: how the thread ends]
 It ends when its `Worker` is shut down or dropped, and after the main thread, once the queue is empty. So what was
 submitted is complete before the process is gone. It watches the main thread by itself. A Ctrl-C can strike while a
-thread is being started: a thread that waited to be told would then keep the process for ever. A job that is submitted
+thread is being started: a thread that waited to be told would then keep the process for ever. A call that is submitted
 after its end (by the other worker, which may have had more to do) runs on the thread that submits.
 """
 
@@ -19,7 +19,7 @@ from zero_offload.base.threads import LOOK_S, Bell, FirstError, start, through_i
 
 
 class _QueuedCall:
-    """A call, or the thread's own, and what became of it."""
+    """A call of a program, or the thread's own, with its result."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
@@ -28,7 +28,7 @@ class _QueuedCall:
         self.done = False
 
     def run(self) -> None:
-        """Run the job on the thread. Afterwards what the call refers to is released."""
+        """Run the call on the thread. Afterwards the objects that it refers to are released."""
         assert self._call is not None
         try:
             self._call()
@@ -60,24 +60,24 @@ class _CallQueue:
         self._lock = threading.RLock()
         self._closing = False
         self._ended = False
-        """The thread takes no further job."""
+        """The thread takes no further call."""
 
-    def put(self, job: _QueuedCall | None) -> bool:
-        """Queue a job; False if the thread has ended. None asks the thread to end."""
+    def put(self, queued: _QueuedCall | None) -> bool:
+        """Queue a call; False if the thread has ended. None asks the thread to end."""
         with self._lock:
             if not self._ended:
-                self._queue.append(job)
+                self._queue.append(queued)
                 self._filled.ring()
             return not self._ended
 
     def get(self) -> _QueuedCall | None:
-        """The next job, or None at the end. On the thread."""
+        """The next call, or None at the end. On the thread."""
         while not (self._closing and self._end()):
             if not self._queue:
                 self._filled.wait(LOOK_S)
                 self._closing = self._closing or not threading.main_thread().is_alive()
-            elif (job := self._queue.popleft()) is not None:
-                return job
+            elif (queued := self._queue.popleft()) is not None:
+                return queued
             else:
                 self._closing = True
         return None
@@ -90,7 +90,7 @@ class _CallQueue:
 
 
 class Worker:
-    """A queue of jobs on one thread. The first error stops everything: every wait raises it.
+    """A queue of calls on one thread. The first error stops everything: every wait raises it.
 
     The queues are short by construction. A step submits one update (with overlap="backward" one per unit) and at most
     one commit. Before that it waits for the previous update of every unit. A commit begins when the one before has
@@ -99,19 +99,19 @@ class Worker:
 
     def __init__(self, errors: FirstError, name: str = "zero_offload-update") -> None:
         self._errors = errors
-        self._jobs = _CallQueue()
+        self._calls = _CallQueue()
         self._unfinished: list[_QueuedCall] = []
-        self._end = _QueuedCall(partial(_work, self._jobs))
+        self._end = _QueuedCall(partial(_work, self._calls))
         self._thread = threading.Thread(target=self._end.run, name=name)
         start(self._thread)
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, call: Callable[[], None]) -> None:
         self._errors.check_work()
         self._unfinished = [each for each in self._unfinished if not each.done]
-        job = _QueuedCall(partial(self._run, call))
-        if self._jobs.put(job):
-            self._unfinished.append(job)
+        queued = _QueuedCall(partial(self._run, call))
+        if self._calls.put(queued):
+            self._unfinished.append(queued)
         else:
             # The interpreter is shutting down.
             self._run(call)
@@ -127,25 +127,25 @@ class Worker:
     @property
     def busy(self) -> bool:
         """True if `drain` would wait."""
-        return not all(job.done for job in self._unfinished)
+        return not all(queued.done for queued in self._unfinished)
 
     def drain(self) -> None:
         """Wait until everything submitted is complete. Raises the first error."""
-        for job in self._unfinished:
-            job.wait()
+        for queued in self._unfinished:
+            queued.wait()
         self._unfinished = [each for each in self._unfinished if not each.done]
         self._errors.check()
 
     def shutdown(self) -> None:
         """Let the thread finish what was submitted, and end; a Ctrl-C meanwhile is raised when it has."""
-        self._jobs.put(None)
+        self._calls.put(None)
         # Not by `join` alone: after a Ctrl-C in it Python 3.11 takes a running thread for an ended one.
         through_interrupts(self._end.wait)
         self._thread.join()
 
 
-def _work(jobs: _CallQueue) -> None:
+def _work(calls: _CallQueue) -> None:
     """Holds the queue alone while it waits, so that a `Worker` can be dropped."""
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job
+    while (queued := calls.get()) is not None:
+        queued.run()
+        del queued

@@ -40,12 +40,12 @@ from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 
 ExpertFn = Callable[[Mapping[str, Tensor], Sequence[Tensor], Tensor, Tensor], Tensor]
 """one(values, more, hidden, weights) -> (n, width): an expert's part of the output for rows (n, width), each times its
-weight, (n, 1). `values` by name, each of shape (1, ...); `more` are the expert's entries of the call's `stacks`."""
+weight, (n, 1). `values` by name, each of shape (1, ...); `more` are the expert's entries of the run's `stacks`."""
 
 
 @dataclass
 class _ExpertsForward:
-    """One forward through a unit's experts."""
+    """One forward through a unit's experts: a run."""
 
     runtime: object
     """Held only: backward may come after the model is dropped."""
@@ -135,25 +135,25 @@ class _ExpertsForward:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, call: _ExpertsForward, output: Tensor, num_inputs: int, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, run: _ExpertsForward, output: Tensor, num_inputs: int, *inputs: Tensor) -> Tensor:
         """Of `inputs` those behind the first `num_inputs` are the trained parameters, at rest."""
         ctx.mark_dirty(output)
         ctx.save_for_backward(*inputs[:num_inputs])
-        ctx.num_inputs, ctx.names = num_inputs, list(call.trained)
-        # The call has this node: a cycle would keep a dropped model until garbage collection.
-        ctx.call = weakref.ref(call)
-        call.begin = ctx
+        ctx.num_inputs, ctx.names = num_inputs, list(run.trained)
+        # The run has this node: a cycle would keep a dropped model until garbage collection.
+        ctx.run = weakref.ref(run)
+        run.begin = ctx
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        call = ctx.call()
-        if call is None or call.inputs is None:  # it had nothing to compute
+        run = ctx.run()
+        if run is None or run.inputs is None:  # it had nothing to compute
             return (None,) * (3 + ctx.num_inputs + len(ctx.names))
-        of_inputs = call.add_zeros()
-        call.inputs, call.values = None, {}
-        grads, call.grads = call.grads, {}
+        of_inputs = run.add_zeros()
+        run.inputs, run.values = None, {}
+        grads, run.grads = run.grads, {}
         found = (grads[name].finish() if name in grads else None for name in ctx.names)
         return (None, None, None, *of_inputs, *found)
 
@@ -161,19 +161,19 @@ class _Begin(Function):
 class _Expert(Function):
     @staticmethod
     def forward(
-        ctx: Any, call: _ExpertsForward, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *more: Tensor
+        ctx: Any, run: _ExpertsForward, expert: int, output: Tensor, hidden: Tensor, weights: Tensor, *more: Tensor
     ) -> Tensor:
         ctx.mark_dirty(output)
-        ctx.call, ctx.expert = call, expert
-        call.add(expert, output, hidden, weights, more)
+        ctx.run, ctx.expert = run, expert
+        run.add(expert, output, hidden, weights, more)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        call, expert = ctx.call, ctx.expert
-        assert call.inputs is not None
-        hidden, weights, *stacks = call.inputs
+        run, expert = ctx.run, ctx.expert
+        assert run.inputs is not None
+        hidden, weights, *stacks = run.inputs
         inputs = [
             each.detach().requires_grad_(needed)
             for each, needed in zip(
@@ -181,36 +181,36 @@ class _Expert(Function):
             )
         ]
         values = {
-            name: value.detach().requires_grad_(name in call.wanted) for name, value in call.values_of(expert).items()
+            name: value.detach().requires_grad_(name in run.wanted) for name, value in run.values_of(expert).items()
         }
         with saved_tensors_hooks(*KEPT_AS_IT_IS), torch.enable_grad(), contextlib.ExitStack() as contexts:
-            for autocast in call.autocasts:
+            for autocast in run.autocasts:
                 contexts.enter_context(torch.autocast(*autocast))
-            added = call.compute(expert, values, *inputs[:2], inputs[2:])
+            added = run.compute(expert, values, *inputs[:2], inputs[2:])
         wanted = [each for each in (*inputs, *values.values()) if each.requires_grad]
-        found = iter(torch.autograd.grad(added, wanted, grad.index_select(0, call.rows[expert][0])))
-        call.experts.advance(call)
+        found = iter(torch.autograd.grad(added, wanted, grad.index_select(0, run.rows[expert][0])))
+        run.experts.advance(run)
         of_inputs = [next(found) if each.requires_grad else None for each in inputs]
         for name in values:
-            if name in call.wanted:
-                call.add_grad(name, expert, next(found))
+            if name in run.wanted:
+                run.add_grad(name, expert, next(found))
         return None, None, grad, *of_inputs
 
 
 class _GroupBoundary(Function):
     @staticmethod
-    def forward(ctx: Any, call: _ExpertsForward, index: int, output: Tensor) -> Tensor:
+    def forward(ctx: Any, run: _ExpertsForward, index: int, output: Tensor) -> Tensor:
         ctx.mark_dirty(output)
-        ctx.call, ctx.index = call, index
+        ctx.run, ctx.index = run, index
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        call = ctx.call
-        if ctx.index == len(call.spans) - 1:
-            call.begin_backward()
-        call.fetch(ctx.index, in_backward=True)
+        run = ctx.run
+        if ctx.index == len(run.spans) - 1:
+            run.begin_backward()
+        run.fetch(ctx.index, in_backward=True)
         return None, None, grad
 
 
@@ -258,34 +258,34 @@ class GroupedExperts:
         kinds = {"cpu", hidden.device.type}
         autocasts = tuple(Autocast.of(kind) for kind in sorted(kinds)) if has_graph else ()
         in_groups = len(spans) == experts.num_groups
-        call = _ExpertsForward(runtime, self, unit, expert_fn, rows, spans, in_groups, autocasts, trained)
+        run = _ExpertsForward(runtime, self, unit, expert_fn, rows, spans, in_groups, autocasts, trained)
         kept = kept_result() if has_graph else None
         if kept is not None:
-            output, call.spans = kept.detach(), []
+            output, run.spans = kept.detach(), []
         if has_graph:
-            output = _Begin.apply(call, output, len(inputs), *inputs, *trained.values())  # type: ignore[no-untyped-call]
-        for number, span in enumerate(call.spans):
-            call.fetch(number, in_backward=False)
+            output = _Begin.apply(run, output, len(inputs), *inputs, *trained.values())  # type: ignore[no-untyped-call]
+        for number, span in enumerate(run.spans):
+            run.fetch(number, in_backward=False)
             for expert in span:
                 if expert not in rows:
                     continue
                 if has_graph:
-                    output = _Expert.apply(call, expert, output, hidden, weights, *entries[expert])  # type: ignore[no-untyped-call]
+                    output = _Expert.apply(run, expert, output, hidden, weights, *entries[expert])  # type: ignore[no-untyped-call]
                 else:
-                    call.add(expert, output, hidden, weights, entries[expert])
-                self.advance(call)
+                    run.add(expert, output, hidden, weights, entries[expert])
+                self.advance(run)
             if has_graph:
-                output = _GroupBoundary.apply(call, number, output)  # type: ignore[no-untyped-call]
-        call.values = {}
+                output = _GroupBoundary.apply(run, number, output)  # type: ignore[no-untyped-call]
+        run.values = {}
         if has_graph and kept is None:
             keep_result(output)
         return output
 
     def fetch(
-        self, call: _ExpertsForward, span: range, following: range | None, *, in_backward: bool
+        self, run: _ExpertsForward, span: range, following: range | None, *, in_backward: bool
     ) -> dict[str, Tensor]:
         """The values of these experts, when they are here."""
-        unit = call.unit
+        unit = run.unit
         if in_backward:
             self._tracker.note_node()
         if is_here(unit):
@@ -294,13 +294,13 @@ class GroupedExperts:
             unit.wait_for_update()
         self.num_fetches += 1
         then = None if following is None else ExpertGroup(unit, following)
-        return self._reader.values(ExpertGroup(unit, span), then, in_backward=in_backward, keeps_order=call.in_groups)
+        return self._reader.values(ExpertGroup(unit, span), then, in_backward=in_backward, keeps_order=run.in_groups)
 
-    def advance(self, call: _ExpertsForward) -> None:
-        """An expert of this call is computed. Raises ZeroOffloadError where its values were overwritten meanwhile."""
-        if call.num_fetches != self.num_fetches and not is_here(call.unit):
+    def advance(self, run: _ExpertsForward) -> None:
+        """An expert of this run is computed. Raises ZeroOffloadError where its values were overwritten meanwhile."""
+        if run.num_fetches != self.num_fetches and not is_here(run.unit):
             raise ZeroOffloadError(
-                f"another forward or backward of this model ran while an expert of {call.unit.name} was computed, and "
+                f"another forward or backward of this model ran while an expert of {run.unit.name} was computed, and "
                 "took the memory of its values. Run it when this pass is over, not in a hook inside of an expert"
             )
         self._reader.advance()

@@ -108,25 +108,25 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         run_dir = RunDir(config.out)
         with run_dir.held() if ranks.is_first else nullcontext() as place:
             before = {} if existing is Existing.DISCARD else earlier_identity(run_dir) or {}
-            job, identity, about = _set_up(config, corpus, ranks, existing)
+            context, identity, about = _set_up(config, corpus, ranks, existing)
             progress.note("\n".join(PlanTable.from_dict(about["planned"]).lines("plan")))
-            with closed_on_error(job.model):
-                progress.note(_schedule_text(job))
-                _resume(job, progress, before)
+            with closed_on_error(context.model):
+                progress.note(_schedule_text(context))
+                _resume(context, progress, before)
                 log = zo.RunLog(
                     place or config.out,
-                    job.model,
+                    context.model,
                     settings=identity,
-                    tokens_per_step=job.tokens_per_step,
+                    tokens_per_step=context.tokens_per_step,
                     micro_batches=config.accumulate,
                     about=about,
                     warn=progress.note,
                 )
                 # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
                 with log, requested_stop() as stop:
-                    with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
-                        last_step, val_loss = _train_steps(job, log, stop, trace, progress)
-                    return _finish(job, last_step, val_loss, stop, progress)
+                    with StepTrace(context.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
+                        last_step, val_loss = _train_steps(context, log, stop, trace, progress)
+                    return _finish(context, last_step, val_loss, stop, progress)
 
 
 def _set_up(
@@ -162,7 +162,7 @@ def _set_up(
     optimizer = zo.AdamW(groups, lr=config.lr, betas=_BETAS, eps=1e-8)
     scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
     scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
-    job = _PretrainContext(config, corpus, ranks, model, optimizer, scheduler, scaler)
+    context = _PretrainContext(config, corpus, ranks, model, optimizer, scheduler, scaler)
     about = {
         "gpt": asdict(gpt),
         "unigram_nats": corpus.unigram_nats,
@@ -170,7 +170,7 @@ def _set_up(
         "baseline_rss_bytes": baseline_bytes,
         "planned": _planned(config, model, ranks, baseline_bytes).to_dict(),
     }
-    return job, identity, about
+    return context, identity, about
 
 
 def _told_by_text(out: Path, corpus: Corpus) -> tuple[str, ...]:
@@ -191,14 +191,14 @@ def _check_model(out: Path, existing: Existing, gpt: GPTConfig) -> None:
         )
 
 
-def _schedule_text(job: _PretrainContext) -> str:
+def _schedule_text(context: _PretrainContext) -> str:
     """How long the run is, and at which rates it learns."""
-    config = job.config
+    config = context.config
     highest_at = min(max(config.warmup, 1), config.steps)
     first, highest, last = (
         config.lr * _lr_factor(step - 1, config.warmup, config.steps) for step in (1, highest_at, config.steps)
     )
-    text = f"{config.steps:,} step{'s'[: config.steps != 1]} of {job.tokens_per_step:,} tokens; "
+    text = f"{config.steps:,} step{'s'[: config.steps != 1]} of {context.tokens_per_step:,} tokens; "
     text += f"learning rate {first:g} at step 1, {highest:g} at step {highest_at:,}, {last:g} at the last"
     warnings = [*rate_warnings(config.lr, TrainConfig.lr)]
     if config.warmup > config.steps:
@@ -224,159 +224,162 @@ def _planned(config: TrainConfig, model: GPT, ranks: Ranks, program_bytes: int) 
     return replace(request, program_bytes=program_bytes).table(memory)
 
 
-def _resume(job: _PretrainContext, progress: Progress, before: Mapping[str, Any]) -> None:
+def _resume(context: _PretrainContext, progress: Progress, before: Mapping[str, Any]) -> None:
     """Restore the generation found, of a run that was `before`."""
-    resumed = zo.resume(job.model, job.optimizer, job.scaler)
+    resumed = zo.resume(context.model, context.optimizer, context.scaler)
     if resumed is None:
         return
     if "scheduler" not in (resumed.extra or {}):
         raise CheckpointError(
-            f"the generation of step {resumed.step} in {job.config.offload.nvme_dirs[0]} was not "
+            f"the generation of step {resumed.step} in {context.config.offload.nvme_dirs[0]} was not "
             "committed by this recipe; start over with --discard, or name another --nvme directory"
         )
-    step, last_step = int(resumed.extra["step"]), job.config.steps
+    step, last_step = int(resumed.extra["step"]), context.config.steps
     check_last_step(step, last_step)
-    _restore_schedule(job, resumed.extra["scheduler"])
-    where = ", ".join(map(str, job.config.offload.nvme_dirs))
+    _restore_schedule(context, resumed.extra["scheduler"])
+    where = ", ".join(map(str, context.config.offload.nvme_dirs))
     progress.note(
         f"resuming from step {step} (generation {resumed.number}, committed {resumed.committed_at}, in {where})"
     )
     for name in ("lr", "clip"):
-        if (value := getattr(job.config, name)) != (former := before.get(name, value)):
+        if (value := getattr(context.config, name)) != (former := before.get(name, value)):
             progress.note(f"the run had {name}={former:g} and now has {value:g}")
     if (last_before := before.get("steps", last_step)) != last_step:
         progress.note(
             f"the run was to end at step {last_before} and now ends at {last_step}, as does its learning rate"
         )
-    if (num_ranks_before := before.get("ranks", job.ranks.size)) != job.ranks.size:
+    if (num_ranks_before := before.get("ranks", context.ranks.size)) != context.ranks.size:
         progress.note(
-            f"the run had {num_ranks_before} ranks and now has {job.ranks.size}: its files were cut anew, and a step "
-            f"reads {job.tokens_per_step} tokens from here on"
+            f"the run had {num_ranks_before} ranks and now has {context.ranks.size}: its files were cut anew, and a "
+            f"step reads {context.tokens_per_step} tokens from here on"
         )
 
 
-def _restore_schedule(job: _PretrainContext, state: dict[str, Any]) -> None:
+def _restore_schedule(context: _PretrainContext, state: dict[str, Any]) -> None:
     """Go on at that step of this run's curve, which may have another height or last step than the state's had."""
-    scheduler = job.scheduler
-    scheduler.load_state_dict(state | {"base_lrs": [job.config.lr] * len(job.optimizer.param_groups)})
-    for group, base, factor in zip(job.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+    scheduler = context.scheduler
+    scheduler.load_state_dict(state | {"base_lrs": [context.config.lr] * len(context.optimizer.param_groups)})
+    for group, base, factor in zip(
+        context.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def _train_steps(
-    job: _PretrainContext, log: zo.RunLog, stop: StopRequest, trace: StepTrace, progress: Progress
+    context: _PretrainContext, log: zo.RunLog, stop: StopRequest, trace: StepTrace, progress: Progress
 ) -> tuple[int, float | None]:
     """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
     non_finite_steps = 0
     step, val_loss = log.committed_step, None
-    while step < job.config.steps and not job.ranks.any(stop.requested):
+    while step < context.config.steps and not context.ranks.any(stop.requested):
         step += 1
         trace.begin_step()
-        figures = _train_step(job, step)
+        figures = _train_step(context, step)
         log.measure()  # a step's time holds its predecessor's commit, and no validation
-        is_measured = step % job.config.eval_every == 0 or step == job.config.steps
-        val_loss = _validation_loss(job) if is_measured else None
+        is_measured = step % context.config.eval_every == 0 or step == context.config.steps
+        val_loss = _validation_loss(context) if is_measured else None
         try:
             row = log.step(step, **figures, val_loss=val_loss)
         except ZeroOffloadError:
             if step == log.committed_step + 1:
                 # `zo.close` makes it a generation, as nothing has said yet that this run completes its records:
                 # without this one a resume would refuse it.
-                _commit(job, step)
+                _commit(context, step)
             raise
-        _commit(job, step)
+        _commit(context, step)
         trace.end_step()
         progress.step(row)
         if val_loss is not None and not math.isfinite(val_loss):
             raise NonFiniteError(
-                f"the validation loss at step {step} is {val_loss}; go on with a smaller --lr (now {job.config.lr:g}) "
-                "from an earlier --generation, or begin anew with --precision fp32 and another --out"
+                f"the validation loss at step {step} is {val_loss}; go on with a smaller --lr "
+                f"(now {context.config.lr:g}) from an earlier --generation, "
+                "or begin anew with --precision fp32 and another --out"
             )
         if math.isfinite(figures["grad_norm"]):
             non_finite_steps = 0
-        elif job.scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale
+        elif context.scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale
             non_finite_steps += 1
         if non_finite_steps == _NON_FINITE_STEPS_MAX:
             raise NonFiniteError(
                 f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
                 "none of them changed the parameters, and a warning at the first skipped step names gradients. "
-                f"Go on with a smaller --lr (now {job.config.lr:g}), which may change from start to start, or begin "
-                "anew with --precision fp32 and another --out"
+                f"Go on with a smaller --lr (now {context.config.lr:g}), which may change from start to start, or "
+                "begin anew with --precision fp32 and another --out"
             )
     progress.close()
     return step, val_loss
 
 
-def _train_step(job: _PretrainContext, step: int) -> Row:
+def _train_step(context: _PretrainContext, step: int) -> Row:
     """Forward, backward and update on this step's micro-batches; numbers are means over ranks."""
-    losses = _micro_batches(job, step)
-    lr = job.optimizer.param_groups[0]["lr"]
-    job.scaler.unscale_(job.optimizer)
-    grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
-    job.scaler.step(job.optimizer)
-    job.scaler.update()
+    losses = _micro_batches(context, step)
+    lr = context.optimizer.param_groups[0]["lr"]
+    context.scaler.unscale_(context.optimizer)
+    grad_norm = zo.clip_grad_norm_(context.model, context.config.clip)
+    context.scaler.step(context.optimizer)
+    context.scaler.update()
     if math.isfinite(grad_norm):  # a step that was skipped uses up nothing of the schedule
-        job.scheduler.step()
-    job.optimizer.zero_grad()
+        context.scheduler.step()
+    context.optimizer.zero_grad()
     return {
-        "loss": job.ranks.mean(sum(losses) / len(losses)),
+        "loss": context.ranks.mean(sum(losses) / len(losses)),
         "lr": lr,
         "grad_norm": float(grad_norm),
-        "loss_scale": job.scaler.get_scale(),
+        "loss_scale": context.scaler.get_scale(),
     }
 
 
-def _micro_batches(job: _PretrainContext, step: int) -> list[float]:
+def _micro_batches(context: _PretrainContext, step: int) -> list[float]:
     """Forward and backward of this step's micro-batches; their losses."""
-    losses = [host_empty(0, torch.float32)] * job.config.accumulate
+    losses = [host_empty(0, torch.float32)] * context.config.accumulate
 
     def loss_of(model: torch.nn.Module, micro: int) -> torch.Tensor:
-        batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
-        loss = next_token_loss(model(batch.inputs.to(job.device)), batch.targets.to(job.device))
+        batch = train_batch(context.corpus, context.shape, step, context.ranks.rank, micro)
+        loss = next_token_loss(model(batch.inputs.to(context.device)), batch.targets.to(context.device))
         losses[micro] = loss.detach()
-        return job.scaler.scale(loss / job.config.accumulate)
+        return context.scaler.scale(loss / context.config.accumulate)
 
-    if job.config.gpt().recompute is RecomputeMode.BLOCK:
-        zo.accumulate(job.model, range(job.config.accumulate), loss_of)
+    if context.config.gpt().recompute is RecomputeMode.BLOCK:
+        zo.accumulate(context.model, range(context.config.accumulate), loss_of)
     else:  # one micro-batch's activations at a time
-        for micro in range(job.config.accumulate):
-            loss_of(job.model, micro).backward()
+        for micro in range(context.config.accumulate):
+            loss_of(context.model, micro).backward()
     return [loss.item() for loss in losses]
 
 
-def _commit(job: _PretrainContext, step: int) -> None:
+def _commit(context: _PretrainContext, step: int) -> None:
     # The data position is the step: a batch is a function of (seed, step, rank, micro-batch).
-    zo.commit(job.model, job.optimizer, extra={"step": step, "scheduler": job.scheduler.state_dict()})
+    zo.commit(context.model, context.optimizer, extra={"step": step, "scheduler": context.scheduler.state_dict()})
 
 
 @torch.no_grad()
-def _validation_loss(job: _PretrainContext) -> float:
+def _validation_loss(context: _PretrainContext) -> float:
     """Mean loss over a fixed set of validation batches, dealt to the ranks."""
-    job.model.eval()
+    context.model.eval()
     losses = []
-    for index in range(job.config.eval_batches):
-        batch = validation_batch(job.corpus, job.shape, index * job.ranks.size + job.ranks.rank)
-        logits = job.model(batch.inputs.to(job.device))
-        losses.append(next_token_loss(logits, batch.targets.to(job.device)).item())
-    job.model.train()
-    return job.ranks.mean(sum(losses) / len(losses))
+    for index in range(context.config.eval_batches):
+        batch = validation_batch(context.corpus, context.shape, index * context.ranks.size + context.ranks.rank)
+        logits = context.model(batch.inputs.to(context.device))
+        losses.append(next_token_loss(logits, batch.targets.to(context.device)).item())
+    context.model.train()
+    return context.ranks.mean(sum(losses) / len(losses))
 
 
 def _finish(
-    job: _PretrainContext, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress
+    context: _PretrainContext, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress
 ) -> TrainResult:
-    config, unigram_nats = job.config, job.corpus.unigram_nats
+    config, unigram_nats = context.config, context.corpus.unigram_nats
     # A sample of a large model takes as many forwards as it has bytes: a run that is asked to stop does not write it.
-    if job.ranks.any(stop.requested) or last_step < config.steps:
-        zo.close(job.model)
+    if context.ranks.any(stop.requested) or last_step < config.steps:
+        zo.close(context.model)
         progress.note(f"stopped after step {last_step}; {_what_goes_on(config, last_step)}")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
-    loss = _validation_loss(job) if val_loss is None else val_loss  # a run found finished has it to measure
-    job.model.eval()
-    text = generate(job.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
+    loss = _validation_loss(context) if val_loss is None else val_loss  # a run found finished has it to measure
+    context.model.eval()
+    text = generate(context.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
     sample = printable(text.decode("utf-8", errors="replace"))
-    zo.close(job.model)
-    if job.ranks.is_first:
+    zo.close(context.model)
+    if context.ranks.is_first:
         RunDir(config.out).write(SAMPLE_FILE, sample)
     progress.note(f"validation loss {loss:.4f} nats per byte; unigram entropy {unigram_nats:.4f}")
     progress.note(f"a sample of what the model writes:\n{sample}")

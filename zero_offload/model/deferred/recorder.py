@@ -465,8 +465,8 @@ class Tracer:
     def __init__(self, *, skips_values: bool) -> None:
         """`skips_values`: faces have no values, and what fills them is not run."""
         self.skips_values = skips_values
-        self._slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Storage, real or meta -> slot."""
+        self._recorded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Storage, real or meta -> the recorded one."""
         self._kept: dict[_RecordedStorage, torch.UntypedStorage] = {}
         """Real values of faces, the last used last."""
         self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
@@ -476,152 +476,151 @@ class Tracer:
     # Faces
 
     def is_face(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and self._slot(tensor) is not None
+        return tensor.is_meta and self._record_of(tensor) is not None
 
     def face(self, tensor: Tensor) -> Tensor:
         """A meta tensor in the place of `tensor`, a real one; its values are what they are now."""
-        slot = self._slot(tensor) or self._follow(tensor)
-        slot.unknown |= self.skips_values
-        storage = slot.face() if slot.face is not None else None
+        record = self._record_of(tensor) or self._follow(tensor)
+        record.unknown |= self.skips_values
+        storage = record.face() if record.face is not None else None
         if storage is None:
-            storage = torch.empty(slot.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-            slot.face = weakref.ref(storage)
-            self._slots[storage] = slot
-        return Ref.of(tensor, slot.key).on(storage)
+            storage = torch.empty(record.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+            record.face = weakref.ref(storage)
+            self._recorded[storage] = record
+        return Ref.of(tensor, record.key).on(storage)
 
     def values(self, face: Tensor) -> Tensor:
         """The values of a face, which are in memory as long as the result."""
-        slot = self._slots[face.untyped_storage()]
-        return Ref.of(face, slot.key).on(self._storage(slot))
+        record = self._recorded[face.untyped_storage()]
+        return Ref.of(face, record.key).on(self._storage(record))
 
     def is_unknown(self, tensor: Tensor) -> bool:
-        slot = self._slot(tensor)
-        return slot is not None and slot.unknown
+        record = self._record_of(tensor)
+        return record is not None and record.unknown
 
     def untrack(self, tensor: Tensor) -> None:
         """Stop following a real tensor, which may change where no operation is seen: its values are what they are."""
         if has_storage(tensor) and not tensor.is_meta:
-            self._slots.pop(tensor.untyped_storage(), None)
+            self._recorded.pop(tensor.untyped_storage(), None)
 
     def recipe(self, face: Tensor) -> RecordedRecipe:
         """How the values of a face are made, as far as the program has come."""
-        slot = self._slots[face.untyped_storage()]
-        is_known = not slot.unknown or (slot.can_be_made and not slot.value.is_blank)
-        made = slot.value if is_known else None
-        return RecordedRecipe(made, Ref.of(face, slot.key), is_skipped=slot.unknown)
+        record = self._recorded[face.untyped_storage()]
+        is_known = not record.unknown or (record.can_be_made and not record.value.is_blank)
+        made = record.value if is_known else None
+        return RecordedRecipe(made, Ref.of(face, record.key), is_skipped=record.unknown)
 
-    def _slot(self, tensor: Tensor) -> _RecordedStorage | None:
-        slot: _RecordedStorage | None = self._slots.get(tensor.untyped_storage()) if has_storage(tensor) else None
-        return slot
+    def _record_of(self, tensor: Tensor) -> _RecordedStorage | None:
+        record: _RecordedStorage | None = self._recorded.get(tensor.untyped_storage()) if has_storage(tensor) else None
+        return record
 
     def _follow(self, tensor: Tensor) -> _RecordedStorage:
         """Begin with a storage whose values were made elsewhere: they are copied."""
         storage = tensor.untyped_storage()
         key = next(self._keys)
-        slot = _RecordedStorage(key, storage.nbytes(), Value(key, data=storage.clone()), weakref.ref(storage))
-        self._slots[storage] = slot
-        return slot
+        record = _RecordedStorage(key, storage.nbytes(), Value(key, data=storage.clone()), weakref.ref(storage))
+        self._recorded[storage] = record
+        return record
 
     # Operations
 
-    def run(self, call: DispatchedOp) -> Any:
+    def run(self, op: DispatchedOp) -> Any:
         """Do an operation, and note it."""
-        faces = [tensor for tensor in call.tensors if self.is_face(tensor)]
-        if call.only_renames:
-            return call.run()
-        if faces and len(faces) < sum(tensor.is_meta for tensor in call.tensors):
+        faces = [tensor for tensor in op.tensors if self.is_face(tensor)]
+        if op.only_renames:
+            return op.run()
+        if faces and len(faces) < sum(tensor.is_meta for tensor in op.tensors):
             raise ConfigError(
-                f"{call.name} inside zo.deferred_init mixes a parameter and a tensor on meta without values"
+                f"{op.name} inside zo.deferred_init mixes a parameter and a tensor on meta without values"
             )
-        if faces and call.moves_storage:
-            return self._move(call)
-        filled = call.filled()
-        if faces and call.written and all(t.is_meta and self.is_unknown(t) for t in call.written):
-            self._defer(call, filled)
-            return call.targets
-        is_unknown = any(self.is_unknown(t) for t in call.tensors if all(t is not f for f in filled))
-        if is_unknown and not call.gives_tensors:
+        if faces and op.moves_storage:
+            return self._move(op)
+        filled = op.filled()
+        if faces and op.written and all(t.is_meta and self.is_unknown(t) for t in op.written):
+            self._defer(op, filled)
+            return op.targets
+        is_unknown = any(self.is_unknown(t) for t in op.tensors if all(t is not f for f in filled))
+        if is_unknown and not op.gives_tensors:
             raise ConfigError(
-                f"{call.name} reads values of a parameter, which zo.deferred_init(values='skip') leaves out; "
+                f"{op.name} reads values of a parameter, which zo.deferred_init(values='skip') leaves out; "
                 "use zo.deferred_init()"
             )
-        for tensor in call.written:
-            if _is_followed(tensor) and self._slot(tensor) is None:
+        for tensor in op.written:
+            if _is_followed(tensor) and self._record_of(tensor) is None:
                 self._follow(tensor)
-        node = self._node(call, filled) if call.gives_tensors or call.written else None
+        node = self._node(op, filled) if op.gives_tensors or op.written else None
         reals = self._reals(faces, filled)
-        results = call.run(reals)
+        results = op.run(reals)
         if node is not None:
-            self._note(node, call, filled, results, is_unknown=is_unknown)
-        return self._with_faces(call, faces, reals, results)
+            self._note(node, op, filled, results, is_unknown=is_unknown)
+        return self._with_faces(op, faces, reals, results)
 
-    def _defer(self, call: DispatchedOp, filled: Sequence[Tensor]) -> None:
+    def _defer(self, op: DispatchedOp, filled: Sequence[Tensor]) -> None:
         """Note what would fill unknown values, without doing it: a parameter may turn out to be in no file.
 
         The program's generator stays as it is. Numbers are drawn from one of each operation's own, seeded by both.
         """
-        if filled and len(call.tensors) == 1:
-            node, slot = self._node(call, filled), self._slots[filled[0].untyped_storage()]
+        if filled and len(op.tensors) == 1:
+            node, record = self._node(op, filled), self._recorded[filled[0].untyped_storage()]
             if node.generator_state is not None:
                 seed = hash((torch.initial_seed(), node.order)) % (1 << 63)
                 node = replace(node, generator_state=torch.Generator("cpu").manual_seed(seed).get_state())
-            slot.value, slot.can_be_made = Value(slot.key, node), True
+            record.value, record.can_be_made = Value(record.key, node), True
             return
-        for tensor in call.written:
-            self._slots[tensor.untyped_storage()].can_be_made = False
+        for tensor in op.written:
+            self._recorded[tensor.untyped_storage()].can_be_made = False
 
-    def _move(self, call: DispatchedOp) -> Any:
+    def _move(self, op: DispatchedOp) -> Any:
         """A face becomes a face of another storage."""
-        target, *sources = call.tensors
-        if call.func is not torch.ops.aten.set_.source_Tensor or not self.is_face(target):
-            raise ConfigError(f"{call.name} of a parameter inside zo.deferred_init: give it its size when it is made")
+        target, *sources = op.tensors
+        if op.func is not torch.ops.aten.set_.source_Tensor or not self.is_face(target):
+            raise ConfigError(f"{op.name} of a parameter inside zo.deferred_init: give it its size when it is made")
         source = sources[0] if self.is_face(sources[0]) else self.face(sources[0])
-        return call.func(target, source)
+        return op.func(target, source)
 
-    def _node(self, call: DispatchedOp, filled: Sequence[Tensor]) -> Node:
+    def _node(self, op: DispatchedOp, filled: Sequence[Tensor]) -> Node:
         reads = []
-        unread = {id(self._slot(tensor)) for tensor in filled}
+        unread = {id(self._record_of(tensor)) for tensor in filled}
 
         def noted(leaf: Any) -> Any:
             if isinstance(leaf, torch.Generator):
                 return OwnGenerator()
             if not isinstance(leaf, Tensor) or leaf.is_meta and not self.is_face(leaf):
                 return leaf
-            slot = self._slot(leaf)
-            if slot is None:
+            record = self._record_of(leaf)
+            if record is None:
                 return leaf.detach().clone()
-            if id(slot) not in unread:
-                reads.append(slot.value)
-            return Ref.of(leaf, slot.key)
+            if id(record) not in unread:
+                reads.append(record.value)
+            return Ref.of(leaf, record.key)
 
-        args, kwargs = tree_map(noted, call.args), tree_map(noted, call.kwargs)
+        args, kwargs = tree_map(noted, op.args), tree_map(noted, op.kwargs)
         dtype = torch.get_default_dtype()
-        return Node(next(self._orders), call.func, args, kwargs, call.generator_state(), dtype, tuple(reads), [])
+        return Node(next(self._orders), op.func, args, kwargs, op.generator_state(), dtype, tuple(reads), [])
 
-    def _note(
-        self, node: Node, call: DispatchedOp, filled: Sequence[Tensor], results: Any, *, is_unknown: bool
-    ) -> None:
-        refilled = {id(self._slot(tensor)) for tensor in filled}
-        for tensor in call.written:
-            slot = self._slot(tensor)
-            if slot is not None:
-                slot.value = Value(slot.key, node)
-                slot.unknown = is_unknown or (slot.unknown and id(slot) not in refilled)
-                slot.can_be_made = not slot.unknown
+    def _note(self, node: Node, op: DispatchedOp, filled: Sequence[Tensor], results: Any, *, is_unknown: bool) -> None:
+        refilled = {id(self._record_of(tensor)) for tensor in filled}
+        for tensor in op.written:
+            record = self._record_of(tensor)
+            if record is not None:
+                record.value = Value(record.key, node)
+                record.unknown = is_unknown or (record.unknown and id(record) not in refilled)
+                record.can_be_made = not record.unknown
         # A copy in another dtype is the same parameter still; what is computed from one needs its true values.
         can_be_made = not is_unknown or (
-            call.only_casts and all(slot.can_be_made for slot in map(self._slot, call.tensors) if slot is not None)
+            op.only_casts
+            and all(record.can_be_made for record in map(self._record_of, op.tensors) if record is not None)
         )
-        of_inputs = {t.untyped_storage()._cdata for t in call.tensors if has_storage(t)}
+        of_inputs = {t.untyped_storage()._cdata for t in op.tensors if has_storage(t)}
         for index, leaf in enumerate(tree_leaves(results)):
-            if not isinstance(leaf, Tensor) or not _is_followed(leaf) or self._slot(leaf) is not None:
+            if not isinstance(leaf, Tensor) or not _is_followed(leaf) or self._record_of(leaf) is not None:
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata not in of_inputs:
                 self._trimmer.freed(storage.nbytes())
                 key = next(self._keys)
                 node.makes.append((index, key))
-                self._slots[storage] = _RecordedStorage(
+                self._recorded[storage] = _RecordedStorage(
                     key, storage.nbytes(), Value(key, node), weakref.ref(storage), None, is_unknown, can_be_made
                 )
 
@@ -629,51 +628,51 @@ class Tracer:
 
     def _reals(self, faces: Sequence[Tensor], filled: Sequence[Tensor]) -> dict[int, Tensor]:
         """Real tensors for faces, by id."""
-        slots = {id(face): self._slots[face.untyped_storage()] for face in faces}
-        self._make_room(set(slots.values()))
-        blank = {id(slots[id(tensor)]) for tensor in filled if id(tensor) in slots}
+        recorded = {id(face): self._recorded[face.untyped_storage()] for face in faces}
+        self._make_room(set(recorded.values()))
+        blank = {id(recorded[id(tensor)]) for tensor in filled if id(tensor) in recorded}
         reals = {}
         for face in faces:
-            slot = slots[id(face)]
-            storage = self._storage(slot, is_filled=id(slot) in blank)
-            self._kept.pop(slot, None)
-            self._kept[slot] = storage
-            reals[id(face)] = Ref.of(face, slot.key).on(storage)
+            record = recorded[id(face)]
+            storage = self._storage(record, is_filled=id(record) in blank)
+            self._kept.pop(record, None)
+            self._kept[record] = storage
+            reals[id(face)] = Ref.of(face, record.key).on(storage)
         return reals
 
-    def _storage(self, slot: _RecordedStorage, *, is_filled: bool = False) -> torch.UntypedStorage:
-        """The values of a slot; `is_filled`: they are not read before they are filled."""
-        storage = slot.real() if slot.real is not None else None
+    def _storage(self, record: _RecordedStorage, *, is_filled: bool = False) -> torch.UntypedStorage:
+        """The values of a recorded storage; `is_filled`: they are not read before they are filled."""
+        storage = record.real() if record.real is not None else None
         if storage is None:
             if is_filled:
-                storage = blank(slot.nbytes)
-            elif slot.unknown:
-                storage = host_zeros(slot.nbytes, torch.uint8).untyped_storage()
+                storage = blank(record.nbytes)
+            elif record.unknown:
+                storage = host_zeros(record.nbytes, torch.uint8).untyped_storage()
             else:
-                storage = replay(slot.value, slot.nbytes)
-            slot.real = weakref.ref(storage)
-            self._slots[storage] = slot
+                storage = replay(record.value, record.nbytes)
+            record.real = weakref.ref(storage)
+            self._recorded[storage] = record
         return storage
 
     def _make_room(self, used: set[_RecordedStorage]) -> None:
         """Drop values of faces that were not used for long."""
-        others = [slot for slot in self._kept if slot not in used]
-        surplus = sum(slot.nbytes for slot in others) - KEPT_BYTES
-        for slot in others:
+        others = [record for record in self._kept if record not in used]
+        surplus = sum(record.nbytes for record in others) - KEPT_BYTES
+        for record in others:
             if surplus > 0:
-                del self._kept[slot]
-                surplus -= slot.nbytes
+                del self._kept[record]
+                surplus -= record.nbytes
 
-    def _with_faces(self, call: DispatchedOp, faces: Sequence[Tensor], reals: dict[int, Tensor], results: Any) -> Any:
+    def _with_faces(self, op: DispatchedOp, faces: Sequence[Tensor], reals: dict[int, Tensor], results: Any) -> Any:
         """Results with the faces that were given, faces for other views of their values, and else what they are."""
         given = {id(reals[id(face)]): face for face in faces}
-        slots = {self._slots[face.untyped_storage()] for face in faces}
+        recorded = {self._recorded[face.untyped_storage()] for face in faces}
 
         def faced(leaf: Tensor) -> Tensor:
             if id(leaf) in given:
                 return given[id(leaf)]
             # A change of dtype (model.half()) makes parameters of parameters.
-            return self.face(leaf) if self._slot(leaf) in slots or (faces and call.only_casts) else leaf
+            return self.face(leaf) if self._record_of(leaf) in recorded or (faces and op.only_casts) else leaf
 
         return tree_map_only(Tensor, faced, results)
 

@@ -1,10 +1,10 @@
 """Forwards that are run again in backward instead of what they saved: `zo.checkpoint`. Offloaded or not.
 
 Owns the marked modules' forwards. While one runs, each tensor that autograd saves becomes a `RecomputedTensor`, an
-empty place. The first slot that a backward asks for runs the forward again, with its generators and autocast, and fills
-all slots. Every later hook of the module runs again with it. The calls: `RecomputedModule.enter` and `exit` around each
-forward; `RecomputedForward.pack` and `unpack` by autograd; `drop_stale` when a forward may have been left without its
-hooks.
+empty place. The first place that a backward asks for runs the forward again, with its generators and autocast. That
+fills all places. Every later hook of the module runs again with it. The calls: `RecomputedModule.enter` and `exit`
+around each forward; `RecomputedForward.pack` and `unpack` by autograd; `drop_stale` when a forward may have been left
+without its hooks.
 
 [Note: kept inputs]
 A forward that saves nothing is never run again, so its inputs are kept when it first saves a tensor. Floating tensors
@@ -17,7 +17,7 @@ A part of a forward that is costly, and needs nothing that it would save, may be
 second run does not come so far, and the copy goes at the end of the first.
 
 [Note: early stop]
-Once all slots are full, what is left of the forward computes nothing that is wanted: `_Refilled` leaves it.
+Once all places are full, the rest of the forward computes nothing that is wanted: `_Refilled` leaves it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ Group = dist.ProcessGroup
 
 
 class _Refilled(Exception):
-    """All slots of a region are full."""
+    """All places of a recomputed forward are full."""
 
-    def __init__(self, region: RecomputedForward) -> None:
+    def __init__(self, recomputed: RecomputedForward) -> None:
         super().__init__("what zero_offload runs again in backward ends here; let this exception pass")
-        self.region = region
+        self.recomputed = recomputed
 
 
 class RecomputedTensor:
     """The place of one saved tensor; filled between a recompute and its use."""
 
-    def __init__(self, region: RecomputedForward) -> None:
-        self.region = region
+    def __init__(self, recomputed: RecomputedForward) -> None:
+        self.recomputed = recomputed
         self.value: Tensor | None = None
         self.backward = -1
         """The backward that the value was computed for."""
@@ -87,10 +87,10 @@ class Autocast(NamedTuple):
 
 
 class _Entered(NamedTuple):
-    """A forward that runs, and the hooks it entered for a region, if any."""
+    """A forward that runs, and the hooks it entered for a recomputed forward, if any."""
 
     caller: FrameType
-    region: RecomputedForward | None
+    recomputed: RecomputedForward | None
     hooks: saved_tensors_hooks | None
     thread: int
     """Forwards of micro-batches run on threads of their own, and take turns."""
@@ -111,19 +111,19 @@ class RecomputedModule:
         """A forward begins."""
         drop_stale()
         self._entered = [entered for entered in self._entered if runs(entered.caller)]
-        region, self.again = self.again, None
+        recomputed, self.again = self.again, None
         hooks = None
-        if region is not None:
-            region.restart_generators()
-            hooks = saved_tensors_hooks(region.refill, KEPT_AS_IT_IS[1])
+        if recomputed is not None:
+            recomputed.restart_generators()
+            hooks = saved_tensors_hooks(recomputed.refill, KEPT_AS_IT_IS[1])
         elif torch.is_grad_enabled() and module.training:
-            region = RecomputedForward(module, self, (args, kwargs), f"{self._label}{_name_of(module)}")
-            hooks = saved_tensors_hooks(region.pack, region.unpack)
+            recomputed = RecomputedForward(module, self, (args, kwargs), f"{self._label}{_name_of(module)}")
+            hooks = saved_tensors_hooks(recomputed.pack, recomputed.unpack)
         caller = sys._getframe(1)
-        if region is not None and hooks is not None:
-            region.caller = caller
+        if recomputed is not None and hooks is not None:
+            recomputed.caller = caller
             hooks.__enter__()
-        self._entered.append(_Entered(caller, region, hooks, threading.get_ident()))
+        self._entered.append(_Entered(caller, recomputed, hooks, threading.get_ident()))
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The forward ended, with a result or an exception."""
@@ -131,10 +131,10 @@ class RecomputedModule:
         latest = next((i for i in reversed(range(len(self._entered))) if self._entered[i].thread == thread), None)
         if latest is None:
             return
-        _, region, hooks, _ = self._entered.pop(latest)
-        if region is not None and hooks is not None:
-            region.caller = None  # a frame keeps what it worked on
-            region.end_run()
+        _, recomputed, hooks, _ = self._entered.pop(latest)
+        if recomputed is not None and hooks is not None:
+            recomputed.caller = None  # a frame keeps what it worked on
+            recomputed.end_run()
             hooks.__exit__(None, None, None)
 
 
@@ -172,8 +172,8 @@ class RecomputedForward:
         self._generators = generators()
         self.caller: FrameType | None = None
         """Runs as long as the forward does, the first or again."""
-        # Weak: a slot lives as long as the node that has it, and keeps the region.
-        self._slots: list[weakref.ref[RecomputedTensor]] = []
+        # Weak: a place lives as long as the node that has it, and keeps this forward.
+        self._places: list[weakref.ref[RecomputedTensor]] = []
         self._forms: list[_Form] = []
         self._num_refilled = 0
         self._results: list[tuple[_KeptInput | None, int]] = []
@@ -185,23 +185,23 @@ class RecomputedForward:
 
     def keep(self, result: Tensor) -> None:
         copy = result.detach().clone()
-        self._results.append((self._keep(copy, VersionCheck(copy)), len(self._slots)))
+        self._results.append((self._keep(copy, VersionCheck(copy)), len(self._places)))
 
     def end_run(self) -> None:
         """A run of the forward is over."""
         if self._backward == -1:
-            num_slots = len(self._slots)
-            self._results = [(kept if before < num_slots else None, before) for kept, before in self._results]
+            num_places = len(self._places)
+            self._results = [(kept if before < num_places else None, before) for kept, before in self._results]
 
     def pack(self, tensor: Tensor) -> RecomputedTensor:
         """Autograd saves a tensor."""
-        if not self._slots:
+        if not self._places:
             for index, check in self._checks.items():
                 self._inputs[index] = self._keep(self._inputs[index], check)
-        slot = RecomputedTensor(self)
-        self._slots.append(weakref.ref(slot))
+        place = RecomputedTensor(self)
+        self._places.append(weakref.ref(place))
         self._forms.append(_form_of(tensor))
-        return slot
+        return place
 
     def _keep(self, tensor: Tensor, check: VersionCheck) -> _KeptInput:
         """See [Note: kept inputs]."""
@@ -222,13 +222,13 @@ class RecomputedForward:
 
     # Backward
 
-    def unpack(self, slot: RecomputedTensor) -> Tensor:
+    def unpack(self, place: RecomputedTensor) -> Tensor:
         """Autograd wants it back."""
         backward = torch._C._current_graph_task_id()
         twice = torch.is_grad_enabled()
-        if slot.value is None or backward == -1 or slot.backward != backward:
+        if place.value is None or backward == -1 or place.backward != backward:
             self._run_again(backward)
-        value, slot.value = slot.value, None
+        value, place.value = place.value, None
         assert value is not None
         if twice and self._outer is not None and saver_of(self._outer) is not None:
             # The node saves for a backward through it: parameters among that must be known to the tracker.
@@ -238,7 +238,7 @@ class RecomputedForward:
 
     def _run_again(self, backward: int) -> None:
         if backward not in (-1, self._backward):
-            # Refilled slots that backward does not ask for must not stay until the graph goes.
+            # Refilled places that backward does not ask for must not stay until the graph goes.
             torch.autograd.Variable._execution_engine.queue_callback(self._empty)
         self._backward, self._num_refilled, self._num_given = backward, 0, 0
         inputs = [self._restore(leaf) if isinstance(leaf, _KeptInput) else leaf for leaf in self._inputs]
@@ -252,7 +252,7 @@ class RecomputedForward:
                 contexts.enter_context(torch.enable_grad())
                 self._module(*args, **kwargs)
         except _Refilled as end:
-            if end.region is not self:
+            if end.recomputed is not self:
                 raise
         finally:
             self._recompute.again = None
@@ -289,16 +289,16 @@ class RecomputedForward:
                     "saved {} {} on {} in forward and {} {} on {} when run again".format(*self._forms[index], *form)
                 )
             self._num_refilled += 1
-            if (slot := self._slots[index]()) is not None:
-                slot.value, slot.backward = tensor.detach(), self._backward
+            if (place := self._places[index]()) is not None:
+                place.value, place.backward = tensor.detach(), self._backward
         if self._num_refilled == len(self._forms):
             raise _Refilled(self)
         return tensor.detach()
 
     def _empty(self) -> None:
-        for reference in self._slots:
-            if (slot := reference()) is not None:
-                slot.value = None
+        for reference in self._places:
+            if (place := reference()) is not None:
+                place.value = None
 
     def _differs(self, how: str) -> ZeroOffloadError:
         return ZeroOffloadError(
@@ -311,30 +311,30 @@ class RecomputedForward:
 def drop_stale() -> None:
     """Leave the hooks of forwards that were left without theirs, as Ctrl-C does."""
     while (hooks := saving_hooks()) is not None and isinstance(
-        region := getattr(hooks[0], "__self__", None), RecomputedForward
+        recomputed := getattr(hooks[0], "__self__", None), RecomputedForward
     ):
-        if region.caller is not None and runs(region.caller):
+        if recomputed.caller is not None and runs(recomputed.caller):
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def keep_result(result: Tensor) -> None:
     """A part of a forward has this result, and is not to run again with it."""
-    if (region := _running()) is not None and not runs_again(saving_hooks()):
-        region.keep(result)
+    if (recomputed := _running()) is not None and not runs_again(saving_hooks()):
+        recomputed.keep(result)
 
 
 def kept_result() -> Tensor | None:
     """In the second run of a forward, the result of a part that is not to run again; asked for in the same order."""
-    region = _running()
-    return region.give() if region is not None and runs_again(saving_hooks()) else None
+    recomputed = _running()
+    return recomputed.give() if recomputed is not None and runs_again(saving_hooks()) else None
 
 
 def _running() -> RecomputedForward | None:
     """The innermost marked forward that runs and saves here."""
     hooks = saving_hooks()
-    region = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return region if isinstance(region, RecomputedForward) else None
+    recomputed = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return recomputed if isinstance(recomputed, RecomputedForward) else None
 
 
 Generators = tuple[Tensor, list[Tensor]]

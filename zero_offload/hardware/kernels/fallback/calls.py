@@ -177,17 +177,17 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         if count:
             body(0, count)
         return
-    job = ParallelFor(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
+    loop = ParallelFor(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
     try:
         for _ in range(team - 1):
             try:
                 # Not `threading.Thread`: its `start` takes a lock in Python, which a Ctrl-C may leave taken.
-                _thread.start_new_thread(job.help, ())
+                _thread.start_new_thread(loop.help, ())
             except RuntimeError:  # the system gives no more, or the interpreter is going down
                 break
-        job.work()
+        loop.work()
     finally:
-        job.end()
+        loop.end()
 
 
 class ParallelFor:
