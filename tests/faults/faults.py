@@ -37,6 +37,8 @@ EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
 EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
 KEPT = "tests/formats/test_kept_files.py::"
 ALIKE = "tests/parity/test_settings_of_ranks.py::"
+STORAGES = "tests/models/test_storages.py::"
+STORAGES_ON_A_DEVICE = "tests/fake_gpu/test_storages.py::"
 DCP = "tests/integrations/test_dcp.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
 IDENTITY = "tests/integrations/test_identity.py::"
@@ -109,6 +111,28 @@ FAULTS = [
         "section.flat.data_ptr() + self._shard_index * section.layout.shard_nbytes",
         "section.flat.data_ptr() + (1 - self._shard_index) * section.layout.shard_nbytes",
         RANKS,
+    ),
+    fault(
+        "a parameter's storage has its neighbours, which strides with an offset reach",
+        "runtime/units/unit.py",
+        "        return aliased(self.flat[piece.begin : piece.end].view(torch.uint8)).untyped_storage(), 0\n",
+        "        return self.flat.untyped_storage(), self.flat.storage_offset() + piece.begin\n",
+        STORAGES + "test_a_forward_with_strides_of_its_own",
+    ),
+    fault(
+        "the memory of a GPU's parameter, which a view shows, goes with the model",
+        "storage/memory/resizable.py",
+        "_swap(storage, aliased(elements).untyped_storage())",
+        "at = elements.data_ptr(), elements.device, elements.nbytes\n"
+        "                _swap(storage, torch._C._construct_storage_from_data_pointer(*at))",
+        STORAGES_ON_A_DEVICE + "test_a_view_from_a_forward_outlives_the_model",
+    ),
+    fault(
+        "a parameter that is away from a GPU points at memory that others have by now",
+        "storage/memory/resizable.py",
+        "            _swap(storage, elements.new_empty(0).untyped_storage())\n",
+        "            pass\n",
+        STORAGES_ON_A_DEVICE + "test_storages_go_with_the_memory_and_come_with_it",
     ),
     fault(
         "a replica of parameters is not gathered anew after an update",

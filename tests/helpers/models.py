@@ -124,3 +124,19 @@ def adapted_lm(dim: int = WIDE, num_blocks: int = 4) -> nn.Module:
         if not param.requires_grad:
             param.data = param.data.bfloat16().float()
     return model
+
+
+class StridedBlock(nn.Module):
+    """A filter as a matrix whose rows are parts of it: strides, an offset, and its storage say where its values are."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((dim,), 0.5))
+        self.taps = nn.Parameter(torch.randn(2 * dim - 1) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (dim,) = self.gain.shape
+        rows, last_row = self.taps.as_strided((dim, dim), (1, 1), 0), self.taps.as_strided((dim,), (1,), dim - 1)
+        storage = self.gain.detach().untyped_storage()
+        whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage)
+        return x + (x * self.gain) @ rows + last_row * whole.sum()

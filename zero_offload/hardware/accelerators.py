@@ -63,6 +63,8 @@ class Accelerator:
     """None: host memory cannot be registered, and copies pass through the driver's own."""
     has_triton: bool = False
     """True if updates and sums may be compiled by Triton; torch's operations make the same bits in many launches."""
+    has_aliases: bool = True
+    """True if a tensor that is made from a DLPack capsule is like any other."""
     make_stream: Callable[[torch.device], Any] = torch.Stream
     current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
     make_event: Callable[[torch.device, bool], Any] = _generic_event
@@ -83,8 +85,8 @@ ACCELERATORS: dict[str, Accelerator] = {
     ),
     # Intel's.
     "xpu": Accelerator(collectives="xccl", visible_devices="ZE_AFFINITY_MASK"),
-    # Huawei's Ascend, by torch_npu.
-    "npu": Accelerator(collectives="hccl", visible_devices="ASCEND_RT_VISIBLE_DEVICES"),
+    # Huawei's Ascend, by torch_npu, which has a storage class of its own.
+    "npu": Accelerator(collectives="hccl", visible_devices="ASCEND_RT_VISIBLE_DEVICES", has_aliases=False),
 }
 """Accelerators by device type."""
 

@@ -80,6 +80,14 @@ class Handoff(NamedTuple):
         return self.tensor
 
 
+def aliased(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, of the same shape, by a storage of its own that is no larger. Keeps the memory alive."""
+    # By a capsule: exchange between objects knows torch's own device types only.
+    capsule: Any = dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+    found: torch.Tensor = dlpack.from_dlpack(capsule)
+    return found
+
+
 class Device:
     """Where the model computes. A method that a device does not define is that of a CPU, which copies nothing."""
 
@@ -140,10 +148,7 @@ class Device:
 
         Keeps the memory alive. Copies from and to either are complete before the memory goes to something else.
         """
-        # By a capsule: exchange between objects knows torch's own device types only.
-        capsule: Any = dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
-        found: torch.Tensor = dlpack.from_dlpack(capsule)
-        return found
+        return aliased(tensor)
 
     def will_pin(self, nbytes: int) -> None:
         """So much host memory is going to be registered, in all: where that takes long, progress is told."""

@@ -122,6 +122,6 @@ def _names_of_views(unit: Unit) -> Iterator[str]:
     ours = {id(each.kept) for each in objects if type(each) is Saved}
     for tensor in (each for each in objects if type(each) in (Tensor, ReadOnly) and id(each) not in ours):
         for section in unit.sections:
-            if tensor is not section.flat and section.holds(tensor):
-                begin = tensor.storage_offset()
+            if section.holds(tensor):
+                begin = (tensor.data_ptr() - section.flat.data_ptr()) // section.flat.itemsize
                 yield from (p.spec.name for p in section.layout.params if p.begin <= begin < p.begin + p.spec.numel)

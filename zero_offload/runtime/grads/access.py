@@ -14,6 +14,7 @@ from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.types import Tier
+from zero_offload.hardware.device import aliased
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -87,13 +88,14 @@ class GradAccess(GradSource):
         )
 
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
+        """The gradient itself, in the parameter's shape, where it rests on the compute device; else None. Its storage
+        has no other gradient."""
         section, index = self.ledger.place(param)
         if section.store.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
         self.ledger.read_factors()
         section.exposed.add(index)
-        return section.store.view(index, multiplied=True).view(section.layout.params[index].spec.shape)
+        return aliased(section.store.view(index, multiplied=True)).view(section.layout.params[index].spec.shape)
 
     def read(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""

@@ -95,7 +95,7 @@ class SavedTensors:
         leaving = [unit for unit in units if not unit.resident]
         self._cast_units += [u for u in leaving if any(s.layout.dtype == torch.float32 for s in u.sections)]
         # A view shares its base's storage object, whether memory is under it or not.
-        self._unit_of_storage |= {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
+        self._unit_of_storage |= {each: unit for unit in units for s in unit.sections for each in s.storages}
 
     def begin(self, *, checks: bool = False) -> None:
         """An outermost forward; `checks`: what changes tensors past torch's versions is looked for."""

@@ -1,9 +1,11 @@
 """One unit at run time: its parameters, their flat buffers, and the passes that use them.
 
 [Note: flat buffers]
-Each section has one buffer of constant identity on the compute device; every parameter is a view of it, made once.
-Autograd keeps such views, so the buffer is never replaced. Away means that its pages (on a CPU) or its storage (on a
-GPU) are gone, not the tensor. `Unit` knows states and uses; `ParamPrefetcher` decides when to move.
+Each section has one buffer of constant identity on the compute device. Every parameter has a storage of its own over
+its part of that memory, made once. So `as_strided` and code that asks for a storage find this parameter's values alone.
+Autograd keeps views of these storages, so neither they nor the buffer are replaced. Away means that the pages (on a
+CPU) or the memory (on a GPU) are gone, not the tensors. `Unit` knows states and uses; `ParamPrefetcher` decides when to
+move.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import torch
 from torch import nn
 
 from zero_offload.base.threads import FirstError, UnitUpdate
+from zero_offload.hardware.device import aliased
 from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.standins.guard import GuardedParameter, class_at_rest
 from zero_offload.standins.owners import AtRest
 from zero_offload.standins.views import storage_of
-from zero_offload.storage.memory.resizable import Buffer
+from zero_offload.storage.memory.resizable import Buffer, ResizableBuffer
 from zero_offload.storage.shards.shard import Shard
 
 
@@ -55,22 +58,35 @@ class Section:
         self.layout = shard.layout
         self.flat = flat
         self.buffer = buffer
-        self.storage = flat.untyped_storage()._cdata
-        """Address of torch's object for the buffer's memory, which views of it share."""
+        self._parts = {(piece.begin, piece.end): self._part(piece) for piece in self.layout.params}
+        """Of each parameter: the storage that it is in, and the element of that where it begins."""
+        self.storages = frozenset(storage._cdata for storage, _ in self._parts.values())
+        """Addresses of torch's objects for the parameters' memory, which views of them share."""
         self.num_own_tensors = 0
         """Tensors on the buffer that stay, once the unit is sealed."""
 
+    def _part(self, piece: ParamSlice) -> tuple[torch.UntypedStorage, int]:
+        if isinstance(self.buffer, ResizableBuffer):
+            return self.buffer.part(piece.begin, piece.end)
+        return aliased(self.flat[piece.begin : piece.end].view(torch.uint8)).untyped_storage(), 0
+
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor views the buffer."""
+        """True if the tensor views a parameter's memory."""
         storage = storage_of(tensor)
-        return storage is not None and bool(storage._cdata == self.storage)
+        return storage is not None and storage._cdata in self.storages
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors on the parameters' memory, and their storages themselves."""
+        return sum(map(torch._C._storage_Use_Count, self.storages))
 
     def own_view(self, piece: ParamSlice) -> torch.Tensor:
         """A parameter's part of the buffer, of its (local) shape; also while the buffer has no memory."""
+        storage, begin = self._parts[piece.begin, piece.end]
         # torch checks the bounds of slices against memory that is there, and not those of an alias.
         with torch.inference_mode(False), torch.no_grad():
             place = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-            place.set_(self.flat.untyped_storage(), self.flat.storage_offset() + piece.begin, (0,), (1,))
+            place.set_(storage, begin, (0,), (1,))
             view: torch.Tensor = torch.ops.aten._reshape_alias(place, piece.spec.shape, piece.spec.strides)
             return view
 
@@ -319,7 +335,7 @@ class Unit:
     def seal(self) -> None:
         """Every tensor that is to stay on the buffers is made, and no other one lives."""
         for section in self.sections:
-            section.num_own_tensors = torch._C._storage_Use_Count(section.storage)
+            section.num_own_tensors = section.num_tensors
 
     @property
     def lent(self) -> bool:
@@ -328,8 +344,7 @@ class Unit:
 
     def is_viewed(self, sections: Iterable[Section]) -> bool:
         """True if the program holds a view of these sections: an update changes what such a view shows."""
-        nums = (torch._C._storage_Use_Count(section.storage) - section.num_own_tensors for section in sections)
-        return sum(nums) > len(self.saved_views)
+        return sum(section.num_tensors - section.num_own_tensors for section in sections) > len(self.saved_views)
 
     @property
     def may_be_evicted(self) -> bool:

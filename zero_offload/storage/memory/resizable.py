@@ -1,16 +1,22 @@
 """A device tensor whose memory comes and goes while the tensor stays, within a budget.
 
 Autograd keeps views of a unit's flat buffer, so the tensor is never replaced: its storage is resized to nothing and
-back. The counterpart of `arena.MovableBuffer` for devices that cannot compute on host memory.
+back. Storages over parts of it (`part`) are pointed at the new memory each time. The counterpart of
+`arena.MovableBuffer` for devices that cannot compute on host memory.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from zero_offload.hardware.accelerators import ACCELERATORS
+from zero_offload.hardware.device import aliased
 from zero_offload.storage.memory.arena import num_frames
+
+_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+"""Exchanges the memory of two storages. torch has it since March 2026 (pytorch/pytorch#177449)."""
 
 
 class FrameAllocator(Protocol):
@@ -97,10 +103,29 @@ class ResizableBuffer:
         self._nbytes = numel * dtype.itemsize
         self.num_frames = num_frames(self._nbytes)
         self._attached = False
+        self._parts: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """Storages of their own over parts of the memory, with those parts of the tensor."""
 
     @property
     def attached(self) -> bool:
         return self._attached
+
+    def part(self, begin: int, end: int) -> tuple[torch.UntypedStorage, int]:
+        """A storage over elements [begin, end) alone, and the element of it where they begin.
+
+        Its memory comes and goes with the buffer's. It is the buffer's own where torch cannot point a storage at other
+        memory, or a device type takes no alias.
+        """
+        accelerator = ACCELERATORS.get(self.tensor.device.type)
+        if _swap is None or (accelerator is not None and not accelerator.has_aliases):
+            return self._storage, begin
+        assert not self._attached
+        at_begin = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        # As bytes, which any version of DLPack knows. An alias of no bytes is a storage that nobody else can resize.
+        storage = aliased(at_begin.view(torch.uint8)).untyped_storage()
+        at_begin.set_(self._storage, begin, (0,), (1,))
+        self._parts.append((storage, torch.ops.aten._reshape_alias(at_begin, (end - begin,), (1,)).view(torch.uint8)))
+        return storage, 0
 
     def attach(self) -> bool:
         """Take memory; False when the budget has too little. The contents are undefined.
@@ -115,11 +140,16 @@ class ResizableBuffer:
         self._storage.resize_(self._nbytes)
         self._budget.take(self.num_frames)
         self._attached = True
+        with torch._C._DisableFuncTorch():  # its transforms wrap tensors that an operation makes
+            for storage, elements in self._parts:
+                _swap(storage, aliased(elements).untyped_storage())
         return True
 
     def detach(self) -> None:
         """Free the memory; kernels already launched may still use it, as with any freed tensor."""
         assert self._attached
+        for storage, elements in self._parts:
+            _swap(storage, elements.new_empty(0).untyped_storage())
         self._storage.resize_(0)
         self._budget.release(self.num_frames)
         self._attached = False
