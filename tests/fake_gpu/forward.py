@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
-DEADLINE_S = 300
-"""Of one test. A device that deadlocks would stop the run for good."""
+DEADLINE = 0.9
+"""Of the time after which pytest ends its own process. A device that deadlocks would stop the run for good."""
 
 
 class DeviceProcess:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._deadline_s = DEADLINE * float(config.getini("faulthandler_timeout")) or None
         self._process: subprocess.Popen[bytes] | None = None
         self._num_started = 0
 
@@ -35,11 +36,11 @@ class DeviceProcess:
                 self._start()
             is_next_here = nextitem is not None and FOLDER in nextitem.path.parents
             self._connection.send((item.nodeid, nextitem.nodeid if nextitem and is_next_here else None))
-            if not self._connection.poll(DEADLINE_S):
-                return [self._failure(item, f"took longer than {DEADLINE_S} s")]
+            if not self._connection.poll(self._deadline_s):
+                return self._failure(item, f"took longer than {self._deadline_s} s")
             told = self._connection.recv()
         except (EOFError, OSError):
-            return [self._failure(item, "ended the process")]
+            return self._failure(item, "ended the process")
         hook = self._config.hook
         reports = [hook.pytest_report_from_serializable(config=self._config, data=each) for each in told]
         for report in reports:
@@ -51,6 +52,7 @@ class DeviceProcess:
         option = self._config.option
         arguments = [str(FOLDER), "-m", "", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist"]
         arguments += [f"--rootdir={self._config.rootpath}", f"--capture={option.capture}"]
+        arguments += ["-o", "faulthandler_timeout=0"]
         if option.basetemp is not None:
             arguments.append(f"--basetemp={option.basetemp}-device{self._num_started}")
         self._process = subprocess.Popen(
@@ -63,7 +65,7 @@ class DeviceProcess:
         theirs.close()
         self._connection = Connection(ours.detach())
 
-    def _failure(self, item: pytest.Item, what: str) -> pytest.TestReport:
+    def _failure(self, item: pytest.Item, what: str) -> list[pytest.TestReport]:
         assert self._process is not None
         if self._process.poll() is None:
             # faulthandler writes where its threads are.
@@ -71,7 +73,8 @@ class DeviceProcess:
         status = self._process.wait()
         self.close()
         message = f"{item.nodeid} {what} (exit status {status}; its output is above)"
-        return pytest.TestReport(item.nodeid, item.location, {}, "failed", message, "call")
+        call = pytest.TestReport(item.nodeid, item.location, {}, "failed", message, "call")
+        return [call, pytest.TestReport(item.nodeid, item.location, {}, "passed", None, "teardown")]
 
     def close(self) -> None:
         if self._process is None:

@@ -27,7 +27,9 @@ TOOLS_TESTS = (
     "tests/fake_gpu/test_programs_of_tools.py",
 )
 """As in the Makefile."""
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "tests.nightly.plugin", "--no-loadscope-reorder")
+LONG = ("-o", "faulthandler_timeout=3600")
+"""Hundreds of random programs, one test, take minutes, and more beside other work."""
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "tests.nightly.plugin", "--no-loadscope-reorder", *LONG)
 NO_TEST_LEFT = 5
 """An exit code of pytest."""
 GRACE_S = 60
