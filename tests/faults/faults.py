@@ -572,6 +572,34 @@ FAULTS = [
         "tests/parity/test_grad_handle.py::test_gradients_that_one_rank_alone_adds",
     ),
     fault(
+        "an edit of a gradient does not renew its sum of squares",
+        "runtime/grads/ledger.py",
+        "        self.change(section, [index])\n        section.store.write",
+        "        self.change(section, ())\n        section.store.write",
+        "tests/parity/test_grad_edits.py::test_edits_are_those_of_plain_tensors",
+    ),
+    fault(
+        "an edit of a bf16 gradient is rounded before the clip",
+        "storage/shards/grad_store.py",
+        "        if is_wider(values.dtype, self.dtype):\n            self.widen()\n",
+        "",
+        "tests/parity/test_grad_edits.py::test_edits_are_those_of_plain_tensors",
+    ),
+    fault(
+        "what is written to a view of a gradient is lost",
+        "standins/standin.py",
+        "return values.view(-1).view(self.dtype).as_strided(*at)",
+        "return values.view(-1).view(self.dtype).as_strided(*at).clone()",
+        "tests/parity/test_grad_edits.py::test_edits_are_those_of_plain_tensors",
+    ),
+    fault(
+        "a parameter with zeros for a gradient is left out of the step",
+        "model/runtime.py",
+        "            self.grad_access.hold_zeros(hypers)\n",
+        "            pass\n",
+        "tests/parity/test_zeroed_grads.py",
+    ),
+    fault(
         "a hook changes what one micro-batch adds, in place of the sum",
         "standins/grad_hooks.py",
         "            if not (is_first or is_same):\n",
@@ -735,7 +763,7 @@ FAULTS = [
     fault(
         "a backward that broke off leaves its gradients for the next step",
         "runtime/grads/gradients.py",
-        "            found = found or bool(indices)\n            self._remove(section, indices, GradState.EMPTY)\n",
+        "            found = found or bool(indices)\n            self._remove(section, indices, to)\n",
         "            found = found or bool(indices)\n",
         "tests/models/test_exceptions.py::test_without_zero_grad_the_broken_gradients_are_dropped",
     ),

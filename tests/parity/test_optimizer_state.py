@@ -514,26 +514,6 @@ def test_distributed_checkpoint_changes_no_number(name: str, tier: str, tmp_path
     zo.close(model)
 
 
-def test_a_gradient_of_zeros_is_no_gradient() -> None:
-    model, optimizer = build("AdamW", "cpu", Path())
-    expected = train(*build("AdamW", None, Path()), 2)
-    param = next(model.parameters())
-    param.grad = torch.zeros(8, 8)
-    assert param.grad is not None and param.grad.norm() == 0
-    with pytest.raises(zo.ZeroOffloadError, match="add_ needs the elements"):
-        param.grad.add_(1.0)
-    with pytest.raises(zo.ZeroOffloadError, match="gradient of 0.weight was assigned zeros"):
-        optimizer.step()
-    assert train(model, optimizer, 2) == expected
-    with pytest.raises(zo.ZeroOffloadError, match="cannot be assigned; only None, which drops it, or zeros"):
-        param.grad = torch.ones(8, 8)
-    param.grad = torch.zeros(8, 8)
-    optimizer.zero_grad()
-    assert param.grad is None
-    optimizer.step()
-    assert zo.stats(model).step == 2
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
 @pytest.mark.parametrize("grads", ["cpu", "device"])
 def test_an_optimizer_of_torchs_is_told_which_one_to_use(kind: Any, grads: str) -> None:

@@ -204,7 +204,7 @@ def _grads(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:
         check_not_updated(owner.grads, place.param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
         place.unit.wait_for_update()
-    found = owner.grad_access.read([place.param for place in places])
+    found = owner.grad_access.copies([place.param for place in places])
     return {place.name: found[place.param] for place in places if place.param in found}
 
 

@@ -599,7 +599,10 @@ class ModelParams(ParamSource):
         if self._grads.ledger.held(param):
             self._tracker.recover()
         if not self._grads.ledger.held(param):
-            return None
+            if not (_zeroes_module(sys._getframe()) and self._grads.ledger.is_kept(param)):
+                return None
+            self._grads.zero([param])
+            return self._handle(param)
         # The step divides the loss scale out: in memory it still has it.
         view = self._grads.view(param) if self._grads.ledger.loss_scale == 1.0 else None
         if view is None and self._grads.arriving.updates_in_backward:
@@ -613,28 +616,71 @@ class ModelParams(ParamSource):
         return GradHandle.of(param, self._grads, self._grads.life_of(param))
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
-        if isinstance(grad, GradHandle) and grad.param is param:
+        if isinstance(grad, GradHandle) and grad.param is param and grad.root() is grad:
             self._grads.check_held(param, grad.life)
             return
-        if grad is not None and (isinstance(grad, GradHandle) or grad.shape != param.shape or bool(grad.any())):
-            raise ZeroOffloadError(
-                f"the gradient of {self._places.describe(param)} cannot be assigned; only None, which drops it, or "
-                "zeros"
-            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if grad is not None and param.grad is not None:
+                param.grad = grad  # on its way from autograd: a hook of the program changes it
+                return
+        if grad is None:
+            self.drop_grads([param])
+            return
+        values = grad.clone() if isinstance(grad, GradHandle) else grad.detach()
+        is_trainable = self._places[param].section.layout.trainable
+        if values.shape == param.shape and not values.any():
+            self.drop_grads([param])
+            if is_trainable:
+                self._grads.zero([param])
+            return
+        self._check_assigned(param, values, is_trainable)
         self.drop_grads([param])
-        if grad is not None and self._places[param].section.layout.trainable:
-            self._grads.ledger.zeroed.add(param)
+        self._grads.write(param, values)
+
+    def _check_assigned(self, param: nn.Parameter, grad: torch.Tensor, is_trainable: bool) -> None:
+        """Raise unless `grad` can be the gradient of the next step."""
+        what = f"the gradient of {self._places.describe(param)} cannot be"
+        if grad.shape != param.shape or is_dtensor(param):
+            raise ZeroOffloadError(
+                f"{what} of shape {tuple(grad.shape)}; assign an ordinary tensor of shape {tuple(param.shape)}"
+            )
+        if grad.layout is not torch.strided or not grad.is_floating_point():
+            raise ZeroOffloadError(f"{what} of {grad.dtype}, {grad.layout}; assign a dense tensor of real numbers")
+        if not is_trainable:
+            raise ZeroOffloadError(f"{what} assigned: the parameter was frozen at zo.offload, and no step takes it")
+        if self._grads.arriving.updates_in_backward:
+            raise ConfigError(
+                f"{what} assigned with overlap='backward', where a backward uses its gradients itself; offload with "
+                "overlap='forward'"
+            )
+        self._grads.check_complete(param)
+        self._grads.share(param)
 
     def holds_grad(self, param: nn.Parameter) -> bool:
         return self._grads.ledger.held(param)
 
-    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+    def zero_grads(self, params: Collection[nn.Parameter]) -> None:
         params = tensors_of(params)
+        self._check_not_updated(params)
+        self._grads.zero([param for param in params if self._grads.ledger.is_kept(param)])
+
+    def _check_not_updated(self, params: Collection[nn.Parameter]) -> None:
         if not self._grads.arriving.updated.isdisjoint(params):
             self._life.check_usable()
             for param in params:
                 check_not_updated(self._grads.arriving, param, self._places.name_of(param))
+
+    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        params = tensors_of(params)
+        self._check_not_updated(params)
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 param.grad = None
         self._grads.arriving.clear(params, by_program=True)
+
+
+def _zeroes_module(frame: FrameType | None) -> bool:
+    """True if `nn.Module.zero_grad(set_to_none=False)` asks for a gradient."""
+    while frame is not None and frame.f_code is not nn.Module.zero_grad.__code__:
+        frame = frame.f_back
+    return frame is not None and not frame.f_locals["set_to_none"]

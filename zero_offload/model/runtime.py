@@ -46,6 +46,7 @@ from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.runtime.grads.gradients import check_closed
+from zero_offload.runtime.grads.section import GradState
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Unit
@@ -323,7 +324,8 @@ class ModelRuntime(Owner):
         """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
         spans = self.store.counters.spans
         opened = spans.open(Track.STEP, "")
-        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
+        if self.grads.ledger.zeroed:
+            self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.confirm_step(hypers)
         if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.
@@ -353,18 +355,26 @@ class ModelRuntime(Owner):
 
     def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """For parameters whose gradient the program has set to zeros. torch.distributed.checkpoint has an optimizer
-        make its states by a step with a learning rate of 0. Here it is neither a step nor a generation."""
-        if (moved := next((param for param, hyper in hypers.items() if hyper.lr), None)) is not None:
-            raise ZeroOffloadError(
-                f"the gradient of {self.places.name_of(moved)} was assigned zeros, and a step with a learning rate "
-                "above 0 would decay its value and states. Assign None to leave the parameter out, or call backward"
+        make its states by a step with a learning rate of 0. Here it is neither a step nor a generation, if there are no
+        other gradients and none of these has had a step."""
+        if not self.grads.ledger.any_held(None) and not any(
+            hyper.lr or self._states.step_of(param) for param, hyper in hypers.items()
+        ):
+            self._states.create(hypers)
+            self.grads.drop(hypers)
+        elif hypers and self._in_backward is not None:
+            raise ConfigError(
+                f"the gradient of {self.places.name_of(next(iter(hypers)))} was set to zeros, which a step takes, and "
+                "with overlap='backward' no backward has updated the parameter. Use zero_grad(set_to_none=True), or "
+                "offload with overlap='forward'"
             )
-        self._states.create(hypers)
 
     def _update_held(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
         """Update with the gradients that are held; False if there are none."""
         grads = self.grads
         grads.reduce_waiting()
+        if grads.ledger.zeroed:
+            self.grad_access.hold_zeros(hypers)
         # An overflow concerns the whole model.
         taken = None if grads.ledger.overflowed else hypers
         if not grads.ledger.any_held(taken):
@@ -386,7 +396,7 @@ class ModelRuntime(Owner):
                 self._updates.launch(hypers, sections)
             else:
                 names = grads.norms.non_finite(taken)
-                grads.drop(taken)
+                grads.drop(taken, to=GradState.TAKEN)
                 self._count_skipped(names, "the step is skipped and the states stay as they are")
         return True
 

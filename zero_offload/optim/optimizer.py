@@ -241,14 +241,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has consumed.
-
-        Without `set_to_none` those of ordinary parameters become zeros. Those of offloaded parameters go all the same,
-        so a parameter that gets none afterwards is left out of the next step.
+        """Drop gradients. Without `set_to_none` they become zeros, also those that a step has used, as in torch. A
+        parameter that gets none afterwards still moves then, by its states and its weight decay.
         """
         owners, ordinary = self._by_owner()
         for owner, params in owners.items():
-            owner.access.drop_grads(params)
+            (owner.access.drop_grads if set_to_none else owner.access.zero_grads)(params)
         for param in ordinary:
             if set_to_none:
                 param.grad = None

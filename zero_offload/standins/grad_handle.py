@@ -2,8 +2,11 @@
 
 It stands for the gradient that the next step uses: reduced, unscaled, fp32. Norms come from the sums that are known;
 scaling is a factor that the step multiplies by. So torch's clipping, a loss scaler and loggers of norms work, and no
-gradient moves. Clamping changes the gradient where it rests. An operation that needs its elements raises, and names the
-call that gives a copy. A handle ends with its gradient.
+gradient moves. Clamping changes the gradient where it rests. Any other operation gets a copy of the elements, and what
+it changes there is written back. A view is a handle too, and writes to its root. A handle ends with its gradient.
+
+Where ranks divide a gradient, an operation in place that takes each element by itself runs on this rank's part. Others
+get all elements, and are collective.
 """
 
 from __future__ import annotations
@@ -11,40 +14,55 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.standins.operations import Kind, named
-from zero_offload.standins.owners import dropped_error, owner_of
-from zero_offload.standins.refusals import no_step_of_others
+from zero_offload.standins.operations import Kind, changed_by, kind_of, named
+from zero_offload.standins.owners import dropped_error
 from zero_offload.standins.sources import GradSource
-from zero_offload.standins.standin import StandIn
+from zero_offload.standins.standin import WithViews, wrapper
+
+_data: Any = Tensor.data
 
 
-class GradHandle(StandIn):
-    """The gradient of `param`, which is held until `life` ends."""
+class GradHandle(WithViews):
+    """The gradient of `param`, which is held until `life` ends, or a view of it."""
 
-    __slots__ = ("_access", "life", "param")
+    __slots__ = ("_access", "_root", "life", "param")
 
     param: nn.Parameter
     life: object
     _access: weakref.ref[GradSource]
+    _root: GradHandle | None
 
     @staticmethod
     def of(param: nn.Parameter, access: GradSource, life: object) -> GradHandle:
-        make: Any = Tensor._make_wrapper_subclass
         with torch._C.DisableTorchFunctionSubclass():
             # On meta for C++, which then finds no address that it might read; asked for its device it is the
             # parameter's.
-            handle: GradHandle = make(
+            handle: GradHandle = wrapper(
                 GradHandle, param.size(), dtype=torch.float32, device="meta", dispatch_device=True
             )
-        handle.param, handle.life, handle._access = param, life, weakref.ref(access)
+        handle.param, handle.life, handle._access, handle._root = param, life, weakref.ref(access), None
         return handle
+
+    def view_at(self, of: Tensor) -> Tensor:
+        size, strides, offset = of.size(), of.stride(), of.storage_offset()
+        made: GradHandle = wrapper(
+            GradHandle,
+            size,
+            strides=strides,
+            storage_offset=offset,
+            dtype=of.dtype,
+            device="meta",
+            dispatch_device=True,
+        )
+        made.param, made.life, made._access, made._root = self.param, self.life, self._access, self
+        return made
 
     @property
     def access(self) -> GradSource:
@@ -55,31 +73,54 @@ class GradHandle(StandIn):
         access.check_held(self.param, self.life)
         return access
 
+    def read(self) -> Tensor:
+        return self.access.read(self.param)
+
+    def write(self, values: Tensor) -> None:
+        if values.shape != self.shape:
+            raise ZeroOffloadError(
+                f"{self.describe()} was to have shape {tuple(values.shape)}; it keeps its own, {tuple(self.shape)}"
+            )
+        self.access.write(self.param, values)
+
     def refuse(self, what: str) -> ZeroOffloadError:
-        """The error for what needs elements."""
+        """The error for what goes to memory past torch's operations."""
         access = self._access()
-        if access is None:
-            return dropped_error(self.param)
-        return no_step_of_others(access.name_of(self.param), owner_of(self.param)) or access.refuse(self.param, what)
+        return dropped_error(self.param) if access is None else access.refuse(self.param, what)
+
+    def describe(self) -> str:
+        access = self._access()
+        return "a gradient" if access is None else f"the gradient of {access.name_of(self.param)}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name, kwargs, first = func.overloadpacket.__name__, kwargs or {}, args[0] if args else None
         if name in _OF_LISTS:
             return _OF_LISTS[name](func, *args, **kwargs)
-        if name in _OF_ONE and isinstance(args[0], GradHandle):
-            return _OF_ONE[name](*args, **kwargs)
+        if name in _OF_ONE and isinstance(first, GradHandle):
+            answer = _OF_ONE[name](first, *args[1:], **kwargs)
+            if answer is not NotImplemented:
+                return answer
         if func._can_decompose():  # in inference mode, which does not do so by itself
             return func.decompose(*args, **kwargs)
-        raise next(_handles((args, kwargs))).refuse(name)
+        if name.startswith("_foreach_"):
+            return _one_by_one(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags and isinstance(first, GradHandle):
+            raise first.refuse(name)
+        if kind_of(func) is Kind.VIEW and isinstance(first, GradHandle):
+            return _viewed(func, first, args[1:], kwargs)
+        if (root := _takes_each_element(func, args, kwargs)) is not None:
+            return _run_on_part(func, root, args, kwargs)
+        return cls.run(func, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise self.refuse("deepcopy")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = memo[id(self)] = self.clone()
+        return copy
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise self.refuse("a pickle")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradHandle(shape={tuple(self.shape)}, the gradient of {self.param!r})"
@@ -92,7 +133,72 @@ def _handles(tree: Any) -> Iterator[GradHandle]:
     return (each for each in tree_leaves(tree) if isinstance(each, GradHandle))
 
 
-# One gradient
+# Elements
+
+
+def _viewed(func: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The views that an operator makes, of which no element is needed."""
+    root = handle.root()
+    with torch._C.DisableTorchFunctionSubclass():
+        stands_for = handle.within(torch.empty(root.size(), dtype=root.dtype, device="meta"))
+    return tree_map_only(Tensor, root.view_at, func(stands_for, *args, **kwargs))
+
+
+def _takes_each_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle | None:
+    """The gradient that an operator changes element by element, if ranks divide it."""
+    if torch.Tag.pointwise not in func.tags and func.overloadpacket.__name__ not in _ELEMENTWISE:
+        return None
+    changed = changed_by(func, args, kwargs)
+    root = changed[0] if len(changed) == 1 and changed[0] is args[0] else None
+    if not isinstance(root, GradHandle) or root._root is not None:
+        return None
+    return root if root.access.span(root.param) is not None else None
+
+
+_ELEMENTWISE = frozenset(
+    (
+        *("abs_", "copy_", "copysign_", "fill_", "masked_fill_", "threshold_", "zero_"),
+        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_"),
+    )
+)
+"""Operators to which torch gives no tag that says so."""
+
+
+def _run_on_part(func: Any, root: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle:
+    """An operator in place on this rank's elements of a gradient alone."""
+    access, span = root.access, root.access.span(root.param)
+    assert span is not None
+    elements = access.read_part(root.param)
+
+    def part(each: Tensor) -> Tensor:
+        if each is root:
+            return elements
+        values = each.root().read() if isinstance(each, GradHandle) else each
+        values = each.within(values) if isinstance(each, GradHandle) else values
+        return values if values.dim() == 0 else values.expand(root.shape).reshape(-1)[span]
+
+    func(*tree_map_only(Tensor, part, args), **tree_map_only(Tensor, part, kwargs))
+    access.write_part(root.param, elements)
+    return root
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on lists, for one of each at a time: copies of all gradients may not fit."""
+    num = max(len(each) for each in args if isinstance(each, list | tuple))
+    if num <= 1:
+        return GradHandle.run(func, args, kwargs)
+    scalars = next((place for place, each in enumerate(func._schema.arguments) if each.name == "scalars"), None)
+    found = list[Any]()
+    for index in range(num):
+        mine = [
+            each[index : index + 1] if isinstance(each, list | tuple) or place == scalars else each
+            for place, each in enumerate(args)
+        ]
+        found += func(*mine, **kwargs) or ()
+    return found if func._schema.returns else None
+
+
+# One gradient, where no element is needed; NotImplemented where some are
 
 
 def _device(handle: GradHandle) -> torch.device:
@@ -100,10 +206,13 @@ def _device(handle: GradHandle) -> torch.device:
         return handle.param.device
 
 
-def _detach(handle: GradHandle) -> GradHandle:
+def _detach(handle: GradHandle) -> Tensor:
     access = handle._access()
     if access is None:
         raise dropped_error(handle.param)
+    if handle._root is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return handle._root.view_at(handle)
     return GradHandle.of(handle.param, access, handle.life)
 
 
@@ -114,52 +223,47 @@ def _norm(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Any:
     whole = dim is None or len(dim) in (0, handle.dim())
-    if not whole or keepdim or not ord >= 0:
-        raise handle.refuse(f"a norm of order {ord} over dimensions {dim}")
+    if handle._root is not None or not whole or keepdim or not ord >= 0:
+        return NotImplemented
     norm = handle.access.norm(handle.param, float(ord))
     return norm if dtype is None else norm.to(dtype)
 
 
-def _mul_(handle: GradHandle, factor: Any) -> GradHandle:
-    handle.access.scale(handle.param, _factor(handle, factor, "mul_"))
+def _mul_(handle: GradHandle, factor: Any, *, divides: bool = False) -> Any:
+    if handle._root is not None or not _is_number(factor):
+        return NotImplemented
+    handle.access.scale(handle.param, factor if isinstance(factor, Tensor) else float(factor), divides=divides)
     return handle
 
 
-def _div_(handle: GradHandle, divisor: Any, *, rounding_mode: str | None = None) -> GradHandle:
-    if rounding_mode is not None:
-        raise handle.refuse(f"div_(rounding_mode={rounding_mode!r})")
-    handle.access.scale(handle.param, _factor(handle, divisor, "div_"), divides=True)
-    return handle
+def _div_(handle: GradHandle, divisor: Any, *, rounding_mode: str | None = None) -> Any:
+    return _mul_(handle, divisor, divides=True) if rounding_mode is None else NotImplemented
 
 
-def _factor(handle: GradHandle, factor: Any, what: str) -> float | Tensor:
-    """A number that scales the whole gradient."""
-    is_one = not isinstance(factor, Tensor) or (factor.numel() == 1 and not isinstance(factor, GradHandle))
-    if not is_one or isinstance(factor, complex):
-        raise handle.refuse(f"{what} by anything but a number")
-    found: float | Tensor = factor if isinstance(factor, Tensor) else float(factor)
-    return found
+def _is_number(each: Any) -> bool:
+    """True for a number, or a tensor that is not a gradient and has one element."""
+    if isinstance(each, Tensor):
+        return each.numel() == 1 and not isinstance(each, GradHandle) and not each.is_complex()
+    return not isinstance(each, complex)
 
 
-def _clamp_(handle: GradHandle, min: Any = None, max: Any = None) -> GradHandle:
-    low, high = (None if bound is None else _bound(handle, bound) for bound in (min, max))
+def _clamp_(handle: GradHandle, min: Any = None, max: Any = None) -> Any:
+    if handle._root is not None or not all(each is None or _is_number(each) for each in (min, max)):
+        return NotImplemented
     access = handle.access
-    if access.is_zeroed(handle.param) and ((low or 0) > 0 or (high or 0) < 0):
-        raise handle.refuse(f"clamping zeros to [{low}, {high}]")
+    if access.is_zeroed(handle.param):
+        return NotImplemented
+    low, high = (None if each is None else float(each) for each in (min, max))
     access.clamp([handle.param], low, high)
     return handle
 
 
-def _bound(handle: GradHandle, bound: Any) -> float:
-    if isinstance(bound, Tensor) and bound.numel() != 1:
-        raise handle.refuse("clamp_ by anything but numbers")
-    return float(bound)
-
-
-def _zero_(handle: GradHandle) -> GradHandle:
-    handle.access.zero(handle.param)
+def _zero_(handle: GradHandle) -> Any:
+    if handle._root is not None:
+        return NotImplemented
+    handle.access.zero([handle.param])
     return handle
 
 
@@ -214,6 +318,22 @@ _OF_LISTS: dict[str, Callable[..., Any]] = {
 }
 
 
+# Functions on the tensor object
+
+
+def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    handle, values = args
+    if handle.shape != values.shape:
+        raise handle.refuse(f"a .data of shape {tuple(values.shape)} in place of {tuple(handle.shape)}")
+    if values is not handle:
+        handle.copy_(values)
+
+
 GradHandle.as_they_are = frozenset(Kind) - {Kind.ADDRESS}
-GradHandle.own = dict.fromkeys(named("share_memory_", "pin_memory", "set_"), GradHandle.refused)
-"""Like addresses, these go to memory past torch's operations."""
+GradHandle.answers = {}
+GradHandle.own = {
+    **dict.fromkeys(named("share_memory_", "pin_memory", "set_"), GradHandle.refused),
+    **dict.fromkeys(named("numpy", "tolist", "__array__"), GradHandle.run),
+    _data.__set__: _set_data,
+}
+"""Those in the first row go to memory past torch's operations, like addresses; arrays and lists get a copy."""

@@ -158,8 +158,13 @@ def kind_of(func: Any) -> Kind:
         return Kind.UNKNOWN
     if _writes(func):
         return Kind.WRITE
-    is_view = schemas and all(each.returns and each.returns[0].alias_info is not None for each in schemas)
-    return Kind.VIEW if is_view else Kind.READ
+    return Kind.VIEW if schemas and all(map(_is_view, schemas)) else Kind.READ
+
+
+def _is_view(schema: Any) -> bool:
+    """True if the result lies in an argument's memory. An `out=` is written to."""
+    alias = schema.returns[0].alias_info if schema.returns else None
+    return alias is not None and not alias.is_write
 
 
 def has_operators(func: Any) -> bool:

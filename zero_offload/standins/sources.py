@@ -117,6 +117,10 @@ class ParamSource(ABC):
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         """Carry out `param.grad = None`, for several."""
 
+    @abstractmethod
+    def zero_grads(self, params: Collection[nn.Parameter]) -> None:
+        """Carry out `param.grad.zero_()` for those that would have a gradient in torch, where a step keeps it."""
+
 
 class GradSource(ABC):
     """Questions that a `GradHandle` may be asked of a gradient that is held."""
@@ -127,7 +131,7 @@ class GradSource(ABC):
 
     @abstractmethod
     def refuse(self, param: nn.Parameter, what: str) -> ZeroOffloadError:
-        """The error for `what`, which needs the elements of a gradient."""
+        """The error for `what`, which goes to a gradient's memory."""
 
     @abstractmethod
     def check_held(self, param: nn.Parameter, life: object) -> None:
@@ -154,8 +158,29 @@ class GradSource(ABC):
         """Clip its elements to [low, high]; None sets no limit on that side."""
 
     @abstractmethod
-    def zero(self, param: nn.Parameter) -> None:
-        """Let it be zeros, to which the next backward adds."""
+    def zero(self, params: Collection[nn.Parameter]) -> None:
+        """Let them be zeros, to which the next backward adds."""
+
+    @abstractmethod
+    def read(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy as the next step would use it, of the parameter's shape, fp32, on the compute device. Collective where
+        ranks divide it."""
+
+    @abstractmethod
+    def write(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace it by `values` of the parameter's shape, the same on all ranks."""
+
+    @abstractmethod
+    def span(self, param: nn.Parameter) -> slice | None:
+        """This rank's elements of the flat parameter; None where it has all."""
+
+    @abstractmethod
+    def read_part(self, param: nn.Parameter) -> torch.Tensor:
+        """As `read`, of these elements alone, (elements,)."""
+
+    @abstractmethod
+    def write_part(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace them by (elements,)."""
 
 
 class StateSource(ABC):

@@ -6,15 +6,18 @@ A class of functions that is in neither is refused. So nothing unknown is taken 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.operations import Kind, kind_of, name_of, written_by
+
+_EnableTorchFunction: Any = torch._C._EnableTorchFunction
 
 Answer = Callable[..., Any]
 """answer(func, args, kwargs): runs a function that has met a stand-in."""
@@ -135,12 +138,63 @@ class OnCopies(Absent):
 
         changed = [each.root() for each in written_by(func, args, kwargs) if isinstance(each, cls)]
         args, kwargs = tree_map_only(cls, values_of, (args, kwargs))
-        result = func(*args, **kwargs)
+        with _EnableTorchFunction():  # other stand-ins among the arguments answer too; a dispatch has that off
+            result = func(*args, **kwargs)
         # Changed copies replace the values at rest.
         for root, values, version in read:
             if values._version != version or any(each is root for each in changed):
                 root.write(values)
         return cls.shown(result, [(root, values) for root, values, _ in read], given)
+
+
+class WithViews(OnCopies):
+    """One of which views may be made: a view reads and writes its root, as a view of a tensor in memory does."""
+
+    __slots__ = ()
+    _root: Any
+    """The stand-in that this is a view of, or None."""
+
+    def root(self) -> Any:
+        return self if self._root is None else self._root
+
+    def view_at(self, of: Tensor) -> Tensor:
+        """A view of this root that lies in it as `of` does in a copy of it."""
+        raise NotImplementedError
+
+    def at_rest(self) -> bool:
+        """True if there is something that views can write to."""
+        return True
+
+    def within(self, values: Tensor) -> Tensor:
+        if self._root is None:
+            return values
+        with torch._C.DisableTorchFunctionSubclass():
+            at = self.size(), self.stride(), self.storage_offset()
+        return values.view(-1).view(self.dtype).as_strided(*at)
+
+    @classmethod
+    def shown(cls, result: Any, read: Sequence[tuple[Any, Tensor]], given: Sequence[tuple[Any, Tensor]]) -> Any:
+        """Views of a copy are views of the stand-in; arrays of it cannot be written to."""
+        roots = [(root, values) for root, values in read if root.at_rest()]
+
+        def wrap(tensor: Tensor) -> Tensor:
+            for each, values in given:
+                if tensor is values:
+                    return cast(Tensor, each)
+            if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta:
+                place = tensor.untyped_storage()._cdata
+                for root, values in roots:
+                    if values.untyped_storage()._cdata == place:
+                        return cast(Tensor, root.view_at(tensor))
+            return tensor
+
+        if isinstance(result, np.ndarray):
+            address = result.__array_interface__["data"][0]
+            if any(0 <= address - values.data_ptr() < values.nbytes for _, values in roots):
+                result.setflags(write=False)
+        if isinstance(result, Tensor | tuple | list):
+            return tree_map_only(Tensor, wrap, result)
+        return map(wrap, result) if isinstance(result, Iterator) else result
 
 
 def wrapper(kind: type[Tensor], size: Iterable[int], **kwargs: Any) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.checkpointed import Checkpointed
@@ -18,7 +16,7 @@ from zero_offload.standins.part import Part, PlainPart
 from zero_offload.standins.readers import StateReader
 from zero_offload.standins.sources import Owner, StateSource
 from zero_offload.standins.staged import for_stager
-from zero_offload.standins.standin import OnCopies, as_it_is, itself, wrapper
+from zero_offload.standins.standin import WithViews, as_it_is, itself, wrapper
 from zero_offload.storage.shards.shard import Component
 
 STEP = "step"
@@ -45,7 +43,7 @@ class _Fields(Tensor):
     """Its values, once they are no longer those on the tier; or why they could not be read."""
 
 
-class StateTensor(OnCopies, Checkpointed, StateReader, _Fields):
+class StateTensor(WithViews, Checkpointed, StateReader, _Fields):
     """One state of an offloaded parameter where it rests, or a view of it. Where ranks divide the parameter, a state
     dict of the model has its value as such a tensor too.
 
@@ -127,9 +125,6 @@ class StateTensor(OnCopies, Checkpointed, StateReader, _Fields):
     def _states(self) -> StateSource:
         return self._owned().states
 
-    def root(self) -> StateTensor:
-        return self if self._root is None else self._root
-
     def read(self) -> Tensor:
         """The values that were kept, or a copy of what rests on the tier."""
         if isinstance(self._kept, ZeroOffloadError):
@@ -152,14 +147,7 @@ class StateTensor(OnCopies, Checkpointed, StateReader, _Fields):
         states.readers.before_edit(self)
         states.edit(self.param, self.state_name, values)
 
-    def within(self, values: Tensor) -> Tensor:
-        """This view of the whole state's values."""
-        if self._root is None:
-            return values
-        return values.view(-1).view(self.dtype).as_strided(self.size(), self.stride(), self.storage_offset())
-
-    def _view(self, of: Tensor) -> StateTensor:
-        """A view of this state that lies in a copy of it as `of` does."""
+    def view_at(self, of: Tensor) -> Tensor:
         size, strides, offset = of.size(), of.stride(), of.storage_offset()
         made: StateTensor = wrapper(
             StateTensor, size, strides=strides, storage_offset=offset, dtype=of.dtype, device=of.device
@@ -167,29 +155,8 @@ class StateTensor(OnCopies, Checkpointed, StateReader, _Fields):
         made.param, made.state_name, made._owner, made._root, made._kept = self.param, self.state_name, None, self, None
         return made
 
-    @classmethod
-    def shown(cls, result: Any, read: Sequence[tuple[Any, Tensor]], given: Sequence[tuple[Any, Tensor]]) -> Any:
-        """Views of a copy are views of the state, as long as it rests on the tier."""
-        at_rest = [(root, values) for root, values in read if root._kept is None]
-
-        def wrap(tensor: Tensor) -> Tensor:
-            for state, values in given:
-                if tensor is values:
-                    return cast(Tensor, state)
-            if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta:
-                place = tensor.untyped_storage()._cdata
-                for root, values in at_rest:
-                    if values.untyped_storage()._cdata == place:
-                        return cast(Tensor, root._view(tensor))
-            return tensor
-
-        if isinstance(result, np.ndarray):
-            address = result.__array_interface__["data"][0]
-            if any(0 <= address - values.data_ptr() < values.nbytes for _, values in at_rest):
-                result.setflags(write=False)
-        if isinstance(result, Tensor | tuple | list):
-            return tree_map_only(Tensor, wrap, result)
-        return map(wrap, result) if isinstance(result, Iterator) else result
+    def at_rest(self) -> bool:
+        return self._kept is None
 
     def _converted(self, convert: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Conversions that need no values: to what it is already, and to a copy of a state dict's of the same dtype."""

@@ -1,24 +1,25 @@
 """The program's access to gradients that are held: clipping, loss scale, `.grad`, `zo.gathered(kind="grads")`.
 
 `GradAccess` is above `Gradients`: it reduces what earlier backwards have left before it answers. Elements are read and
-changed where they rest.
+changed where they rest. A whole gradient that the program has changed goes there by `GradLedger.write`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.host import host_zeros
 from zero_offload.base.types import Tier
-from zero_offload.hardware.device import aliased
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.standins.sources import GradSource
+from zero_offload.storage.shards.grad_store import Product, multiply
 
 
 class GradAccess(GradSource):
@@ -72,19 +73,22 @@ class GradAccess(GradSource):
             raise ZeroOffloadError(
                 f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again"
             )
+        self.check_complete(param)
+
+    def check_complete(self, param: nn.Parameter) -> None:
+        """Raise inside of a backward."""
         if _in_backward():
+            name = self.name_of(param)
             raise ZeroOffloadError(
                 f"the gradient of {name} is not complete while backward runs. Read it after backward. A hook that "
                 f"register_post_accumulate_grad_hook puts on {name} finds what its backward adds in .grad"
             )
 
     def refuse(self, param: nn.Parameter, what: str) -> ZeroOffloadError:
-        """The error for `what`, which needs the elements of a gradient."""
         name, where = self.ledger.name_of(param), self.ledger.place(param)[0].section.shard.placement.grads.value
         return ZeroOffloadError(
-            f"{what} needs the elements of the gradient of {name}, which rests on {where} until the optimizer's step. "
-            "Its .grad answers norms, is scaled and clipped; zo.AdamW, zo.SGD, ... step with it. "
-            f'A copy is read by \'with zo.gathered(model, kind="grads") as grads: grads["{name}"]\', on one rank'
+            f"{what} asks for the memory of the gradient of {name}, which rests on {where} until the optimizer's step. "
+            "Read and change it by torch's operations, or give what needs its memory a copy: param.grad.clone()"
         )
 
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -94,26 +98,68 @@ class GradAccess(GradSource):
         if section.store.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
         self.ledger.read_factors()
-        section.exposed.add(index)
-        return aliased(section.store.view(index, multiplied=True)).view(section.layout.params[index].spec.shape)
+        return section.expose(index)
 
-    def read(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    def copies(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""
-        found = {}
-        self.ledger.read_factors()
-        for section, indices in self.ledger.chosen(params):
-            brought = section.store.on_disk
-            for index, count in zip(indices, section.counts(indices), strict=True):
-                copy = (
-                    section.store.view(index).to("cpu", torch.float32, copy=True).mul_(count / self.ledger.loss_scale)
-                )
-                found[section.params[index]] = copy.view(section.layout.params[index].spec.shape)
-            if indices:
-                if brought:
-                    section.store.end_view()
-                else:
-                    section.store.complete()
+        held = [section.params[index] for section, indices in self.ledger.chosen(params) for index in indices]
+        found = {param: self.read(param).cpu() for param in held}
+        self.ledger.save_changed()
         return found
+
+    # Elements
+
+    def span(self, param: nn.Parameter) -> slice | None:
+        section, index = self.ledger.place(param)
+        layout = section.layout
+        if layout.num_shards == 1:
+            return None
+        part, ahead = section.store.parts[index], layout.params[index].begin
+        origin = self._collectives.shard_index * layout.shard_numel - ahead
+        return slice(part.start + origin, part.stop + origin) if part.start < part.stop else slice(0, 0)
+
+    def read_part(self, param: nn.Parameter) -> torch.Tensor:
+        self.share(param)
+        section, index = self.ledger.place(param)
+        if is_dtensor(param):
+            raise ZeroOffloadError(
+                f"elements of the gradient of {self.name_of(param)} are not read: it is a DTensor's, which "
+                "tensor-parallel ranks divide. Its norm is known, and it is scaled and clipped"
+            )
+        device, part = self.arriving.device.torch_device, section.store.parts[index]
+        if param in self.ledger.zeroed:
+            return torch.zeros(part.stop - part.start, dtype=torch.float32, device=device)
+        self.ledger.read_factors()
+        section.land()
+        self.ledger.change(section, ())
+        found = section.store.view(index).to(device, torch.float32, copy=True)
+        (count,) = section.counts([index])
+        if self.ledger.loss_scale != 1.0 and isinstance(count, Product):
+            return multiply(found, count).div_(self.ledger.loss_scale)
+        return multiply(found, count / self.ledger.loss_scale if self.ledger.loss_scale != 1.0 else count)
+
+    def write_part(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        self.ledger.write(param, values)
+        self.norms.clear()
+
+    def read(self, param: nn.Parameter) -> torch.Tensor:
+        section, index = self.ledger.place(param)
+        piece, mine = section.layout.params[index], self.read_part(param)
+        if section.layout.num_shards == 1:
+            return mine.view(piece.spec.shape)
+        whole = mine.new_empty(piece.spec.numel)
+        whole[self.span(param)] = mine
+        pieces, begin = list[tuple[torch.Tensor, int]](), 0
+        for shard in range(section.layout.num_shards):
+            first, last = section.layout.in_shard(piece, shard)
+            pieces += [(whole[begin : begin + last - first], shard)] if first < last else []
+            begin += last - first
+        self._collectives.launch_spread(pieces, f"the gradient of {piece.spec.name}")()
+        return whole.view(piece.spec.shape)
+
+    def write(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        span, flat = self.span(param), values.detach().reshape(-1)
+        self.write_part(param, flat if span is None else flat[span])
 
     def squares(self, params: Collection[nn.Parameter]) -> float:
         """The sum of squares of these gradients, as the next update would use them. Collective."""
@@ -146,37 +192,33 @@ class GradAccess(GradSource):
             self.ledger.note_change(f"clamped to {low} and {high}", section, chosen)
             self.ledger.change(section, chosen)
             for index in chosen:
-                power = _power_of_two(section.store.factors, index)
-                view = section.store.view(index, multiplied=True)
-                if power != 1.0:
-                    section.store.factors[index] = power
-                # A factor that is still to be multiplied, such as the loss scale, divides the bounds, as far as the
-                # dtype goes.
-                most, left = torch.finfo(view.dtype).max, power / self.ledger.loss_scale
+                factor, scale = section.store.factors.get(index, 1.0), self.ledger.loss_scale
+                if math.frexp(factor)[0] == 0.5:
+                    # A power of two, such as a loss scaler's, divides the bounds: 16 bits may have no room for it.
+                    view, left = section.store.view(index), factor / scale
+                else:
+                    if section.store.dtype != torch.float32:
+                        section.store.widen()  # the product is not rounded before it is clamped
+                    view, left = section.store.view(index, multiplied=True), 1.0 / scale
+                most = torch.finfo(view.dtype).max
                 view.clamp_(
-                    None if low is None else max(-most, low / left),
-                    None if high is None else min(most, high / left),
+                    None if low is None else max(-most, low / left), None if high is None else min(most, high / left)
                 )
             self.norms.clear()
 
-    def zero(self, param: nn.Parameter) -> None:
-        """Let a gradient be zeros, to which the next backward adds."""
-        section, index = self.ledger.place(param)
-        life = section.lives.get(index, object())
-        self.arriving.clear([param], by_program=True)
-        section.lives[index] = life
-        self.ledger.zeroed.add(param)
+    def zero(self, params: Collection[nn.Parameter]) -> None:
+        """Let gradients be zeros, to which the next backward adds."""
+        places = [self.ledger.place(param) for param in params]
+        lives = [section.lives.get(index, object()) for section, index in places]
+        self.arriving.clear(params, by_program=True)
+        for (section, index), life in zip(places, lives, strict=True):
+            section.lives[index] = life
+        self.ledger.zeroed.update(params)
 
-
-def _power_of_two(factors: dict[int, float], index: int) -> float:
-    """Take a power of two out of a gradient's factor, which is near 1 then: 16 bits have no room for a loss scale."""
-    mantissa, exponent = math.frexp(factors.get(index, 1.0))
-    if not math.isfinite(mantissa) or not mantissa:
-        return 1.0
-    if abs(mantissa) == 0.5:
-        mantissa, exponent = 2 * mantissa, exponent - 1
-    factors[index] = mantissa
-    return math.ldexp(1.0, exponent)
+    def hold_zeros(self, params: Iterable[nn.Parameter]) -> None:
+        """A step takes these, which are zeros: write those where gradients rest."""
+        for param in self.ledger.zeroed.intersection(params):
+            self.write_part(param, host_zeros(1, torch.float32))
 
 
 def _in_backward() -> bool:

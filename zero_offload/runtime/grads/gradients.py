@@ -61,7 +61,7 @@ class Gradients:
     ) -> None:
         """`ring`: with overlap="backward". `stay_in_memory`: a CPU computes, and nothing of the model leaves its
         memory."""
-        self._device = device
+        self.device = device
         self._collectives = collectives
         self._spans = store.counters.spans
         self._drive_room = pool.drive_room
@@ -179,6 +179,9 @@ class Gradients:
         for section in self.ledger.sections:
             if section.state is GradState.ARRIVING:
                 self._complete(section)
+            if section.exposed:
+                section.land()
+                section.follow_exposed()
         if self._collectives.world_size > 1:
             self._reductions.finish()
         if self._downloads is not None:
@@ -392,20 +395,21 @@ class Gradients:
     def clear(self, params: Iterable[nn.Parameter], *, by_program: bool = False) -> None:
         """A step has taken these parameters' gradients, or the program drops them: the next backward starts afresh."""
         params = list(params)
-        self.ledger.zeroed.difference_update(params)
+        if self.ledger.zeroed:
+            self.ledger.zeroed.difference_update(params)
         for section, indices in self.ledger.by_section(params):
             if by_program:
                 self.ledger.note_change("dropped", section, indices)
             self._remove(section, indices, GradState.EMPTY if by_program else GradState.TAKEN)
         self._end_if_none()
 
-    def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
-        """Drop the gradients (of `params`; by default all). True if there were any."""
+    def drop(self, params: Collection[nn.Parameter] | None = None, *, to: GradState = GradState.EMPTY) -> bool:
+        """Drop the gradients (of `params`; by default all). True if there were any. `to`: as `GradSection.remove`."""
         found = False
         self.ledger.zeroed.difference_update(list(self.ledger.zeroed) if params is None else params)
         for section, indices in self.ledger.chosen(params):
             found = found or bool(indices)
-            self._remove(section, indices, GradState.EMPTY)
+            self._remove(section, indices, to)
             if section.local is not None and not section.waiting:
                 section.local.drop()
         self._end_if_none()
@@ -433,7 +437,7 @@ class Gradients:
 
     def _remove(self, section: GradSection, indices: Collection[int], to: GradState) -> None:
         """Hold these parameters' gradients no longer."""
-        section.store.shown |= not section.exposed.isdisjoint(indices)
+        section.store.shown |= not section.exposed.keys().isdisjoint(indices)
         if section.fresh is not None and not section.holding.isdisjoint(indices):
             section.fresh.land()
         if not (gone := section.remove(indices, to)):

@@ -13,7 +13,6 @@ factor ends.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -39,7 +38,8 @@ class GradLedger:
         self.places: dict[int, tuple[GradSection, int]] = {}
         """By a parameter's id: its section, and its index there."""
         self.zeroed: set[nn.Parameter] = set()
-        """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
+        """Parameters whose gradient the program has set to zeros, and that no backward has added to. A step that takes
+        them has the zeros written."""
         self.loss_scale = 1.0
         """The factor by which the gradients held now are multiplied, and which the step divides out; it ends with them.
         """
@@ -53,6 +53,8 @@ class GradLedger:
         """True if the program has scaled gradients held by their handles."""
         self._changes = 0
         """A word for what else the program has done to gradients that all ranks hold, in any order."""
+        self.is_written = False
+        """True if the program has written elements of gradients since the last step; several ranks."""
 
     def add(
         self, sections: Iterable[GradSection], placed_params: Iterable[tuple[Section, ParamSlice, nn.Parameter]]
@@ -77,6 +79,11 @@ class GradLedger:
         """True if a gradient waits for a step."""
         section, index = self.places[id(param)]
         return index in section.holding
+
+    def is_kept(self, param: nn.Parameter) -> bool:
+        """True if the parameter would have a gradient in torch, where a step keeps it."""
+        section, index = self.places[id(param)]
+        return index in section.holding or index in section.taken or param in self.zeroed
 
     def any_held(self, params: Collection[nn.Parameter] | None) -> bool:
         """True if a gradient of `params` (None: of any parameter) waits for a step."""
@@ -121,10 +128,7 @@ class GradLedger:
         if not self._device.is_host and isinstance(factor, torch.Tensor) and factor.device == self._device.torch_device:
             section.factors.setdefault(index, []).append(self._capture(factor, divides))
             return
-        factor = float(factor)
-        if divides:
-            factor = 1.0 / factor if factor else math.copysign(math.inf, factor)
-        section.multiply([index], factor)
+        section.multiply([index], float(factor), divides=divides)
 
     def _capture(self, factor: torch.Tensor, divides: bool) -> Factor:
         """The factor as it is now: the program may change the tensor."""
@@ -132,7 +136,7 @@ class GradLedger:
         last = self._captured
         if last is None or last.given is not factor or (last.version, last.divides) != (version, divides):
             value = factor.detach().reshape(()).to(torch.float64, copy=True)
-            last = Factor(value.reciprocal_() if divides else value, self.stream(), factor, version, divides)
+            last = Factor(value, self.stream(), factor, version, divides)
             self._captured = last
         return last
 
@@ -157,7 +161,7 @@ class GradLedger:
         values = dict(zip(factors, torch.stack([*factors.values()]).tolist(), strict=True)) if factors else {}
         for section, index, each in scaled:
             for factor in each:
-                section.multiply([index], values[id(factor)])
+                section.multiply([index], values[id(factor)], divides=factor.divides)
         for section in self.sections:
             section.factors.clear()
 
@@ -179,14 +183,29 @@ class GradLedger:
             word = zlib.crc32(f"{what} {section.layout.params[index].spec.name}".encode())
             self._changes = (self._changes + word) % (1 << 32)
 
+    def write(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """The program replaces this rank's part of a gradient by `values`, (numel,) or (1,): a step uses these from now
+        on. Their sum of squares is made when they leave."""
+        section, index = self.places[id(param)]
+        self.is_written = not self._is_alone
+        self.note_change("written", section, [index])
+        self.change(section, [index])
+        section.store.write(index, values)
+        section.factors.pop(index, None)
+        if self.loss_scale != 1.0:
+            section.store.factors[index] = self.loss_scale  # which the step divides out
+        section.hold(index)
+        self.zeroed.discard(param)
+
     def save_changed(self) -> None:
         """Sum up what was changed where it rests, and let it leave for where it was."""
         if self._changed is not None:
             (section, indices), self._changed = self._changed, None
-            section.store.end_view(indices)
+            section.store.end_view(indices & section.holding)
 
     def change(self, section: GradSection, indices: Collection[int]) -> None:
-        """The program changes these gradients of a section where they rest, now and until `save_changed`."""
+        """The program looks at a section's gradients where they rest, or changes these of them, now and until
+        `save_changed`."""
         if self._changed is not None and self._changed[0] is not section:
             self.save_changed()
         # Other parameters of the section may have had a step, whose update reads it still.
@@ -196,12 +215,12 @@ class GradLedger:
 
     def reset(self) -> None:
         """A backward broke off: what was changed is not wanted."""
-        self._changed, self._changes = None, 0
+        self._changed, self._changes, self.is_written = None, 0, False
 
     def end_if_none(self) -> bool:
         """True if no gradient is held; the loss scale ends with the last one."""
         if any(section.holding for section in self.sections):
             return False
-        self.loss_scale, self.overflowed, self._is_scaled = 1.0, False, False
+        self.loss_scale, self.overflowed, self._is_scaled, self.is_written = 1.0, False, False, False
         self._captured = None
         return True

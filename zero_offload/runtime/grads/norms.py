@@ -119,7 +119,8 @@ class GradNorms:
         for section in sections:
             section.land()
             if section.exposed:  # the user may have changed it through `.grad`
-                section.store.end_view(section.exposed & section.holding)
+                section.follow_exposed()
+                section.store.end_view(section.exposed.keys() & section.holding)
         if self._downloads is not None and sections:
             self._downloads.sums.read([each.store.sums for each in sections], sections[0].store.unit)
 
@@ -146,7 +147,7 @@ class GradNorms:
         norm = found.rows[found.at[id(param)]] * factor
         for each in section.factors.get(index, ()) if order else ():
             self._ledger.use(each.value, each.stream)
-            norm = norm * each.value.abs()
+            norm = norm / each.value.abs() if each.divides else norm * each.value.abs()
         return norm.float()
 
     def is_finite(self, param: nn.Parameter) -> bool:

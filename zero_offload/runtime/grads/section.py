@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zero_offload.base.types import MIB, Tier
-from zero_offload.hardware.device import Device
+from zero_offload.hardware.device import Device, aliased
 from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SHARD_NUMEL, SectionLayout
 from zero_offload.runtime.units.unit import Section, Unit
@@ -29,7 +29,7 @@ from zero_offload.standins.sliced_grad import SlicedGrad
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.shards.drive_grads import AttachBuffer
 from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, StagedGrad, neighbours
-from zero_offload.storage.shards.grad_store import Gathered, GradStore
+from zero_offload.storage.shards.grad_store import Gathered, GradStore, Product
 
 BUCKET_BYTES = 1 * MIB
 """Smaller sections share a collective: its start would take longer than its transfer."""
@@ -47,7 +47,15 @@ class Factor(NamedTuple):
     version: object
     """The tensor's then."""
     divides: bool
-    """True if `value` is the inverse."""
+    """True if it is a divisor."""
+
+
+class Exposed(NamedTuple):
+    """A gradient that the program has as an ordinary tensor, over the memory where it rests."""
+
+    grad: torch.Tensor
+    """Of the parameter's shape, with a storage that has no other gradient."""
+    address: int
 
 
 class GradState(Enum):
@@ -62,12 +70,12 @@ class GradState(Enum):
 
 
 GRAD_TRANSITIONS: dict[GradState, frozenset[GradState]] = {
-    GradState.EMPTY: frozenset({GradState.ARRIVING, GradState.WAITING, GradState.REDUCING}),
+    GradState.EMPTY: frozenset({GradState.ARRIVING, GradState.WAITING, GradState.REDUCING, GradState.HELD}),
     GradState.ARRIVING: frozenset({GradState.EMPTY, GradState.WAITING, GradState.REDUCING, GradState.HELD}),
     GradState.WAITING: frozenset({GradState.EMPTY, GradState.ARRIVING, GradState.REDUCING, GradState.TAKEN}),
     GradState.REDUCING: frozenset({GradState.EMPTY, GradState.ARRIVING, GradState.HELD}),
     GradState.HELD: frozenset(GradState) - {GradState.HELD},
-    GradState.TAKEN: frozenset({GradState.EMPTY, GradState.ARRIVING, GradState.WAITING, GradState.REDUCING}),
+    GradState.TAKEN: frozenset(GradState) - {GradState.TAKEN},
 }
 
 
@@ -107,8 +115,10 @@ class GradSection:
     """How many it will deliver at most."""
     holding: set[int] = field(default_factory=set)
     """Parameters with a gradient that no step has consumed."""
-    exposed: set[int] = field(default_factory=set)
-    """Parameters whose gradient the user has in hand, and may have changed."""
+    taken: set[int] = field(default_factory=set)
+    """Parameters whose gradient a step has used, and the program has not dropped since: in torch they still have it."""
+    exposed: dict[int, Exposed] = field(default_factory=dict)
+    """By the parameter's index, gradients that the user has in hand, and may have changed."""
     lives: dict[int, object] = field(default_factory=dict)
     """Of parameters whose gradient the program has a handle of, an object that ends with the gradient."""
     factors: dict[int, list[Factor]] = field(default_factory=dict)
@@ -180,6 +190,14 @@ class GradSection:
         self.joined = None
         self.move_to(GradState.HELD)
 
+    def hold(self, index: int) -> None:
+        """The program gives a parameter's gradient, which is where it rests."""
+        self.holding.add(index)
+        if self.local is not None:
+            self.reduced.add(index)
+        if self.state is not GradState.WAITING:
+            self.move_to(GradState.HELD)
+
     def reset(self) -> None:
         """A backward broke off."""
         self.arrived.clear()
@@ -191,13 +209,41 @@ class GradSection:
         for index in indices if self.lives else ():
             self.lives.pop(index, None)
         gone = self.holding.intersection(indices)
-        for each in (self.holding, self.exposed, self.waiting, self.reduced):
+        if to is GradState.TAKEN:
+            self.taken |= gone
+        elif self.taken:
+            self.taken.difference_update(indices)
+        for each in (self.holding, self.waiting, self.reduced):
             each -= gone
+        for index in gone if self.exposed else ():
+            self.exposed.pop(index, None)
         for index in gone if self.factors else ():
             self.factors.pop(index, None)
         if gone and not self.holding and self.state in (GradState.HELD, GradState.WAITING):
             self.move_to(to)
         return gone
+
+    def expose(self, index: int) -> torch.Tensor:
+        """A gradient as an ordinary tensor, the same one until it ends."""
+        self.follow_exposed()
+        place = self.store.view(index, multiplied=True)
+        if index not in self.exposed:
+            # Of a view of our own: what is kept is found by the count of tensors in a storage.
+            shown = aliased(place.view(self.layout.params[index].spec.shape))
+            self.exposed[index] = Exposed(shown, place.data_ptr())
+        return self.exposed[index].grad
+
+    def follow_exposed(self) -> None:
+        """Write tensors that the program has put in the place of exposed gradients (`.data =`) where those rest. An
+        exposed gradient whose sum has moved, since it is wider, follows it.
+        """
+        for index, (grad, address) in self.exposed.items():
+            if grad.data_ptr() != address:
+                self.store.write(index, grad.reshape(-1))
+            place = self.store.view(index)
+            if grad.data_ptr() != place.data_ptr():
+                grad.data = aliased(place.view(grad.shape))
+                self.exposed[index] = Exposed(grad, place.data_ptr())
 
     # Factors
 
@@ -206,11 +252,13 @@ class GradSection:
         factors = self.store.factors
         return [factors.get(index, 1.0) for index in indices]
 
-    def multiply(self, indices: Sequence[int], factor: float) -> None:
-        """Let these gradients count `factor` times."""
+    def multiply(self, indices: Sequence[int], factor: float, *, divides: bool = False) -> None:
+        """Let these gradients count `factor` times, or be divided by it."""
         factors = self.store.factors
         for index in indices:
-            factors[index] = factors.get(index, 1.0) * factor
+            before = factors.get(index, 1.0)
+            is_first = before == 1.0 and not divides
+            factors[index] = factor if is_first else Product.of(before, factor, divides=divides)
 
     def land(self) -> None:
         """Return when all that has arrived is where it rests."""

@@ -53,6 +53,14 @@ class DeviceGrads(GradStore):
     def device_bytes(self) -> int:
         return sum(grad.nbytes for grad in list(self._adopted.values()))
 
+    def write(self, index: int, values: torch.Tensor) -> None:
+        if index not in self._adopted:
+            part = self.parts[index]
+            self._adopted[index] = values.new_empty(
+                part.stop - part.start, dtype=self.dtype, device=self._memory.device.torch_device
+            )
+        super().write(index, values)
+
     def _place(self, index: int) -> torch.Tensor:
         return self._adopted[index]
 

@@ -12,6 +12,7 @@ them `view` gives gradients where they rest, to be read or changed, and `flush` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,11 +37,41 @@ KEPT_MEAN_BYTES = 256 * KIB
 """Each gradient that is kept is an update by itself: a section of many small ones is updated faster as one."""
 
 SUMS_ADVICE = (
-    "Sums of micro-batches take 4 bytes per parameter where gradients rest: zo.plan(model, config, micro_batches=2) "
+    "Sums of micro-batches take 4 bytes per parameter where gradients rest, as do gradients that a program changes by "
+    ".grad: zo.plan(model, config, micro_batches=2) "
     'counts them. Let gradients rest on "nvme", or on "device" where the GPU has room (grads=); place params= or '
     'optimizer= in part on "nvme"; take fewer bytes with precision=zo.Precision(states="compact"); or train an adapter '
     "(LoRA). This step's gradients are dropped; generations on disk are whole"
 )
+
+
+class Product(float):
+    """A factor that came in several steps, or as a divisor. The update multiplies by it once; a gradient in memory
+    takes step by step, as torch rounds."""
+
+    steps: tuple[tuple[float, bool], ...]
+    """Numbers, and for each whether it divides."""
+
+    @staticmethod
+    def of(before: float, number: float, *, divides: bool) -> Product:
+        inverse = 1.0 / number if number else math.copysign(math.inf, number)
+        product = Product(before * (inverse if divides else number))
+        product.steps = (*steps_of(before), (number, divides))
+        return product
+
+
+def steps_of(factor: float) -> tuple[tuple[float, bool], ...]:
+    if isinstance(factor, Product):
+        return factor.steps
+    return ((factor, False),) if factor != 1.0 else ()
+
+
+def multiply(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in place, as torch does for a program that scales gradients."""
+    for number, divides in steps_of(factor):
+        values = values.div_(number) if divides else values.mul_(number)
+    return values
+
 
 Wait = Callable[[], object]
 """Returns when gradients on their way to host memory are there."""
@@ -209,7 +240,20 @@ class GradStore:
         With `multiplied` it is multiplied by its factor there, which ends, and it counts as changed.
         """
         view, factor = self._place(index), self.factors.pop(index, 1.0) if multiplied else 1.0
-        return view if factor == 1.0 else view.mul_(factor)
+        return multiply(view, factor)
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Replace this shard's part of a parameter's gradient by `values`, (numel,) or (1,), of any device. It counts
+        as changed; its factor ends. A wider dtype makes the section fp32, so that nothing is rounded."""
+        if is_wider(values.dtype, self.dtype):
+            self.widen()
+        self.factors.pop(index, None)
+        self._place(index).copy_(values)
+        self.held = True
+
+    def widen(self) -> None:
+        """Switch to fp32, keeping the values, which is exact."""
+        raise NotImplementedError
 
     def _place(self, index: int) -> torch.Tensor:
         raise NotImplementedError
@@ -305,6 +349,11 @@ class HostGrads(GradStore):
         if not more:
             self.complete()
 
+    def write(self, index: int, values: torch.Tensor) -> None:
+        if self.shown and not self.held:
+            self._detach_shown_array()
+        super().write(index, values)
+
     def _may_keep(self, grad: torch.Tensor) -> bool:
         """True if a gradient may stay as autograd has made it."""
         return grad.nbytes == grad.untyped_storage().nbytes() and grad.dtype == self.dtype
@@ -325,7 +374,7 @@ class HostGrads(GradStore):
         if adds:
             assert place.dtype == torch.float32
             if factor != 1.0:
-                place.mul_(factor)
+                multiply(place, factor)
             found = accumulate_grad(place.data_ptr(), grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
         else:
             found = store_grad(
@@ -376,7 +425,7 @@ class HostGrads(GradStore):
         return self._views[index]
 
     def widen(self) -> None:
-        """Switch to fp32, keeping the values, which is exact; all are in the array then."""
+        """As there; all are in the array then."""
         if self.dtype != torch.float32:
             self._widen_array()
         if self._adopted:

@@ -108,10 +108,10 @@ def test_a_backward_leaves_what_it_has_delivered_at_rest_or_for_a_later_one(defe
     assert section.state is GradState.TAKEN
 
 
-def test_gradients_that_a_step_has_taken_are_held_only_after_they_arrive_again() -> None:
+def test_gradients_that_wait_are_held_only_after_they_arrive_again() -> None:
     assert set(GRAD_TRANSITIONS) == set(GradState)
     section = _section()
-    for state in (GradState.ARRIVING, GradState.HELD, GradState.TAKEN):
+    for state in (GradState.ARRIVING, GradState.HELD, GradState.WAITING):
         section.move_to(state)
-    with pytest.raises(AssertionError, match="blocks.0: taken gradients are held"):
+    with pytest.raises(AssertionError, match="blocks.0: waiting gradients are held"):
         section.move_to(GradState.HELD)
