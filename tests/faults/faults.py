@@ -135,6 +135,20 @@ FAULTS = [
         STORAGES_ON_A_DEVICE + "test_storages_go_with_the_memory_and_come_with_it",
     ),
     fault(
+        "a parameter in the place of a gone one of its name goes on with that one's states",
+        "model/replacements.py",
+        "        states.blank(self.places.values())\n",
+        "",
+        "tests/parity/test_replacements.py::test_a_resume",
+    ),
+    fault(
+        "a process that is started gets the values of all parameters",
+        "standins/guard.py",
+        "        if type(self) is GuardedParameter and is_for_new_process():\n",
+        "        if False:\n",
+        "tests/models/test_new_processes.py::test_modules_arrive_and_no_values",
+    ),
+    fault(
         "a replica of parameters is not gathered anew after an update",
         "runtime/prefetcher.py",
         "            section.shard.replica.outdate()",

@@ -87,3 +87,12 @@ def test_a_view_from_a_forward_outlives_the_model(nvme: Path) -> None:
     del model
     gc.collect()
     assert torch.equal(kept[0], expected)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_memory_that_is_exchanged_under_a_parameter(placement: str, nvme: Path) -> None:
+    """torch puts the values into shared memory, and that under the storage: no update would reach it."""
+    model = zo.offload(build(stacked), placed("fp32", PLACEMENTS[placement], nvme))
+    model[0].register_forward_hook(lambda module, inputs, output: (module.bias.share_memory_(), None)[1])
+    with pytest.raises(zo.ZeroOffloadError, match=r"the memory of 0\.bias was exchanged.*\.clone\(\)"):
+        model(torch.ones(1, NARROW))

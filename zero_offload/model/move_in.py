@@ -261,7 +261,7 @@ class MovedTensor:
     def become(self, view: torch.Tensor) -> nn.Parameter:
         """The parameter that is `view`, in each place."""
         if self._kept is not None:
-            _move_to(self._kept, view)
+            move_to(self._kept, view)
             return self._kept
         assert self.tensor is not None
         made = _made_like(self.tensor, view)
@@ -276,7 +276,7 @@ class MovedTensor:
     def leave(self, values: torch.Tensor) -> None:
         """Be a tensor of these values again, or deferred."""
         if self._kept is not None:
-            _move_to(self._kept, values)
+            move_to(self._kept, values)
             return
         if self.recipe is not None and self.tensor is not None:
             keep_recipe(self.tensor, self.recipe)
@@ -371,7 +371,7 @@ def _made_like(tensor: torch.Tensor, view: torch.Tensor) -> nn.Parameter:
     return made
 
 
-def _move_to(param: nn.Parameter, place: torch.Tensor) -> None:
+def move_to(param: nn.Parameter, place: torch.Tensor) -> None:
     """Make a parameter a view of `place`, which holds its (local) values in the compute dtype.
 
     A DTensor keeps its identity, hooked modules and placement; its plain part becomes the view.

@@ -49,6 +49,7 @@ from zero_offload.model.move_in import (
     sections_without_values,
 )
 from zero_offload.model.prepared import mark_prepared
+from zero_offload.model.replacements import Replacements
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
@@ -403,6 +404,7 @@ def _hook(
     undo: contextlib.ExitStack,
 ) -> None:
     """The model of `owner` has these points, parameters and casts; its other modules have their hooks."""
+    points = owner.new_points(root, points, undo)
     new_casts = {name: cast for name, cast in casts.items() if root.get_submodule(name) not in owner.modules}
     install_hooks(root, points, params, owner.tracker, new_casts, owner.grad_ready, owner, undo)
     install_walk_hooks([each for each in root.modules() if each not in owner.modules], undo)
@@ -448,7 +450,9 @@ class Growth:
             notice.compared += _configs_of(self.root, owner.ranks.world_size)
             with _saying_whose_they_are(model, owner):
                 _check_added(owner, self.root, added)
-            self.spec = ModelSpec.from_module(self.root, units, added.values(), experts_in(self.root))
+                self.replacements = Replacements.of(owner, (self.root, model), self._spec(units, added), added)
+            others = {name: tensor for name, tensor in added.items() if name not in self.replacements.places}
+            self.spec = self._spec(units, others) if others else ModelSpec((), ())
             dtypes = resolve(self.root, owner.config, strict=False)
             self.casts = dtypes.casts
             self.layout = make_layout(self.spec, dtypes, owner.layout.num_shards, owner.layout)
@@ -456,7 +460,8 @@ class Growth:
             if owner.keeper is not None:
                 owner.keeper.check_growth(self.layout)
             self.without = sections_without_values(self.layout, added)
-            self.sizes = _grown_sizes(owner, self.layout, self.spec, work_of(self.root, self.spec).units, self.without)
+            work = work_of(self.root, self.spec).units if others else ()
+            self.sizes = _grown_sizes(owner, self.layout, self.spec, work, self.without) if others else owner.sizes
         # A generation that was found may have values and steps for the new parameters.
         self.awaited, resumed = owner.files.awaits, owner.files.found
         self.param_steps = resumed.payload.get("param_steps", {}) if self.awaited and resumed is not None else {}
@@ -466,6 +471,9 @@ class Growth:
         self.skips_values = lacks_values(added.values())
         check_same_model(added, owner.ranks, values=not self.awaited)
         _check_same_units(self.root, self.layout.units, owner.ranks)
+
+    def _spec(self, units: UnitChoice | None, tensors: Mapping[str, torch.Tensor]) -> ModelSpec:
+        return ModelSpec.from_module(self.root, units, tensors.values(), experts_in(self.root))
 
     def make_units(self) -> None:
         """Take room, make units, and move the parameters in."""
@@ -489,7 +497,7 @@ class Growth:
     def join_generations(self) -> None:
         """Later generations have the new units; a resumed generation may have waited for them. Collective."""
         owner = self.owner
-        if owner.keeper is not None:
+        if owner.keeper is not None and self.units:
             self.undo.callback(owner.keeper.shrink, owner.layout)
             owner.keeper.grow(self.layout)
             if self.awaited:
@@ -506,6 +514,11 @@ class Growth:
         _install(self.root, owner, self.units, self.spec, self.casts, self.undo)
         if self.model not in owner.modules:  # around the root: what it does with parameters is a forward too
             _hook(self.model, owner, {"": []}, (), {}, self.undo)
+        if self.replacements.places:
+            with owner.ranks.together():
+                self.replacements.write()
+            _hook(self.root, owner, self.replacements.points, self.replacements.params, self.casts, self.undo)
+            self.replacements.finish()
         # Nothing from here on fails, so nothing of it is undone.
         owner.store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
         owner.base.frames.widen(on_device.chosen, on_device.most, on_device.least)
@@ -529,7 +542,6 @@ def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch
     new_params = [(name, param) for name, param in root.named_parameters() if owner_of(param) is None]
     problems = [f"{name} is a DTensor, and the offloaded model has none" for name in divided]
     _check_params(new_params, problems, owner.device.torch_device)  # peft moves adapters to where the base computes
-    _check_names(owner.layout, added)
 
 
 def _grown_sizes(
@@ -579,17 +591,6 @@ def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceM
             "add them before the first zo.offload, or use overlap='forward'"
         )
     owner.prepare_growth()
-
-
-def _check_names(before: ShardLayout, added: Mapping[str, torch.Tensor]) -> None:
-    """Raise where a parameter has come in the place of an offloaded one: a generation cannot hold both."""
-    taken = {name for s in before.sections for piece in s.params for name in (piece.spec.name, *piece.spec.aliases)}
-    if clashes := [name for name in added if name in taken]:
-        raise ConfigError(
-            f"zo.offload: {', '.join(clashes[:3])}{', ...' * (len(clashes) > 3)} came in the place of offloaded "
-            "parameters of the same name, and a generation cannot hold both. Replace modules (a new head, resized "
-            "embeddings) before the first zo.offload, or give the new ones another name"
-        )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -93,6 +93,14 @@ class ModelPlaces(ParamPlaces):
                 self._places[id(param)] = ParamPlace(unit, section, piece, param)
                 if not section.layout.trainable:
                     self._frozen.add(id(param))
+
+    def replace(self, place: ParamPlace, new: nn.Parameter) -> None:
+        """Another parameter has this place."""
+        del self._places[id(place.param)]
+        self._places[id(new)] = replace(place, param=new)
+        if id(place.param) in self._frozen:
+            self._frozen.remove(id(place.param))
+            self._frozen.add(id(new))
 
     def __getitem__(self, param: nn.Parameter) -> ParamPlace:
         """Of a parameter that consists of others, the place of the first of them."""
@@ -191,23 +199,22 @@ class ModelStates(StateSource):
             if self.param_steps[place.name] != self._loaded_steps[place.name] or place.name in self.begun
         )
 
+    def blank(self, places: Iterable[ParamPlace]) -> None:
+        """These have had no updates, and have states of zeros."""
+        for of_section in _by_section(places):
+            zeros, section = host_zeros(1, torch.float32), of_section[0].section
+            edits = [(*place.span(self._shard_index), zeros) for place in of_section]
+            self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
+            for place in of_section:
+                self.param_steps[place.name] = self._loaded_steps[place.name] = 0
+                self.begun.discard(place.name)
+
     def _start_anew(self, params: Iterable[nn.Parameter]) -> None:
         if not (params := list(params)):
             return
         self.readers.before_replacing(params)
         self.change()
-        places = [self._places[param] for param in params]
-        zeros = host_zeros(1, torch.float32)
-        by_section: dict[int, list[ParamPlace]] = {}
-        for place in places:
-            by_section.setdefault(id(place.section), []).append(place)
-        for of_section in by_section.values():
-            section = of_section[0].section
-            edits = [(*place.span(self._shard_index), zeros) for place in of_section]
-            self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
-        for place in places:
-            self.param_steps[place.name] = self._loaded_steps[place.name] = 0
-            self.begun.discard(place.name)
+        self.blank(self._places[param] for param in params)
 
     def ensure(self, states: Iterable[tuple[Shard, Sequence[str]]]) -> None:
         """Take room for these states of shards; new states are zero. Raises CapacityError."""
@@ -393,6 +400,13 @@ class ModelStates(StateSource):
     def masters_completed(self, names: Iterable[str]) -> None:
         """The parts that complete these parameters' values to their masters were loaded, without the values."""
         self._completed |= {name: self.param_steps[name] for name in names}
+
+
+def _by_section(places: Iterable[ParamPlace]) -> list[list[ParamPlace]]:
+    found: dict[int, list[ParamPlace]] = {}
+    for place in places:
+        found.setdefault(id(place.section), []).append(place)
+    return list(found.values())
 
 
 def _moved(states: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class ModelRuntime(Owner):
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules that the model had when it was offloaded, or when parameters were last adopted."""
+        self._hooked: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        """Indices of the units for which a module is hooked."""
         self.names = Names(in_order=False)
         self.about: Mapping[str, Any] = {}
         """The model's own description, for manifests; of rank 0."""
@@ -171,6 +173,24 @@ class ModelRuntime(Owner):
         new = [each for each in module.modules() if each not in self.modules]
         undo.callback(self.modules.difference_update, new)
         self.modules.update(new)
+
+    def new_points(
+        self, root: nn.Module, points: Mapping[str, Sequence[Unit]], undo: ExitStack
+    ) -> dict[str, Sequence[Unit]]:
+        """Those of `points` that are to be hooked; from now on they are."""
+        found = dict[str, Sequence[Unit]]()
+        for name, units in points.items():
+            known = self._hooked.setdefault(root.get_submodule(name), set())
+            new = {unit.index for unit in units} - known
+            if new or not units:
+                found[name] = units
+            undo.callback(known.difference_update, new)
+            known |= new
+        return found
+
+    def tensors_of_roots(self) -> set[int]:
+        """Ids of all that the modules given to zo.offload have now."""
+        return {id(each) for root in self._live_roots() for _, each in offloaded_tensors(root)}
 
     @property
     def model_name(self) -> str:

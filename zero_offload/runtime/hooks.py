@@ -28,6 +28,7 @@ from zero_offload.runtime.saved_tensors.tensors import untraced
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.checkpointed import INSTEAD, refuse_full, refuse_savers
 from zero_offload.standins.grad_hooks import LastHook, ProgramHook
+from zero_offload.standins.guard import is_for_new_process
 from zero_offload.standins.owners import owner_of
 from zero_offload.standins.refusals import refuse_copy
 from zero_offload.standins.sources import Owner
@@ -77,7 +78,8 @@ def install_hooks(
 class _Hook(functools.partial[Any]):
     """A bound hook. Pickling a module pickles its hooks before its parameters."""
 
-    __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_nothing, ()) if is_for_new_process() else refuse_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """Inside of `zo.gathered` a module can be copied, and has ordinary parameters then."""
@@ -86,6 +88,10 @@ class _Hook(functools.partial[Any]):
 
 def _do_nothing(*_: Any) -> None:
     """A hook of a module that was copied."""
+
+
+def _nothing() -> Callable[..., None]:
+    return _do_nothing
 
 
 def is_recomputed(module: nn.Module) -> bool:

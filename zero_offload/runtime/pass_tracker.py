@@ -98,7 +98,7 @@ class ModelLife:
         if os.getpid() != self._pid:
             raise ZeroOffloadError(
                 f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
-                f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
+                f"({os.getpid()}). Keep the model out of DataLoader workers, or start them by forkserver or spawn"
             )
 
     def check_alive(self) -> None:

@@ -12,6 +12,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from multiprocessing.context import get_spawning_popen
 from typing import Any, cast
 
 import torch
@@ -280,6 +281,9 @@ class _Guard(AtRest):
         return _copy_of(cast(nn.Parameter, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is GuardedParameter and is_for_new_process():
+            with torch._C.DisableTorchFunctionSubclass():
+                return _without_values, (self.size(), self.stride(), self.dtype, self.requires_grad)
         return _copy_of(cast(nn.Parameter, self), {}).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -314,6 +318,21 @@ for _name in ("__add__", "__sub__", "__mul__", "__truediv__"):
 
 class GuardedParameter(_Guard, nn.Parameter):  # type: ignore[misc]
     """A plain parameter at rest."""
+
+
+def is_for_new_process() -> bool:
+    """True while what a process is to begin with is pickled, such as the data set of a DataLoader's worker, which may
+    hold the model. It gets the modules: values would be copied for each worker, which mostly asks for a config."""
+    return get_spawning_popen() is not None
+
+
+def _without_values(
+    size: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> nn.Parameter:
+    """In the new process: shape and dtype, and an error for the rest."""
+    param = nn.Parameter(torch.empty_strided(size, strides, dtype=dtype, device="meta"), requires_grad)
+    param.__class__ = GuardedParameter
+    return param
 
 
 @functools.cache

@@ -135,9 +135,15 @@ def is_dropped(param: nn.Parameter) -> bool:
 
 
 def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
+    if param.is_meta:
+        return ZeroOffloadError(
+            f"a parameter of shape {tuple(param.shape)} of an offloaded model has no values in this process: a process "
+            "that is started gets the model's modules alone. Send it what it needs: values (.clone()), or results"
+        )
     return ZeroOffloadError(
-        f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped; its values went "
-        "with the model. Keep a reference to the model while its parameters or its optimizer are used"
+        f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped, or "
+        "zo.offload has put another of its name in its place. Its values are gone. Keep a reference to the model while "
+        "its parameters or its optimizer are used"
     )
 
 

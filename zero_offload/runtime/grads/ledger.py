@@ -67,6 +67,12 @@ class GradLedger:
             found.params.append(param)
         self.sections += [each for each in by_section.values() if each.layout.trainable]
 
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Another parameter has the place of one without a gradient."""
+        section, index = self.places[id(new)] = self.places.pop(id(old))
+        section.params[index] = new
+        self.zeroed.discard(old)
+
     def place(self, param: nn.Parameter) -> tuple[GradSection, int]:
         """A parameter's section and its index there."""
         return self.places[id(param)]

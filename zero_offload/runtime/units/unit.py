@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.hardware.device import aliased
 from zero_offload.hardware.kernels.checksums import fingerprints
@@ -188,6 +189,12 @@ class Unit:
         places = ((section, piece) for section in self.sections for piece in section.layout.params)
         return tuple((*place, param) for place, param in zip(places, self.params, strict=True))
 
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Another parameter has the place of one; it is a view of the same memory."""
+        self.params = [new if param is old else param for param in self.params]
+        for name in ("placed_params", "_unguarded"):
+            self.__dict__.pop(name, None)
+
     def attach(self) -> bool:
         """Put pages under all buffers. None of them has any where there are too few, which is a False or an error."""
         self.has_memory, is_complete = True, False
@@ -310,6 +317,12 @@ class Unit:
             for section, piece, param in self._misplaced():
                 if not is_dtensor(param):
                     param.data = section.own_view(piece)
+            moved = [piece.spec.name for _, piece, param in self._misplaced() if not is_dtensor(param)]
+        if moved:
+            raise ZeroOffloadError(
+                f"the memory of {', '.join(moved[:3])}{' and others' * (len(moved) > 3)} was exchanged under the "
+                "parameter, as share_memory_() does: its tier's values would go elsewhere. Share a copy (.clone())"
+            )
 
     def _adopt_replaced(self) -> None:
         """Make parameters views of the buffers again, with the values that the program gave them."""
