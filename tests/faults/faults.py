@@ -44,6 +44,7 @@ DATA = "tests/integrations/test_finetune_data.py::"
 IDENTITY = "tests/integrations/test_identity.py::"
 FINETUNE = "tests/integrations/test_finetune.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
+THAW = "tests/parity/test_thaw.py::"
 CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
 
 FAULTS = [
@@ -1265,6 +1266,27 @@ FAULTS = [
         'words.get("folder") != folder.name or ',
         "",
         "tests/unit/storage/files/test_own_files.py::test_a_copy_of_a_folder_is_its_owners",
+    ),
+    fault(
+        "a section that thaws gives up the room that the committed generation names",
+        "storage/shards/store.py",
+        "        if self._num_slots == 1:\n            self._free_retired()",
+        "        if True:\n            self._free_retired()",
+        THAW + "test_the_room_of_frozen_values_is_free_after_the_next_commit",
+    ),
+    fault(
+        "a resumed run trains on without what had thawed",
+        "model/offload.py",
+        "                owner.train_again(owner.files.found.thawed)\n",
+        "",
+        THAW + "test_a_resume_trains_what_was_trained",
+    ),
+    fault(
+        "the master of a section that thaws is zero",
+        "model/thaw.py",
+        "        out.copy_(store.read_chunk(before, Component.VALUE, begin // CHUNK_NUMEL))",
+        "        out.zero_()",
+        THAW + "test_gradual_unfreezing",
     ),
     fault(
         "what lies beside the weights goes with those of an older evaluation",

@@ -87,6 +87,8 @@ class StepRecord:
     """Persistent ones, by name; none when `commit` was not called for this step."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """The model's own description; see `model/about.py`."""
+    thawed: Sequence[str] = ()
+    """Parameters that were frozen when they were offloaded, and require a gradient."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
@@ -95,7 +97,7 @@ class StepRecord:
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
         return cls(
             generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {}),
-            generation.about,
+            generation.about, generation.thawed,
         )  # fmt: skip
 
 
@@ -143,6 +145,12 @@ class Generation:
         """How many sections there were before each further call of zo.offload."""
         found = self.payload.get("calls")
         return [each for each in found if type(each) is int] if isinstance(found, list) else []
+
+    @property
+    def thawed(self) -> list[str]:
+        """Parameters that were frozen when they were offloaded, and required a gradient then."""
+        found = self.payload.get("thawed")
+        return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
 
     @property
     def names(self) -> list[str]:
@@ -312,6 +320,8 @@ def reading(where: str) -> Iterator[None]:
         ) from error
 
 
+_THAWED = "thawed"
+"""The key, in an entry of a parameter, of a section that was frozen at first."""
 _KINDS = ("shape", "dtype", "trainable")
 """Properties of a parameter, wherever it lies."""
 _PLACE = ("name", "section", "begin")
@@ -334,16 +344,26 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
         | ({"keeps_dtype": True} if piece.spec.keeps_dtype and section.dtype in COMPUTE_DTYPES else {})
         | ({"held_by": piece.spec.held_by} if piece.spec.held_by else {})
         | ({"record": asdict(piece.spec.record)} if piece.spec.record else {})
+        | ({_THAWED: True} if section.is_thawed else {})
         for section in layout.sections
         for piece in section.params
     ]
 
 
-def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequence[int] = ()) -> None:
+def thawed_as(found: Generation, layout: ShardLayout) -> ShardLayout:
+    """A layout with the sections thawed that were so in a generation."""
+    params = found.payload.get("params")
+    thawed = {entry["section"] for entry in params if entry.get(_THAWED)} if isinstance(params, list) else set()
+    return layout.thawed({each.index for each in layout.sections if each.index in thawed and not each.trainable})
+
+
+def check_fingerprint(
+    saved: Any, layout: ShardLayout, where: str, calls: Sequence[int] = (), *, thaws: bool = False
+) -> None:
     """Raise CheckpointError naming the first difference.
 
     `calls`: how many sections there were before each further call of zo.offload. A model with so many sections waits
-    for further calls before it is whole.
+    for further calls before it is whole. With `thaws` sections that have thawed here may be frozen there.
     """
     here = fingerprint(layout)
     if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):
@@ -366,7 +386,14 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequen
     is_same_model = named.keys() == {mine["name"] for mine in here}
     # The same parameters in other places have another remedy than another model.
     for there, mine, keys in same_names + in_order:
-        different = [key for key in keys if there.get(key) != mine.get(key)]
+        different = [key for key in keys if there.get(key) != mine.get(key) and key != _THAWED]
+        if different == ["trainable"] and thaws and mine.get(_THAWED):
+            continue
+        if different == ["trainable"] and there.get(_THAWED):
+            raise CheckpointError(
+                f"{where}: {there.get('name')!r} was frozen when it was offloaded and thawed later; here it is frozen. "
+                "Call requires_grad_(True) on what was thawed, after zo.offload, and then this"
+            )
         if is_same_model and different[:1] and different[0] in _PLACE:
             raise CheckpointError(
                 f"{where} has the parameters of this model in other units, from {mine['name']!r} on. Pass the units= "

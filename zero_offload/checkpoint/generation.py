@@ -43,6 +43,7 @@ from zero_offload.checkpoint.format import (
     sections_of,
     state_format_of,
     swap_file_name,
+    thawed_as,
 )
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
@@ -138,6 +139,7 @@ class GenerationKeeper:
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
         with reading(str(self._home.path)):
+            self.layout = thawed_as(found, self.layout)
             check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path), found.calls)
         if found.world_size % self._ranks.num_columns:
             raise CheckpointError(
@@ -176,16 +178,23 @@ class GenerationKeeper:
             return []
         return self.found.names[sum(len(section.params) for section in self.layout.sections) :]
 
-    def check_growth(self, layout: ShardLayout) -> None:
-        """Raise CheckpointError where a generation that awaits further parameters awaits others than these."""
+    def check_growth(self, layout: ShardLayout) -> ShardLayout:
+        """The layout as a generation that awaits further parameters has it. Raises CheckpointError where it awaits
+        others than these."""
         if self.found is not None and self.awaited:
             where = str(self._home.path)
             with reading(where):
+                layout = thawed_as(self.found, layout)
                 check_fingerprint(self.found.payload.get("params"), layout, where, self.found.calls)
+        return layout
 
     def grow(self, layout: ShardLayout) -> None:
         """The store has further shards, and this is the layout of all."""
         self._calls.append(len(self.layout.sections))
+        self.layout = layout
+
+    def relayout(self, layout: ShardLayout) -> None:
+        """Sections of the store are laid out anew: the next generation has them so."""
         self.layout = layout
 
     def shrink(self, layout: ShardLayout) -> None:
@@ -411,6 +420,7 @@ class GenerationKeeper:
             BASE: base_record(self._store),
             "calls": self._calls,
             "param_steps": record.param_steps,
+            **({"thawed": list(record.thawed)} if record.thawed else {}),
             "optimizer": record.optimizer,
             "extra": record.extra,
             "scaler": record.scaler,

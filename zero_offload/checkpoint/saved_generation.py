@@ -253,7 +253,7 @@ class SavedGeneration:
         def read(generation: Generation, directories: list[RunDirectory], cleanup: contextlib.ExitStack) -> T:
             with ranks.together():
                 with reading(str(path)):
-                    check_fingerprint(generation.payload.get("params"), layout, str(path))
+                    check_fingerprint(generation.payload.get("params"), layout, str(path), thaws=True)
                 engine = open_engine(num_drives=len(directories))
                 cleanup.callback(engine.close)
                 first_rank = ranks.first_of_column(generation.world_size)
@@ -373,6 +373,8 @@ class SavedGeneration:
         def source(component: Component, begin: int, end: int) -> torch.Tensor:
             if is_state(component):
                 return encode_array(layout, component, read(component, begin, end))
+            if not saved.trainable and layout.trainable:  # it has thawed since: its value is the master
+                return master_parts(layout, read(Component.VALUE, begin, end).float())[component]
             if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
                 return read(component, begin, end)
             # The same master with a residual of another dtype.

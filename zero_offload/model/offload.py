@@ -51,6 +51,7 @@ from zero_offload.model.move_in import (
 from zero_offload.model.prepared import mark_prepared
 from zero_offload.model.replacements import Replacements
 from zero_offload.model.runtime import ModelRuntime
+from zero_offload.model.thaw import thawed_sizes
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
 from zero_offload.plan.dtypes import Cast, resolve
@@ -146,6 +147,7 @@ def offload(
             check_same_base(owner.store, owner.ranks)
             if owner.files.found is not None:
                 owner.adopt_generation(owner.files.found)
+                owner.train_again(owner.files.found.thawed)
                 owner.note_lost_base(builder.base_paths)
             else:
                 owner.life.lacks_weights = builder.skips_values
@@ -217,8 +219,17 @@ class Builder:
         """Lock the directories and look for a generation; then all ranks must have the same model. Collective."""
         self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors, self.counters)
         self.undo.callback(self.files.close)
+        if self.files.keeper is not None:
+            self._relayout(self.files.keeper.layout)
         check_same_model(dict(offloaded_tensors(self.model)), self.ranks, values=self.files.found is None)
         _check_same_units(self.model, self.layout.units, self.ranks)
+
+    def _relayout(self, layout: ShardLayout) -> None:
+        """Have the layout of the generation found: some sections may be trained that the model has frozen."""
+        thawed = {each.index for each in layout.sections if each.is_thawed}
+        self.layout, self.without = layout, self.without - thawed
+        self.sizes = thawed_sizes(self.sizes, layout, thawed, self.config, self.group.partition, self.without)
+        self.buffers = replace(self.buffers, layout=layout)
 
     def make_units(self) -> None:
         """Take memory, make or open the files, and make units, which are still empty."""
@@ -458,7 +469,7 @@ class Growth:
             self.layout = make_layout(self.spec, dtypes, owner.layout.num_shards, owner.layout)
             _check_experts(self.layout.units[len(owner.units) :], owner.config)
             if owner.keeper is not None:
-                owner.keeper.check_growth(self.layout)
+                self.layout = owner.keeper.check_growth(self.layout)
             self.without = sections_without_values(self.layout, added)
             work = work_of(self.root, self.spec).units if others else ()
             self.sizes = _grown_sizes(owner, self.layout, self.spec, work, self.without) if others else owner.sizes
@@ -524,7 +535,9 @@ class Growth:
         owner.base.frames.widen(on_device.chosen, on_device.most, on_device.least)
         owner.base.expert_groups.widen(self.buffers.group_bytes())
         owner.grow(self.layout, self.sizes, self.units, self.buffers.landing_bytes(), self.param_steps)
-        if not self.awaited:
+        if self.awaited:
+            owner.train_again(owner.files.found.thawed if owner.files.found is not None else ())
+        else:
             owner.life.lacks_weights |= self.skips_values
             owner.without_values |= self.without_values
         return owner
@@ -590,7 +603,7 @@ def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceM
             "zo.offload adopts no further parameters with overlap='backward', whose backward has a fixed set of units; "
             "add them before the first zo.offload, or use overlap='forward'"
         )
-    owner.prepare_growth()
+    owner.check_between_uses("zo.offload adopts parameters")
 
 
 @contextlib.contextmanager

@@ -84,6 +84,7 @@ class ModelPlaces(ParamPlaces):
     def __init__(self, units: Iterable[Unit]) -> None:
         self._places: dict[int, ParamPlace] = {}
         self._frozen: set[int] = set()
+        self._thawed: list[ParamPlace] = []
         self.grow(units)
 
     def grow(self, units: Iterable[Unit]) -> None:
@@ -91,15 +92,16 @@ class ModelPlaces(ParamPlaces):
         for unit in units:
             for section, piece, param in unit.placed_params:
                 self._places[id(param)] = ParamPlace(unit, section, piece, param)
-                if not section.layout.trainable:
+                if not param.requires_grad:
                     self._frozen.add(id(param))
 
     def replace(self, place: ParamPlace, new: nn.Parameter) -> None:
         """Another parameter has this place."""
         del self._places[id(place.param)]
         self._places[id(new)] = replace(place, param=new)
-        if id(place.param) in self._frozen:
-            self._frozen.remove(id(place.param))
+        self._frozen.discard(id(place.param))
+        self._thawed = [each for each in self._thawed if each is not place]
+        if not new.requires_grad:
             self._frozen.add(id(new))
 
     def __getitem__(self, param: nn.Parameter) -> ParamPlace:
@@ -121,23 +123,26 @@ class ModelPlaces(ParamPlaces):
         place, shard = self[param], self[param].section.shard
         return f"{place.name}, offloaded to {(Tier.DEVICE if shard.on_device else shard.placement.params).value}"
 
-    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
-        """A parameter that was trained at `zo.offload` may be frozen and thawed; a parameter that was frozen then stays
-        so.
-        """
-        place = self[param]
-        if value and not place.section.layout.trainable:
-            raise ConfigError(
-                f"{place.name} was frozen when zo.offload was called: it has no optimizer state and cannot be trained "
-                "now. Let what is to be trained later require a gradient at zo.offload, and freeze it right after: "
-                "requires_grad_(False) then holds until requires_grad_(True)"
-            )
+    def is_frozen(self, param: nn.Parameter) -> bool:
+        consists_of_others = id(param) not in self._places  # it is a quantized weight
+        return consists_of_others or id(param) in self._frozen
 
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
-        """The same for parameters that an optimizer steps: they may have been thawed while no guard saw it."""
         for param in params:
             if id(param) in self._frozen and param.requires_grad:
-                self.check_requires_grad(param, True)
+                raise ConfigError(
+                    f"{self.name_of(param)} was frozen when zo.offload was called, and requires_grad_(True) was called "
+                    "on it inside of a forward or of zo.gathered(mode='write'). Call it between steps"
+                )
+
+    def note_trained(self, param: nn.Parameter) -> None:
+        """A parameter that was frozen is trained from now on; it may rest again, as any other."""
+        self._frozen.remove(id(param))
+        self._thawed.append(self[param])
+
+    def thawed(self) -> list[str]:
+        """The parameters that were frozen at first, and require a gradient."""
+        return [place.name for place in self._thawed if place.param.requires_grad]
 
 
 States = Mapping[str, torch.Tensor]

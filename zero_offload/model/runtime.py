@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.assembly import Assembly
 from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates
 from zero_offload.model.parts import ModelParts
+from zero_offload.model.thaw import check_trainable, install_section, thaw_section
 from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
@@ -47,6 +48,7 @@ from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.runtime.grads.gradients import check_closed
 from zero_offload.runtime.grads.section import GradState
+from zero_offload.runtime.hooks import hook_grads
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Unit
@@ -204,14 +206,12 @@ class ModelRuntime(Owner):
         inside = set(module.modules())
         return any(root in inside or module in set(root.modules()) for root in self._live_roots())
 
-    def prepare_growth(self) -> None:
-        """Raise where parameters cannot be adopted now; updates and commits are over."""
+    def check_between_uses(self, what: str) -> None:
+        """Raise where the layout cannot change now, as `what` does; updates and commits are over."""
         self.life.check_alive()
         self.errors.check_whole()
         if self.tracker.active or self.tracker.forwards or any(unit.gathered_uses for unit in self.units):
-            raise ZeroOffloadError(
-                "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
-            )
+            raise ZeroOffloadError(f"{what} between steps, and this is inside of a forward, a backward or zo.gathered")
         self.tracker.recover()
 
     def grow(
@@ -231,6 +231,37 @@ class ModelRuntime(Owner):
         self.tracker.grow(units)
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
+
+    def thaw(self, param: nn.Parameter) -> None:
+        place, thawed = self.places[param], None
+        call = f"requires_grad_(True) of {place.name}"
+        with ExitStack() as undo:
+            with self.together(call):
+                check_trainable(self.config, self.modules, place)
+                self.check_between_uses(f"{call}, which was frozen when zo.offload was called, works")
+            if not place.section.layout.trainable:
+                self.drain()
+                with self.ranks.together():
+                    self.check_whole(call)
+                    thawed = thaw_section(self.base, self.layout, self.sizes, place, undo)
+            with torch._C.DisableTorchFunctionSubclass():
+                undo.callback(setattr, param, "requires_grad", False)
+                param.requires_grad = True
+                hook_grads(param, self.grad_ready, undo)
+            undo.pop_all()
+        # Nothing from here on fails.
+        if thawed is not None:
+            self.layout, self.sizes = thawed.layout, thawed.sizes
+            install_section(self.base, thawed)
+            self.grads.thaw(place.unit, place.section)
+            self._states.grow(thawed.sizes.plan, {})
+        self.places.note_trained(param)
+
+    def train_again(self, names: Collection[str]) -> None:
+        """Parameters that were thawed when a generation was made require a gradient again."""
+        for place in self.places.all():
+            if place.name in names and self.places.is_frozen(place.param):
+                self.thaw(place.param)
 
     def take_room(self, shards: Iterable[Shard]) -> None:
         """Room on drives for frozen shards that were taken to rest in files, and are to be written.
@@ -452,7 +483,9 @@ class ModelRuntime(Owner):
 
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         steps = dict(self._states.param_steps)
-        record = StepRecord(self.step_count, steps, self.groups, None, extra, None, {}, self.about)
+        record = StepRecord(
+            self.step_count, steps, self.groups, None, extra, None, {}, self.about, self.places.thawed()
+        )
         if capture is None:
             return record
         return replace(record, **capture(), scaler=None if self._scaler is None else self._scaler.state_dict())
@@ -512,8 +545,10 @@ class ModelRuntime(Owner):
         notice.compared.append(Compared.of({"the checkpoint": which, "optimizer=None": masters_only}))
         with ranks.together("zo.load_checkpoint", notice):
             check(saved.generation)
-            places = saved.base_places(self.store.base)
-            _check_base(saved.generation, self.store, places)
+            found_places = saved.base_places(self.store.base)
+            _check_base(saved.generation, self.store, found_places)
+            frozen = {shard.layout.index for shard in self.store.shards if not shard.layout.trainable}
+            places = {index: spans for index, spans in found_places.items() if index in frozen}
             self.take_room([shard for shard in self.store.shards if shard.layout.index not in places])
             same_ranks = saved.generation.world_size == self.ranks.world_size
             rng = saved.rng_of(self.ranks.rank) if same_ranks else None

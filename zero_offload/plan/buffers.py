@@ -70,6 +70,7 @@ class BufferPlan:
     def home(self, section: SectionLayout) -> Home:
         tiers = self.placement.tiers[section.unit]
         params, on_device = tiers[StateKind.PARAMS], is_on_device(section, tiers, is_host=self.is_host)
+        on_device = on_device and not section.is_thawed  # its shard may be there; its buffer stays where it was
         if section.num_shards == 1 and on_device:
             return Home.IN_PLACE
         if params is Tier.NVME or self.partition.param_shards > 1:

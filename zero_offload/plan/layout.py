@@ -10,7 +10,7 @@ Pure: numbers in, frozen values out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -61,6 +61,8 @@ class SectionLayout:
     num_shards: int
     state_format: StateFormat = StateFormat.FP32
     """How optimizer states rest."""
+    is_thawed: bool = False
+    """True if it is `trainable` and was not when its buffer was made."""
 
     def whole(self) -> SectionLayout:
         """The same section cut into one shard."""
@@ -144,6 +146,18 @@ class ShardLayout:
     @property
     def sections(self) -> tuple[SectionLayout, ...]:
         return tuple(section for unit in self.units for section in unit.sections)
+
+    def thawed(self, indices: Container[int]) -> ShardLayout:
+        """The same with these sections, which are frozen, trained."""
+
+        def of(section: SectionLayout) -> SectionLayout:
+            if section.index not in indices:
+                return section
+            assert not section.trainable, f"section {section.index} is trained already"
+            return replace(section, trainable=True, is_thawed=True)
+
+        units = (replace(unit, sections=tuple(map(of, unit.sections))) for unit in self.units)
+        return replace(self, units=tuple(units))
 
 
 def make_layout(

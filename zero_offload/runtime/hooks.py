@@ -65,14 +65,19 @@ def install_hooks(
         _put_mark_around(module)
     for param in params:
         if param.requires_grad:
-            # A weak reference. The cycle parameter -> hook -> runtime -> parameter passes through C++, where the
-            # garbage collector cannot follow. It would keep a dropped model for ever.
-            hooks: Any = param._post_accumulate_grad_hooks or {}
-            for number, hook in list(hooks.items()):
-                hooks[number] = ProgramHook(hook)
-                undo.callback(hooks.update, {number: hook})
-            register: Any = param.register_post_accumulate_grad_hook
-            undo.callback(register(_WeakCall(grad_ready)).remove)
+            hook_grads(param, grad_ready, undo)
+
+
+def hook_grads(param: nn.Parameter, grad_ready: GradReady, undo: contextlib.ExitStack) -> None:
+    """Let `grad_ready` take the gradients of a trained parameter."""
+    # A weak reference. The cycle parameter -> hook -> runtime -> parameter passes through C++, where the garbage
+    # collector cannot follow. It would keep a dropped model for ever.
+    hooks: Any = param._post_accumulate_grad_hooks or {}
+    for number, hook in list(hooks.items()):
+        hooks[number] = ProgramHook(hook)
+        undo.callback(hooks.update, {number: hook})
+    register: Any = param.register_post_accumulate_grad_hook
+    undo.callback(register(_WeakCall(grad_ready)).remove)
 
 
 class _Hook(functools.partial[Any]):

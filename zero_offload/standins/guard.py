@@ -136,8 +136,8 @@ def _set_grad(param: nn.Parameter, grad: Tensor | None = None) -> None:
 
 def _set_requires_grad(param: nn.Parameter, value: bool) -> None:
     owner = owner_of(param)
-    if owner is not None:
-        owner.places.check_requires_grad(param, value)
+    if value and owner is not None and owner.places.is_frozen(param):
+        owner.thaw(param)
     with torch._C.DisableTorchFunctionSubclass():
         param.requires_grad = value
 

@@ -44,8 +44,8 @@ class ParamPlaces(ABC):
         """Where the parameter rests, for repr and messages."""
 
     @abstractmethod
-    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
-        """Raise unless the layout allows `requires_grad` to be `value`."""
+    def is_frozen(self, param: nn.Parameter) -> bool:
+        """True if it has been frozen since it was offloaded."""
 
     @abstractmethod
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
@@ -293,6 +293,11 @@ class Owner(ABC):
     @abstractmethod
     def together_in_step(self, call: str) -> AbstractContextManager[None]:
         """A block at the beginning of a step succeeds on all ranks, or all raise. Collective."""
+
+    @abstractmethod
+    def thaw(self, param: nn.Parameter) -> None:
+        """Let a parameter require a gradient that was frozen when it was offloaded. Collective. Raises where it cannot
+        be trained, where there is no room, and inside of a forward or backward."""
 
     @abstractmethod
     def compare(self, name: str, compared: Callable[[], Compared]) -> None:

@@ -37,7 +37,7 @@ from zero_offload.runtime.grads.section import (
 from zero_offload.runtime.grads.sections import GradSections
 from zero_offload.runtime.prefetcher import MemoryPool
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.units.unit import Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.grad_hooks import has_hooks
 from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 from zero_offload.storage.shards.grad_store import Gathered, GradMemory
@@ -96,6 +96,11 @@ class Gradients:
         self._memory.keeps_small = stay_in_memory
         for unit in added:
             self.ledger.add([self._made.section(unit, section) for section in unit.sections], unit.placed_params)
+        self._made.resize_staging(self.ledger.sections)
+
+    def thaw(self, unit: Unit, section: Section) -> None:
+        """Hold gradients of a section that had none."""
+        self.ledger.add([self._made.section(unit, section)], unit.placed_params)
         self._made.resize_staging(self.ledger.sections)
 
     # Backward

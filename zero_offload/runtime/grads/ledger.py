@@ -59,13 +59,15 @@ class GradLedger:
     def add(
         self, sections: Iterable[GradSection], placed_params: Iterable[tuple[Section, ParamSlice, nn.Parameter]]
     ) -> None:
-        """A unit's sections, and its parameters in their order."""
+        """Sections of a unit, and its parameters in their order."""
         by_section = {id(each.section): each for each in sections}
         for section, _, param in placed_params:
-            found = by_section[id(section)]
-            self.places[id(param)] = (found, len(found.params))
-            found.params.append(param)
+            if (found := by_section.get(id(section))) is not None:
+                self.places[id(param)] = (found, len(found.params))
+                found.params.append(param)
         self.sections += [each for each in by_section.values() if each.layout.trainable]
+        # Sums over sections are made in one order, whenever each of them came.
+        self.sections.sort(key=lambda each: each.layout.index)
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Another parameter has the place of one without a gradient."""

@@ -345,6 +345,12 @@ class Unit:
 
     # Views that others hold. Touching one while the unit is away is a fault, not an exception.
 
+    def thaw(self, layout: UnitLayout) -> None:
+        """Some sections are trained from now on, and their shards say so already."""
+        self.layout = layout
+        for section in self.sections:
+            section.layout = section.shard.layout
+
     def seal(self) -> None:
         """Every tensor that is to stay on the buffers is made, and no other one lives."""
         for section in self.sections:

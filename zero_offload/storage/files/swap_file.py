@@ -62,6 +62,12 @@ class Extent:
         """Bytes of it in one directory."""
         return int(self.blocks["nbytes"][self.directories == place].sum())
 
+    def spans_in(self, place: int) -> list[tuple[int, int]]:
+        """Where its blocks are in one directory: (begin, end)."""
+        here = self.directories == place
+        begins = self.blocks["offset"][here]
+        return list(zip(begins.tolist(), (begins + self.blocks["nbytes"][here]).tolist(), strict=True))
+
 
 class ExtentMap:
     """The extents of one rank in several directories."""
@@ -103,16 +109,26 @@ class ExtentMap:
         self.sizes[place] += nbytes
         return self.sizes[place] - nbytes
 
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Other extents may lie where these do."""
+        self._find_gaps()
+        for place, gaps in enumerate(self._gaps):
+            spans = [(begin, end) for begin, end in gaps if begin < end]
+            for extent in extents:
+                spans += extent.spans_in(place)
+            gaps.clear()
+            for begin, end in sorted(spans):
+                if gaps and gaps[-1][1] == begin:
+                    gaps[-1] = (gaps[-1][0], end)
+                else:
+                    gaps.append((begin, end))
+
     def _find_gaps(self) -> None:
         """After the last of `restore_copies`."""
         if not self._restored:
             return
         for place in range(len(self.sizes)):
-            spans: list[tuple[int, int]] = []
-            for extent in self._restored:
-                here = extent.directories == place
-                begins = extent.blocks["offset"][here]
-                spans += zip(begins.tolist(), (begins + extent.blocks["nbytes"][here]).tolist(), strict=True)
+            spans = [span for extent in self._restored for span in extent.spans_in(place)]
             free_from = 0
             for begin, end in sorted(spans):
                 if begin > free_from:
@@ -335,6 +351,13 @@ class SwapFile:
             if DEAR_CHECKS and found:
                 self._check_apart()
         return found
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Other extents may lie where these do: no manifest names them, and no transfer of theirs is under way."""
+        gone = set(map(id, extents))
+        with self._lock:
+            self._extents = [each for each in self._extents if id(each) not in gone]
+            self._map.free(extents)
 
     def _check_apart(self) -> None:
         """No byte of a file is two blocks'."""

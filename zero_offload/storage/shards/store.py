@@ -5,6 +5,7 @@ nothing. The calls, and what makes them:
     `lay_out`, or `restore` each section of a generation; `place_memory`, `write_components`   (offload);
     `rest_in_base`                             a frozen shard that files have as it is (load, resume);
     `grow`                                     when further parameters are offloaded (offload);
+    `thaw`, then `retire`                      when a frozen section is trained from now on (thaw);
     `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`, `launch_fetch_parts`       parameters for forward and backward (runtime);
     `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
@@ -18,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -153,6 +154,8 @@ class ShardStore:
         self.snapshots = Snapshots(self.shards, swap, self.counters, DeviceStaging(device, arena))
         self._reserved: dict[int, tuple[dict[Component, Extent], ...]] = {}
         """The slots of sections that a generation has and no shard yet; by index."""
+        self._retired: list[Extent] = []
+        """Extents that the committed generation alone names."""
         self._size_staging()
 
     @property
@@ -178,6 +181,53 @@ class ShardStore:
         """Forget the shards that came behind the first `num_shards`. Their room on disk stays taken."""
         del self.shards[num_shards:]
         self._size_staging()
+
+    def thaw(self, shard: Shard, layout: SectionLayout) -> Shard:
+        """Let a frozen shard be as `layout` has it, which is trained; `write_components` follows. Returns the shard as
+        it was, from which values are read until `retire` or, after an error, `freeze`.
+
+        Raises CapacityError, and changes nothing, where there is no room. No update may be under way.
+        """
+        self.read_lazy()
+        self.snapshots.wait_for_slots()
+        shard.wait_for_writes()
+        before = replace(shard, memory=dict(shard.memory), writes=[])
+        tiers = {StateKind.OPTIMIZER: shard.placement.optimizer}
+        shard.layout, shard.on_device = layout, is_on_device(layout, tiers, is_host=self._device.is_host)
+        if shard.on_device:
+            shard.memory = {}
+        shard.slots, shard.current, shard.committed, shard.base, shard.awaits_base = (), 0, None, None, False
+        try:
+            self._take_memory(shard, shard.components)
+            self._lay_out([(shard, shard.components)])
+            self._size_staging()
+        except BaseException:
+            self.freeze(shard, before)
+            raise
+        return before
+
+    def freeze(self, shard: Shard, before: Shard) -> None:
+        """Let a shard that `thaw` has changed be again as it was; no generation has it otherwise."""
+        extents = _extents_of(shard)
+        for each in fields(Shard):
+            setattr(shard, each.name, getattr(before, each.name))
+        if self.swap is not None:
+            self.swap.free(extents)
+        if shard.replica is not None and shard.base is not None and shard.replica.memory is None:
+            shard.replica.base = replace(shard.base, layout=shard.layout.whole(), shard_index=0)
+            shard.replica.outdate()
+        self._size_staging()
+
+    def retire(self, before: Shard) -> None:
+        """The shard was this, and is another. Its room on disk is free when a generation names the other."""
+        self._retired += _extents_of(before)
+        if self._num_slots == 1:
+            self._free_retired()  # there are no generations
+
+    def _free_retired(self) -> None:
+        if self._retired and self.swap is not None:
+            self.swap.free(self._retired)
+            self._retired = []
 
     # Components of shards, and where they are: memory and extents, taken when there is something to put there
 
@@ -653,6 +703,13 @@ class ShardStore:
         for shard, slot in zip(self.shards, slots, strict=True):
             shard.committed = slot if shard.base is None and shard.slots else None
             assert shard.committed is None or 0 <= slot < len(shard.slots), f"section {shard.layout.index}, slot {slot}"
+        self._free_retired()
+
+
+def _extents_of(shard: Shard) -> list[Extent]:
+    """All that it has on disk."""
+    cache = [] if shard.cache is None else [shard.cache]
+    return [*(extent for slot in shard.slots for extent in slot.values()), *cache]
 
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:

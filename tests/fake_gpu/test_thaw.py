@@ -1,0 +1,44 @@
+"""Parameters that thaw on the device: its tiers, and the buffers of sections whose states it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zero_offload as zo
+from tests.fake_gpu import device
+from tests.fake_gpu.device import TYPE
+from tests.fake_gpu.training import SOME
+from tests.helpers.models import build
+from tests.helpers.pairwise import in_turn
+from tests.helpers.ranks import read_params, rows_of
+from tests.helpers.scripts import check, run_plain
+from tests.helpers.thawing import frozen
+from tests.parity.test_thaw import gradually
+
+PLACEMENTS = [
+    ("device", "device", "device"),
+    ("cpu", "nvme", "nvme"),
+    ("nvme", "cpu", "device"),
+    ("device", "cpu", "cpu"),
+    ("nvme", "device", "cpu"),
+]
+
+
+@in_turn(placement=PLACEMENTS, precision=["bf16", "fp32"])
+def test_gradual_unfreezing(placement: tuple[str, str, str], precision: str, nvme: Path) -> None:
+    params, grads, optimizer = placement
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    expected = run_plain(gradually, frozen, dtype=dtype)
+    settings: dict[str, Any] = {"params": params, "grads": grads, "optimizer": optimizer, "precision": precision}
+    for schedule in SOME:
+        device.policy(*schedule)
+        config = zo.OffloadConfig(nvme=nvme, existing="discard", device_memory="24MiB", **settings)
+        model = zo.offload(build(frozen), config)
+        losses = list(gradually(model, lambda step: rows_of(step, 0, 1).to(TYPE), lambda _: None))
+        params = {name: values.cpu() for name, values in read_params(model).items()}
+        zo.close(model)
+        assert device.take_races() == []
+        check((losses, params), expected)
