@@ -13,6 +13,7 @@ from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.grad_edits import EDITS, Twin, same
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_turn
+from tests.helpers.ranks import RankPools
 from tests.helpers.reference import read_masters
 
 
@@ -59,3 +60,32 @@ def test_a_gradient_of_the_device_follows_its_sum() -> None:
     with pytest.raises(zo.ZeroOffloadError, match="cannot be of shape"):
         model.norm.weight.grad = torch.zeros(3, device=TYPE)
     zo.close(model)
+
+
+def edit_on_ranks(rank: int, world_size: int, stage: int, grads: str, edits: list[str]) -> list[str]:
+    """Those of the edits that are not those of plain tensors."""
+    device.reset(rank)
+    device.policy(Policy.SIDE_LATE, 0)
+    wrong = []
+    for edit in edits:
+        model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", stage=stage, grads=grads))
+        twin = Twin(model, {name: param.detach() for name, param in build(TinyLM).named_parameters()})
+        model(tokens_of(rank).to(TYPE)).backward()
+        params = [*model.parameters()]
+        for param, plain in zip(params, twin.params, strict=True):
+            plain.grad = param.grad.clone().cpu()
+        is_same = same(EDITS[edit](params), EDITS[edit](twin.params))
+        zo.SGD(params, lr=0.5).step()
+        with zo.gathered(model) as found:
+            expected = twin.step()
+            is_same &= all(torch.equal(found[name].detach().cpu(), value) for name, value in expected.items())
+        wrong += [] if is_same else [edit]
+        zo.close(model)
+    assert device.take_races() == []
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "grads"), [(0, "device"), (3, "cpu"), (1, "device")])
+def test_ranks_edit_alike(stage: int, grads: str, pools: RankPools) -> None:
+    edits = ["add_noise", "set_rows", "by_views", "assign", "scale_and_add", "zero_and_add"]
+    assert pools.of(2, on_device=True).succeed(edit_on_ranks, stage, grads, edits) == [[], []]

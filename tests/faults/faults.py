@@ -608,6 +608,13 @@ FAULTS = [
         "tests/parity/test_grad_edits.py::test_edits_are_those_of_plain_tensors",
     ),
     fault(
+        "ranks write different elements to a gradient, and each steps with its own",
+        "runtime/grads/ledger.py",
+        "        self.note_change(what, section, [index])\n",
+        "",
+        "tests/parity/test_grad_edits.py::test_edits_that_differ_between_ranks_are_an_error_of_all",
+    ),
+    fault(
         "a parameter with zeros for a gradient is left out of the step",
         "model/runtime.py",
         "            self.grad_access.hold_zeros(hypers)\n",

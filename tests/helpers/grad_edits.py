@@ -182,7 +182,7 @@ EDITS: dict[str, Edit] = {
         *(assign_the_next, by_lists, project, keep_largest, scale_rows, scale_and_add, zero_and_add, look, take_copies),
     )
 }
-BY_ELEMENT = ("add_noise", "take_signs", "mask", "assign", "scale_and_add", "zero_and_add")
+BY_ELEMENT = ("add_noise", "take_signs", "mask", "scale_and_add", "zero_and_add", "assign")
 """Those that ranks run without each other, where they divide gradients."""
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+import torch
+
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 
@@ -111,3 +113,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """A word for a tensor's values, the same wherever they are and however many threads read them."""
+    return str(torch.hash_tensor(tensor).item()) if tensor.numel() else ""

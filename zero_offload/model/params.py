@@ -666,7 +666,9 @@ class ModelParams(ParamSource):
         if grad.layout is not torch.strided or not grad.is_floating_point():
             raise ZeroOffloadError(f"{what} of {grad.dtype}, {grad.layout}; assign a dense tensor of real numbers")
         if not is_trainable:
-            raise ZeroOffloadError(f"{what} assigned: the parameter was frozen at zo.offload, and no step takes it")
+            raise ZeroOffloadError(
+                f"{what} assigned: the parameter is frozen. Call requires_grad_(True) on it first, between steps"
+            )
         if self._grads.arriving.updates_in_backward:
             raise ConfigError(
                 f"{what} assigned with overlap='backward', where a backward uses its gradients itself; offload with "

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero_offload.base.alike import hash_of
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.operations import Kind, changed_by, kind_of, named
 from zero_offload.standins.owners import dropped_error
@@ -41,10 +42,11 @@ class GradHandle(WithViews):
 
     @staticmethod
     def of(param: nn.Parameter, access: GradSource, life: object) -> GradHandle:
+        make: Any = Tensor._make_wrapper_subclass
         with torch._C.DisableTorchFunctionSubclass():
             # On meta for C++, which then finds no address that it might read; asked for its device it is the
             # parameter's.
-            handle: GradHandle = wrapper(
+            handle: GradHandle = make(
                 GradHandle, param.size(), dtype=torch.float32, device="meta", dispatch_device=True
             )
         handle.param, handle.life, handle._access, handle._root = param, life, weakref.ref(access), None
@@ -148,7 +150,7 @@ def _takes_each_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The gradient that an operator changes element by element, if ranks divide it."""
     if torch.Tag.pointwise not in func.tags and func.overloadpacket.__name__ not in _ELEMENTWISE:
         return None
-    changed = changed_by(func, args, kwargs)
+    changed = [each for each in changed_by(func, args, kwargs) if isinstance(each, Tensor)]
     root = changed[0] if len(changed) == 1 and changed[0] is args[0] else None
     if not isinstance(root, GradHandle) or root._root is not None:
         return None
@@ -178,7 +180,8 @@ def _run_on_part(func: Any, root: GradHandle, args: tuple[Any, ...], kwargs: dic
         return values if values.dim() == 0 else values.expand(root.shape).reshape(-1)[span]
 
     func(*tree_map_only(Tensor, part, args), **tree_map_only(Tensor, part, kwargs))
-    access.write_part(root.param, elements)
+    given = (hash_of(each) if type(each) is Tensor else repr(each) for each in tree_leaves((args[1:], kwargs)))
+    access.write_part(root.param, elements, f"{func}({', '.join(given)})")
     return root
 
 
@@ -232,7 +235,7 @@ def _norm(
 
 
 def _mul_(handle: GradHandle, factor: Any, *, divides: bool = False) -> Any:
-    if handle._root is not None or not _is_number(factor):
+    if handle._root is not None or not (type(factor) is float or _is_number(factor)):
         return NotImplemented
     handle.access.scale(handle.param, factor if isinstance(factor, Tensor) else float(factor), divides=divides)
     return handle

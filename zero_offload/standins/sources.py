@@ -179,8 +179,8 @@ class GradSource(ABC):
         """As `read`, of these elements alone, (elements,)."""
 
     @abstractmethod
-    def write_part(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Replace them by (elements,)."""
+    def write_part(self, param: nn.Parameter, values: torch.Tensor, what: str) -> None:
+        """Replace them by (elements,); `what` all ranks do. The next step raises where it differs."""
 
 
 class StateSource(ABC):

@@ -359,3 +359,74 @@ def test_elsewhere_in_backward_it_says_when_to_read() -> None:
     model.embedding.weight.register_post_accumulate_grad_hook(lambda _: last.grad.norm())
     with pytest.raises(zo.ZeroOffloadError, match="not complete while backward runs"):
         model(tokens_of(0)).backward()
+
+
+def test_a_hook_may_assign_another_gradient() -> None:
+    """Where its unit rests, too."""
+
+    def halves(param: nn.Parameter) -> None:
+        param.grad = param.grad * 0.5
+
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(halves)
+    model(tokens_of(0)).backward()
+    found, expected = copies(model), copies(held())
+    assert all(torch.equal(found[name], grad * 0.5) for name, grad in expected.items())
+
+
+class Centralized(torch.optim.Optimizer):
+    """An optimizer of others around one of ours: it changes gradients in its step."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() > 1:
+                    param.grad.sub_(param.grad.mean(dim=1, keepdim=True))
+        self.base.step()
+
+
+def test_an_optimizer_around_ours_changes_gradients() -> None:
+    found = []
+    for is_offloaded in (True, False):
+        model = build(TinyLM)
+        if is_offloaded:
+            zo.offload(model, zo.OffloadConfig(precision="fp32"))
+        optimizer = Centralized(zo.SGD(model.parameters(), lr=0.5))
+        model(tokens_of(0)).backward()
+        optimizer.step()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_gradients_at_rest_are_not_changed_inside_of_a_backward() -> None:
+    model = held()
+    weight, before = model.norm.weight, copies(model)
+    other = torch.ones(2, requires_grad=True)
+    other.register_hook(lambda _: weight.grad.add_(1.0))
+    with pytest.raises(zo.ZeroOffloadError, match="not complete while backward runs"):
+        other.sum().backward()
+
+    def assigns(_: Tensor) -> None:
+        weight.grad = torch.ones(weight.shape)
+
+    other = torch.ones(2, requires_grad=True)
+    other.register_hook(assigns)
+    with pytest.raises(zo.ZeroOffloadError, match="not complete while backward runs"):
+        other.sum().backward()
+    assert all(torch.equal(grad, before[name]) for name, grad in copies(model).items())
+
+
+def test_updates_in_backward_leave_no_gradient_to_change() -> None:
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", overlap="backward"))
+    zo.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(zo.ConfigError, match="assigned with overlap='backward'"):
+        model.norm.weight.grad = torch.ones(model.norm.weight.shape)
+    with zo.no_sync(model):
+        model(tokens_of(0)).backward()
+    with pytest.raises(zo.ConfigError, match="needs overlap='forward'"):
+        model.norm.weight.grad.add_(1.0)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from zero_offload.base.alike import hash_of
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.host import host_zeros
 from zero_offload.base.types import Tier
@@ -138,8 +139,8 @@ class GradAccess(GradSource):
             return multiply(found, count).div_(self.ledger.loss_scale)
         return multiply(found, count / self.ledger.loss_scale if self.ledger.loss_scale != 1.0 else count)
 
-    def write_part(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        self.ledger.write(param, values)
+    def write_part(self, param: nn.Parameter, values: torch.Tensor, what: str) -> None:
+        self.ledger.write(param, values, what)
         self.norms.clear()
 
     def read(self, param: nn.Parameter) -> torch.Tensor:
@@ -159,7 +160,8 @@ class GradAccess(GradSource):
 
     def write(self, param: nn.Parameter, values: torch.Tensor) -> None:
         span, flat = self.span(param), values.detach().reshape(-1)
-        self.write_part(param, flat if span is None else flat[span])
+        what = "written" if self.arriving.num_ranks == 1 else f"written {hash_of(flat)}"
+        self.write_part(param, flat if span is None else flat[span], what)
 
     def squares(self, params: Collection[nn.Parameter]) -> float:
         """The sum of squares of these gradients, as the next update would use them. Collective."""
@@ -218,7 +220,7 @@ class GradAccess(GradSource):
     def hold_zeros(self, params: Iterable[nn.Parameter]) -> None:
         """A step takes these, which are zeros: write those where gradients rest."""
         for param in self.ledger.zeroed.intersection(params):
-            self.write_part(param, host_zeros(1, torch.float32))
+            self.write_part(param, host_zeros(1, torch.float32), "zeros")
 
 
 def _in_backward() -> bool:

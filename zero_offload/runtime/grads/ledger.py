@@ -53,8 +53,6 @@ class GradLedger:
         """True if the program has scaled gradients held by their handles."""
         self._changes = 0
         """A word for what else the program has done to gradients that all ranks hold, in any order."""
-        self.is_written = False
-        """True if the program has written elements of gradients since the last step; several ranks."""
 
     def add(
         self, sections: Iterable[GradSection], placed_params: Iterable[tuple[Section, ParamSlice, nn.Parameter]]
@@ -73,6 +71,7 @@ class GradLedger:
         """Another parameter has the place of one without a gradient."""
         section, index = self.places[id(new)] = self.places.pop(id(old))
         section.params[index] = new
+        section.taken.discard(index)
         self.zeroed.discard(old)
 
     def place(self, param: nn.Parameter) -> tuple[GradSection, int]:
@@ -191,12 +190,10 @@ class GradLedger:
             word = zlib.crc32(f"{what} {section.layout.params[index].spec.name}".encode())
             self._changes = (self._changes + word) % (1 << 32)
 
-    def write(self, param: nn.Parameter, values: torch.Tensor) -> None:
+    def write(self, param: nn.Parameter, values: torch.Tensor, what: str) -> None:
         """The program replaces this rank's part of a gradient by `values`, (numel,) or (1,): a step uses these from now
-        on. Their sum of squares is made when they leave."""
+        on. Their sum of squares is made when they leave. `what`: as in `note_change`."""
         section, index = self.places[id(param)]
-        self.is_written = not self._is_alone
-        self.note_change("written", section, [index])
         self.change(section, [index])
         section.store.write(index, values)
         section.factors.pop(index, None)
@@ -204,6 +201,7 @@ class GradLedger:
             section.store.factors[index] = self.loss_scale  # which the step divides out
         section.hold(index)
         self.zeroed.discard(param)
+        self.note_change(what, section, [index])
 
     def save_changed(self) -> None:
         """Sum up what was changed where it rests, and let it leave for where it was."""
@@ -223,12 +221,12 @@ class GradLedger:
 
     def reset(self) -> None:
         """A backward broke off: what was changed is not wanted."""
-        self._changed, self._changes, self.is_written = None, 0, False
+        self._changed, self._changes = None, 0
 
     def end_if_none(self) -> bool:
         """True if no gradient is held; the loss scale ends with the last one."""
         if any(section.holding for section in self.sections):
             return False
-        self.loss_scale, self.overflowed, self._is_scaled, self.is_written = 1.0, False, False, False
+        self.loss_scale, self.overflowed, self._is_scaled = 1.0, False, False
         self._captured = None
         return True
