@@ -24,6 +24,8 @@ class Counters:
         self._totals: dict[str, float] = {}
         self._thread = _Thread()
         self.spans = Spans()
+        self.last_brought = ""
+        """The parameter or unit of the last `bringing`."""
 
     def add(self, name: str, amount: float) -> float:
         """Returns the new total."""
@@ -52,6 +54,15 @@ class Counters:
             yield
         finally:
             self.add(name, time.perf_counter() - start)
+
+    @contextmanager
+    def bringing(self, what: str, nbytes: int) -> Iterator[None]:
+        """Count a read of parameters outside of the forwards of their modules."""
+        self.last_brought = what
+        self.add("param_reads", 1)
+        self.add("param_reads_bytes", nbytes)
+        with self.timed("param_reads_s"):
+            yield
 
     def laps(self, name: str) -> Laps:
         """Count seconds from now on."""

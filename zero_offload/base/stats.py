@@ -23,6 +23,17 @@ class DeviceParams(NamedTuple):
     """Why the limit has fallen last; empty if it has not."""
 
 
+class ParamReads(NamedTuple):
+    """Parameters that operations of the program have read or changed outside of the forwards of their modules: hooks
+    that log values, `generate`, averages of weights. Parameters that are in memory cost nothing, and do not count."""
+
+    num_reads: int
+    """Of single parameters, and of units that were fetched for an operation inside of a forward or backward."""
+    nbytes: int
+    seconds: float
+    """Seconds that the program has waited for them."""
+
+
 @dataclass(frozen=True)
 class Stats:
     """Figures of one rank between the last two calls of `step()`; before the first one, since `zo.offload`.
@@ -62,6 +73,8 @@ class Stats:
     """Those of them that were registered with a GPU, in all."""
     peak_rss_bytes: int
     """The largest resident set of this process so far, without that of the program that started it."""
+    param_reads: ParamReads
+    """Costs of reads of single parameters."""
     exposed_s: dict[str, float]
     """Seconds that compute stood still, by what it waited for: "params", "activations", "update", "grads", "commit".
     An update that runs inside of `step()` is such a wait."""
@@ -138,5 +151,10 @@ class StatsKeeper:
             num_mappings=num_mappings,
             num_registrations=num_registrations,
             peak_rss_bytes=peak_rss_bytes,
+            param_reads=ParamReads(
+                int(delta.get("param_reads", 0)),
+                int(delta.get("param_reads_bytes", 0)),
+                delta.get("param_reads_s", 0.0),
+            ),
             exposed_s={cause.value: delta.get(f"exposed.{cause.value}", 0.0) for cause in Cause},
         )

@@ -66,6 +66,9 @@ NOT_ALONE = "so not under 'if rank == 0:'"
 WARN_S = 10.0
 """How long a rank waits silently in a call that it may have made alone."""
 
+TOLD_READS = 0.1
+"""The share of a step from which a warning says what reads of single parameters cost."""
+
 Capture = Callable[[], dict[str, Any]]
 """The program's part of a generation: `StepRecord.rng` and `.buffers`."""
 
@@ -102,6 +105,8 @@ class ModelRuntime(Owner):
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
         self._has_new_grads = False
+        self._num_steps_here = 0
+        self._has_told_reads = False
         self._scaler: LossScaler | None = None
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
@@ -395,6 +400,7 @@ class ModelRuntime(Owner):
             for tier, nbytes in self._resident_bytes().items():
                 spans.sample(f"resident.{tier}", nbytes)
         passed = self._stats.end_step(self.step_count)
+        self._tell_reads(passed["step_s"], passed.get("param_reads_s", 0.0), int(passed.get("param_reads", 0)))
         if not self.grads.updated:  # all optimizers have stepped
             self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
         if self.resume_pending:
@@ -403,6 +409,20 @@ class ModelRuntime(Owner):
                 f"training goes on from the generation of step {self.step_count - 1} without zo.resume(model, "
                 "optimizer): hyperparameters, random number generators and your extra= are not restored",
             )
+
+    def _tell_reads(self, step_s: float, reads_s: float, count: int) -> None:
+        """Warn, once, where the program's own reads of parameters are more than a tenth of a step."""
+        self._num_steps_here += 1
+        # The first step fetches each unit late: it learns their order.
+        if self._num_steps_here == 1 or self._has_told_reads or reads_s <= TOLD_READS * step_s:
+            return
+        self._has_told_reads = True
+        warn_user(
+            f"step {self.step_count} took {step_s:.3g} s, {reads_s:.3g} s of them for {count} reads of parameters "
+            f"outside of the forwards of their modules (the last: {self.store.counters.last_brought}). Hooks that log "
+            "values do so, averages of weights, and operations on another module's weight. Let them run in fewer "
+            "steps, or give more memory; zo.stats(model).param_reads has the cost of each step"
+        )
 
     def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """For parameters whose gradient the program has set to zeros. torch.distributed.checkpoint has an optimizer

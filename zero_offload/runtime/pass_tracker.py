@@ -25,6 +25,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -480,15 +481,23 @@ class PassTracker:
         recomputed = is_backward and runs_again(saving_hooks())
         for unit in units:
             if recomputed or (is_backward and not self._inner_forwards):
-                self._use_in_backward(unit)
+                with self._counted(unit):
+                    self._use_in_backward(unit)
             elif unit.forward_uses == 0:
                 (self._inner_forwards if is_backward else self.forwards)[-1].touched.append(unit)
-                self._use(unit, in_backward=is_backward)
+                with self._counted(unit):
+                    self._use(unit, in_backward=is_backward)
             elif self._streams is not None:
                 self._streams.use(unit)
         for unit in by_operations:
             # A recomputed forward saves its tensors without asking us.
             unit.used_by_operations = not recomputed
+
+    def _counted(self, unit: Unit) -> AbstractContextManager[None]:
+        """Count what it costs to fetch a unit for an operation outside of its modules."""
+        if unit.state is UnitState.PRESENT:
+            return nullcontext()
+        return self._prefetcher.counters.bringing(f"unit {unit.name}", unit.layout.nbytes)
 
     def _use(self, unit: Unit, *, in_backward: bool = False) -> None:
         unit.forward_uses += 1

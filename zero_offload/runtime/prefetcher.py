@@ -315,6 +315,7 @@ class ParamPrefetcher:
         """
         self._units = units
         self._store = store
+        self.counters = store.counters
         self.spans = store.counters.spans
         self._has_whole_units = collectives.num_shards == 1
         """True if nothing is gathered: one rank, or stages that divide no parameters."""
