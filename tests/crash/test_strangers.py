@@ -30,7 +30,7 @@ def test_a_second_directory_with_another_run_is_refused(name: str, existing: str
     if existing != "refuse":
         write_run(mine, 2)
     before = _content(theirs, *filter(Path.exists, [mine]))
-    with pytest.raises(zo.ConfigError, match=f"{theirs} holds .* of another run"):
+    with pytest.raises(zo.ConfigError, match=f"{theirs} holds .*, which the run in .* has not written"):
         open_model([mine, theirs], existing=existing)
     assert _content(*filter(Path.exists, [mine, theirs])) == before
     if existing != "refuse":
@@ -47,7 +47,7 @@ def test_a_checkpoint_is_not_trained_in(existing: str, nvme: Path, tmp_path: Pat
     for places in ([tmp_path / "saved"], [tmp_path / "saved", tmp_path / "second"]):
         with pytest.raises(zo.ConfigError, match=r"never change: load it with zo\.load_checkpoint.*zero-offload clean"):
             open_model(places, existing=existing)
-    with pytest.raises(zo.ConfigError, match="of another run"):
+    with pytest.raises(zo.ConfigError, match="which the run in"):
         open_model([nvme, tmp_path / "saved"])
     assert _content(tmp_path / "saved") == before
 

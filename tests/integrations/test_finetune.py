@@ -714,7 +714,7 @@ def test_clean_and_discard_leave_what_a_user_has_put_there(
     for name in mine:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("mine")
-    with pytest.warns(UserWarning, match="merged keeps what no run has put there: notes.txt"):
+    with pytest.warns(UserWarning, match="merged keeps files that a run has not written: notes.txt"):
         run(place, out, "--seq", 64, "--discard", steps=1)
     assert not list((out / "merged").glob("*.safetensors")) and (out / "model.safetensors").is_file()
     assert not list((out / "tokens").glob(".tmp")) and len(list((out / "tokens").glob("*.arrow"))) == 2

@@ -167,7 +167,7 @@ def test_a_message_of_no_weight_is_not_trained() -> None:
 
 def test_a_template_that_leaves_it_open_raises() -> None:
     counts = "{{ messages | length }}" + folders.CHATML
-    with pytest.raises(BadRow, match="otherwise in its prompt"):
+    with pytest.raises(BadRow, match="differently in a prompt"):
         ChatTemplate(folders.tokenizer(counts)).samples(talk("1", "one"))
     with pytest.raises(zo.ConfigError, match="does not write what the assistant says"):
         ChatTemplate(folders.tokenizer("{{ messages[0]['content'] }}"))
@@ -938,7 +938,7 @@ def test_a_table_with_a_damaged_page(tmp_path: Path, folder: ModelFolder) -> Non
         ({"data": [f"{Path(__file__).parent}/test_finetune_dta.jsonl"]}, r"; did you mean /.*/test_finetune_data.py\?"),
         ({"data": ["/proc/1/mem.jsonl"]}, "mem.jsonl does not exist"),
         ({"data": ["someone/chats"]}, "someone/chats is not a file or folder here, and the hub .* cannot be reached"),
-        ({"seq": 8}, "no row of .* has a token to train on: all 4 are left out"),
+        ({"seq": 8}, "no row of .* has a token to train on. All 4 are left out"),
     ],
 )
 def test_settings_that_cannot_work(tmp_path: Path, folder: ModelFolder, given: dict[str, Any], message: str) -> None:
@@ -961,7 +961,7 @@ def test_names_that_run_toml_cannot_hold() -> None:
 
 def test_preferences_that_cannot_be_used(tmp_path: Path, folder: ModelFolder) -> None:
     for row, message in [
-        ({"chosen": "a", "rejected": "b"}, "begin with nothing that both have"),
+        ({"chosen": "a", "rejected": "b"}, "have no common beginning"),
         ({"chosen": "a", "rejected": talk("q", "b")}, "one of 'chosen' and 'rejected' is a string"),
         ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is missing"),
     ]:

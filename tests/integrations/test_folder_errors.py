@@ -225,7 +225,7 @@ def test_templates_by_names(llama: Path, tmp_path: Path) -> None:
     assert found.samples(talk) and found.samples(talk, tools)
     found = opened(default=marked, tool_use=CHATML)
     assert found.samples(talk)
-    with pytest.raises(BadRow, match="the chat template for them lacks the {% generation %}"):
+    with pytest.raises(BadRow, match="the chat template for tools lacks {% generation %}"):
         found.samples(talk, tools)
     with pytest.raises(zo.ConfigError, match='has the templates rag, and none of the name "default"'):
         opened(rag=marked)
@@ -264,8 +264,8 @@ def test_a_name_that_is_empty_names_no_token(llama: Path, tmp_path: Path) -> Non
         ({"id2label": {"0": "a", "2": "b"}}, "id2label=.* does not name classes by the numbers from 0 on"),
         ({"id2label": {"0": 1, "1": 2}}, "id2label=.* does not name classes by the numbers from 0 on"),
         ({"id2label": {"0": ["a"], "1": "b"}}, "id2label="),
-        ({"id2label": {"0": "a"}}, "the model has 1 class, and a classifier here two at least"),
-        ({"problem_type": "regression"}, "problem_type is 'regression', and rows of one class each are trained here"),
+        ({"id2label": {"0": "a"}}, "the model has 1 class, and a classifier has two or more"),
+        ({"problem_type": "regression"}, "problem_type is 'regression', and a row has exactly one class here"),
         ({"problem_type": "x"}, "problem_type is 'x'"),
     ],
 )

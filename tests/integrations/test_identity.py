@@ -464,7 +464,7 @@ def test_a_run_from_before_goes_on_with_one_line(place: Place, capsys: pytest.Ca
     words["identity"] |= {"model": str(place.model), "data": [str(place.chat)], "eval_data": [str(place.held_out)]}
     (place.out / "run.json").write_text(json.dumps(words))
     assert resumed(place) == 0
-    assert capsys.readouterr().out.count("this run is from before what its model is made of was kept") == 1
+    assert capsys.readouterr().out.count("an older version began this run and kept no record of its model") == 1
     change(place.model / "config.json", rms_norm_eps=0.5)
     assert resumed(place, "--steps", 4) == 2
     assert "rms_norm_eps=1e-06" in capsys.readouterr().err
@@ -478,7 +478,7 @@ def test_tokens_that_are_made_anew_are_the_same(place: Place, capsys: pytest.Cap
     words["tokens"]["trained"] += 1
     (place.out / "run.json").write_text(json.dumps(words))
     assert resumed(place, "--steps", 4) == 2
-    says = "gave the run in .* trained=[0-9]+, and now give [0-9]+: the chat template writes today's date"
+    says = "gave the run in .* trained=[0-9]+, and now give [0-9]+. The chat template writes today's date"
     assert re.search(says, capsys.readouterr().err)
 
 

@@ -87,7 +87,7 @@ def test_what_trains_little_is_said_with_what_to_type() -> None:
     assert not any("--lr" in said(40, lr=rate) for rate in (1e-9, 1e-5, 0.05))
     learning(1).check()
     learning(2, warmup=1).check()
-    with pytest.raises(zo.ConfigError, match="1 step, at learning rate 0, as --warmup 1 begins there.* --warmup 0"):
+    with pytest.raises(zo.ConfigError, match="1 step, and --warmup 1 begins there with learning rate 0.* --warmup 0"):
         learning(1, warmup=1).check()
 
 
@@ -182,7 +182,7 @@ def test_packed_rows_and_parts_of_an_epoch(model: Path, tmp_path: Path, capsys: 
 def test_a_run_at_rate_0_is_not_begun(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = folders.write_instructions(tmp_path / "chat.jsonl", 12)
     assert run(model, data, tmp_path / "out", "--steps", 1, "--warmup", 1, code=2) == []
-    assert "the run has 1 step, at learning rate 0" in capsys.readouterr().err
+    assert "the run has 1 step, and --warmup 1 begins there" in capsys.readouterr().err
     assert run(model, data, tmp_path / "out", "--steps", 1, "--warmup", 1, "--dry-run", code=2) == []
     assert run(model, data, tmp_path / "out", "--epochs", 0, code=2) == []
     assert "epochs=0.0 is not a positive number" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def restore_buffers(model: nn.Module, saved: Saved, where: str) -> None:
     if left := sorted(buffers.keys() - saved.keys()):
         warn_user(
             f"{where} does not have the buffers {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: they keep the "
-            "values that they have. It has those of the model as it was at zo.commit or zo.save_checkpoint"
+            "values that they have now. zo.commit and zo.save_checkpoint write the buffers that a model has then"
         )
     with torch.no_grad():
         for name in buffers.keys() & saved.keys():
@@ -152,9 +152,11 @@ def to_json(value: Any, where: str = "") -> Any:
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), to_json(value.item())]}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{where or 'it'} is of type {_kind(value)}, none of numbers, texts, lists and dicts")
+        raise TypeError(f"{where or 'it'} is of type {_kind(value)}, and numbers, texts, lists and dicts are kept")
     if wrong := [key for key in value if not (key is None or isinstance(key, _KEYS))]:
-        raise TypeError(f"{where or 'it'} is a dict with a key of type {_kind(wrong[0])}, no number, text or tuple")
+        raise TypeError(
+            f"{where or 'it'} is a dict with a key of type {_kind(wrong[0])}; keys are numbers, texts and tuples"
+        )
     pairs = [(key, to_json(each, f"{where}[{key!r}]")) for key, each in value.items()]
     if all(isinstance(key, str) for key in value) and not _WRAPS & value.keys():
         return {str(key): each for key, each in pairs}

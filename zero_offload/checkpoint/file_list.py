@@ -171,10 +171,10 @@ class FileList:
                 strange += filter(SWAP_NAME.fullmatch, directory.names())
             if strange:
                 raise ConfigError(
-                    f"{directory.path} holds {strange[0]} of another run than the one in {self._home.path}, and is "
-                    "not written to; name another directory in nvme=, or the directory that has a run's run.json "
-                    f"first; to delete a run that has its run.json there, type: zero-offload clean {directory.path} "
-                    "(a swap file without one is left over: delete it by hand)"
+                    f"{directory.path} holds {strange[0]}, which the run in {self._home.path} has not written. Name "
+                    "another directory in nvme=. If a run is striped over these, name the directory with its run.json "
+                    "first. To delete the other run, where its run.json is in there, type: zero-offload clean "
+                    f"{directory.path}. Without a run.json the file is left over: delete it by hand"
                 )
 
     def _recorded(self, generations: Iterable[Generation]) -> list[RunDirectory]:
@@ -209,8 +209,9 @@ class FileList:
         if self._damage is not None:
             reason = str(self._damage).rpartition("; ")[0]
             raise IntegrityError(
-                f"{reason}; an earlier run is deleted by this list, so existing='discard' cannot be done. Resume once "
-                f"with existing='resume', which writes it anew, or delete {self._home.path} by hand"
+                f"{reason}; existing='discard' deletes the files of an earlier run by this list, and deletes nothing "
+                f"now. Resume once with existing='resume', which writes the list anew, or delete {self._home.path} by "
+                "hand"
             ) from self._damage
         names = self.announced()
         with contextlib.ExitStack() as held:

@@ -397,8 +397,8 @@ def check_fingerprint(
         if is_same_model and different[:1] and different[0] in _PLACE:
             raise CheckpointError(
                 f"{where} has the parameters of this model in other units, from {mine['name']!r} on. Pass the units= "
-                "that it was written with. A version that found other units by itself resumes it; its weights alone "
-                f"are written by 'zero-offload export', and read by zo.load_pretrained{hint}"
+                "that it was written with. If there were none, another version of zero_offload chose the units: resume "
+                f"with that version. 'zero-offload export' writes the weights alone, for zo.load_pretrained{hint}"
             )
         if different:
             key = different[0]

@@ -306,9 +306,9 @@ def saved_buffers(saved: SavedGeneration) -> dict[str, torch.Tensor]:
 def no_folder_text(name: str, held_by: str) -> str:
     """Why a tensor of a parameter without memory is not written, and what to do."""
     return (
-        f"{name.rpartition('.')[0]} is a {held_by}, whose tensors from_pretrained looks for under other names, with "
-        "words of its library, so no folder is written. In the script that has the model call "
-        "torch.save(model.state_dict(), FILE). Adapters are written without it: zo.export_pretrained(peft_model, path)"
+        f"{name.rpartition('.')[0]} is a {held_by}: from_pretrained looks for its tensors under names that only its "
+        "library knows, so no folder is written. To keep the weights call torch.save(model.state_dict(), FILE) in "
+        "the script of the model. To keep adapters alone call zo.export_pretrained(peft_model, path)"
     )
 
 

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_finite(args: argparse.Namespace, score: Score) -> None:
     """Raise where the data have no loss, or none that is a number."""
     if not score.count:
-        raise ConfigError(f"nothing in {' '.join(args.data)} has a loss: no token is one that the model should write")
+        raise ConfigError(f"nothing in {' '.join(args.data)} has a loss: the model should write none of its tokens")
     if not math.isfinite(score.loss):
         raise NonFiniteError(
             f"the loss of {args.dir} on {' '.join(args.data)} is {score.loss}, over {score.count:,} that have one: "

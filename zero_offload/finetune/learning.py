@@ -76,8 +76,8 @@ class Learning:
         """Raise ConfigError where no step has a rate above 0."""
         if not self.rate(self.highest_at):
             raise ConfigError(
-                f"the run has 1 step, at learning rate 0, as --warmup {self.config.warmup:g} begins there: nothing "
-                "would be trained; give --warmup 0, or more --steps or --epochs"
+                f"the run has 1 step, and --warmup {self.config.warmup:g} begins there with learning rate 0: nothing "
+                "would be trained. Give --warmup 0, or more --steps or --epochs"
             )
 
     # Text

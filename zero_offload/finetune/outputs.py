@@ -119,7 +119,7 @@ class Weights:
         delete(self.out, [*first, *(name for name in names if name not in first)])
         if (self.out / MERGED).is_dir():
             left = all_files(self.out / MERGED)
-            warn_user(f"{self.out / MERGED} keeps what no run has put there: {', '.join(left) or 'a link'}")
+            warn_user(f"{self.out / MERGED} keeps files that a run has not written: {', '.join(left) or 'a link'}")
 
     def clear(self, stays: Set[str] = frozenset()) -> None:
         """Delete what is ours in OUT/best, but the weights in the folders that stay."""

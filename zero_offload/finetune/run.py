@@ -237,13 +237,13 @@ def _look(context: FinetuneContext, run_dir: RunDir, existing: Existing) -> Exis
         if existing is Existing.RESUME and (earlier_identity(run_dir) or {}).get("text") != context.prepared.key:
             raise ConfigError(
                 f"the tokens of the run in {run_dir.path} are others: its data, their columns or the tokenizer have "
-                "changed since it began; put back what was there, or give another --out, or --discard to start over"
+                "changed since it began. Put back what was there, or give another --out, or --discard to start over"
             )
         before = described(run_dir.path).get(COUNTS) if existing is Existing.RESUME else None
         if isinstance(before, dict) and (found := first_difference(before, context.counts)):
             raise ConfigError(
-                f"the same data gave the run in {run_dir.path} {found.name}={found.before}, and now give {found.now}: "
-                "the chat template writes today's date, or a package makes other tokens; put back its tokens/, go back "
+                f"the same data gave the run in {run_dir.path} {found.name}={found.before}, and now give {found.now}. "
+                "The chat template writes today's date, or a package makes other tokens. Put back its tokens/, go back "
                 "to the versions of the run, or give another --out, or --discard to start over"
             )
     check_generation_asked(run_dir.path, context.config.offload, existing)
@@ -412,7 +412,7 @@ def _say_if_untrained(context: FinetuneContext, progress: Progress) -> None:
     if context.ranks.is_first and not any((row.get("lr") or 0) > 0 and (row.get("grad_norm") or 0) > 0 for row in rows):
         progress.note(
             "warning: in no step were learning rate and gradient above 0, so the weights are those that the run began "
-            f"with; {METRICS_FILE} has both of each step: look at --lr, --warmup and the data, and begin anew with "
+            f"with. {METRICS_FILE} has both of each step. Look at --lr, --warmup and the data, and begin anew with "
             "--discard"
         )
 

@@ -176,8 +176,8 @@ class FinetuneMixin(OffloadMixin):
             raise NonFiniteError(
                 f"loss or gradients were not finite in steps {step + 1 - _NON_FINITE_STEPS_MAX} to {step}; none of "
                 f"them changed the parameters. Go on with a smaller --lr (now {self._context.config.lr:g}), which may "
-                "change from start to start, and if that does not help from an earlier --generation "
-                f"(zero-offload verify {self._context.config.out} lists them); or begin anew with --precision fp32 and "
+                "change from start to start. If that does not help, take an earlier --generation "
+                f"(zero-offload verify {self._context.config.out} lists them), or begin anew with --precision fp32 and "
                 "another --out"
             )
 

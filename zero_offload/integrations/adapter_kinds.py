@@ -120,8 +120,8 @@ def _check_lora(words: Mapping[str, Any], file: Path) -> None:
         raise ConfigError(f"{file}: init_lora_weights={init!r} is none of {names}")
     if init in BASE_INITS and words.get("target_parameters"):
         raise ConfigError(
-            f"{file}: init_lora_weights={init!r} with target_parameters is not loaded here: it changes parameters that "
-            f"are no layer's weight. {_CONVERT}"
+            f"{file}: init_lora_weights={init!r} with target_parameters is not loaded here: it changes parameters "
+            f"other than weights of layers. {_CONVERT}"
         )
     others = words.keys() - LORA_FIELDS - UNUSED_FIELDS
     if found := sorted(name for name in others if words[name] not in _NOT_SET):

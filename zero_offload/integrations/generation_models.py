@@ -114,8 +114,8 @@ class GenerationValues:
     def _place(self, name: str) -> tuple[SectionLayout, ParamSlice]:
         if name not in self.places:
             raise CheckpointError(
-                f"{self._where} has no parameter {name!r}, which transformers and peft expect by what the model said "
-                "it is; export it in the script that trained it: zo.export_pretrained(model, path)"
+                f"{self._where} has no parameter {name!r}, which transformers and peft make from the generation's "
+                "config. Export the model in the script that trained it: zo.export_pretrained(model, path)"
             )
         return self.places[name]
 
@@ -158,8 +158,8 @@ def write_separate(
         init = words.get("init_lora_weights", True)
         if init not in (*FILE_INITS, *BASE_INITS):
             raise ConfigError(
-                f"adapter {name!r} has init_lora_weights={init!r}, which has changed the base's weights by numbers "
-                "that an adapter's folder does not have: export with --adapters merged"
+                f"adapter {name!r} has init_lora_weights={init!r}, which has changed the base's weights, and an "
+                "adapter's folder does not have that change. Export with --adapters merged"
             )
     model = meta_model(about)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -77,8 +77,9 @@ class OffloadStrategy(ParallelStrategy):
         self.config = check_config("OffloadStrategy", config)
         if config.existing == "resume":
             raise ConfigError(
-                "OffloadStrategy goes on from Lightning's checkpoints, which know where the data was, and not from "
-                "generations: pass trainer.fit(ckpt_path=...), and existing='discard' in place of existing='resume'"
+                "OffloadStrategy does not resume from generations, which do not have the place in the data. Pass a "
+                "checkpoint of Lightning, trainer.fit(ckpt_path=...), and existing='discard' in place of "
+                "existing='resume'"
             )
         self._num_nodes, self._start_method = 1, "popen"
         self._process_group_backend, self._timeout = process_group_backend, timeout

@@ -409,9 +409,9 @@ def _sources(
         check_adapters(model)
     if held := [slot for slot in slots(model) if slot.held_by and not isinstance(recipe_of(slot.tensor), PartRecipe)]:
         raise CheckpointError(
-            f"{path} is not read into {held[0].name.rpartition('.')[0]}, a {held[0].held_by}, whose words its library "
-            "alone knows; nothing was changed. Build the model by from_pretrained, which reads them, and call "
-            "zo.offload then"
+            f"{path} is not read into {held[0].name.rpartition('.')[0]}, a {held[0].held_by}: only its library reads "
+            "such a parameter from files. Nothing was changed. Build the model by from_pretrained, and call zo.offload "
+            "then"
         )
     base_name = base_names(model)
     names = _joining_experts(model, stored, names, path)
@@ -476,8 +476,8 @@ def _adapter_sources(model: nn.Module, values: Mapping[str, StoredTensor], file:
     own = ((name, param) for name, param in offloaded_tensors(model) if base_name(name) is None)
     if lost := [name for name, param in own if id(param) not in known]:
         raise ConfigError(
-            f"{file.path} is of an adapter ({kinds}) with {len(lost)} parameters that peft leaves out of files "
-            f"({lost[0]}), so that they have no value; merge it by peft, in memory, and give the merged folder"
+            f"{file.path} lacks {len(lost)} parameters of its adapter ({kinds}), which peft leaves out of files "
+            f"({lost[0]}). Merge the adapter by peft, in memory, and give the merged folder"
         )
     wanted = [Wanted(param, (name,)) for name, param in zip(file.known.values(), _saved_with(model, file), strict=True)]
     named = {file.known.get(name, name): source for name, source in values.items()}
@@ -496,8 +496,8 @@ def _fresh(model: nn.Module, lacking: Mapping[int, Recipe], sources: Mapping[int
     missing = {key: recipe for key, recipe in lacking.items() if key not in sources}
     if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
         raise ConfigError(
-            f"{len(lost)} parameters are in no file, and begin with numbers that are computed from others, which "
-            f'zo.deferred_init(values="skip") has left out ({lost[0]}), or with none; use zo.deferred_init()'
+            f"{len(lost)} parameters are in no file ({lost[0]}), and their first values depend on values that "
+            'zo.deferred_init(values="skip") leaves out; use zo.deferred_init()'
         )
     return missing
 

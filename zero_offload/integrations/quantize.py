@@ -91,8 +91,8 @@ def refuse_unknown_method(path: Path) -> None:
     if words is None or (file.name == _CONFIG and (_is_bitsandbytes(words) or _is_known(words))):
         return
     raise ConfigError(
-        f"{_read_alone(path, words)}: {file} says so in a way that transformers does not know either, and it would "
-        f"take codes for weights. {_INSTEAD}"
+        f"{_read_alone(path, words)}: transformers does not know the words in {file} either, and would take "
+        f"codes for weights. {_INSTEAD}"
     )
 
 

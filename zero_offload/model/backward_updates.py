@@ -129,8 +129,8 @@ class BackwardUpdates:
             self.advance(unit)
         if unit.index in self._launched:
             raise ZeroOffloadError(
-                f"a gradient of {self._places.name_of(param)} arrives after its unit {unit.name} was updated in this "
-                f"backward, which is left now; {_INSTEAD}"
+                f"a gradient of {self._places.name_of(param)} arrives after the update of its unit {unit.name} in this "
+                f"backward, which ends here; {_INSTEAD}"
             )
         unit.wait_for_update()
         self._ring.collect()
@@ -162,8 +162,8 @@ class BackwardUpdates:
             self._task = torch._C._current_graph_task_id()
         if unit.index in self._launched:
             raise ZeroOffloadError(
-                f"backward reads parameters of {unit.name} after their update: something else than the unit's own part "
-                f"of it, such as a hook, uses them; {_INSTEAD}"
+                f"backward reads parameters of {unit.name} after their update: something outside of the unit, such as "
+                f"a hook, uses them; {_INSTEAD}"
             )
         self.advance(unit)
 
@@ -255,8 +255,8 @@ class BackwardUpdates:
         if not self._has_warned and any(self._hypers[param] != hypers[param] for param in mine):
             self._has_warned = True
             warn_user(
-                "hyperparameters have changed between backward and step(): with overlap='backward' those hold that "
-                "backward began with. Change them after step(), as schedulers do",
+                "hyperparameters have changed between backward and step(). With overlap='backward' an update uses the "
+                "values from the beginning of backward. Change hyperparameters after step(), as schedulers do",
             )
         self._grads.updated -= mine
         return bool(mine)

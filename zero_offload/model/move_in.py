@@ -314,7 +314,7 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[MovedTensor])
         )
     if values is None:
         warn_user(
-            f"{first} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "
+            f"{first} and parameters beside it ({len(moved)} in all) had moved to the tiers before "
             "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
         )
 

@@ -639,9 +639,9 @@ def _check_base(found: Generation, store: ShardStore, places: Mapping[int, Seque
         )
     if own and (foreign := [file for file in files if file not in own]):
         raise CheckpointError(
-            f"{found} holds the trained part of a model whose base lies in {foreign[0].path.parent}; the base "
+            f"{found} holds the trained part of a model whose base lies in {foreign[0].path.parent}. The base "
             f"of this model, in {own[0].path.parent}, is another: their fingerprints differ. Call zo.load_pretrained "
-            "with the folder that the checkpoint was trained on, and load the checkpoint then"
+            "with the folder of the checkpoint's base, and load the checkpoint then"
         )
 
 

@@ -196,8 +196,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Raise for a step that offloaded models cannot make; returns the param groups for their generations."""
         if owners and torch._C._current_graph_task_id() != -1:
             raise ZeroOffloadError(
-                "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
-                "gradients are taken off memory as they come, which is what stepping in hooks is for"
+                "a step inside of backward finds no gradients of offloaded parameters yet. Call step after backward. "
+                "A step in hooks saves memory for gradients, and these leave memory by themselves as they come"
             )
         groups = group_records(self) if any(owner.makes_generations for owner in owners) else []
         for owner, params in owners.items():
@@ -394,7 +394,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ):
                 raise ConfigError(
                     f"{kind}: {name} is {kept.dtype} with strides {kept.stride()} on {kept.device}, and an update of a "
-                    f"parameter on {param.device} takes contiguous torch.float32 there; move a model before the first "
+                    f"parameter on {param.device} takes contiguous torch.float32 there. Move a model before the first "
                     "step of its optimizer, or load the optimizer's state dict after it has moved"
                 )
 

@@ -49,8 +49,8 @@ def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence
     if earlier is None:
         if last_step := _last_step(run):
             raise IntegrityError(
-                f"{run.path} has {METRICS_FILE} up to step {last_step} and no {RUN_FILE}, so nothing says which "
-                "run that is; put it back, give another --out, or --discard to delete it and start over"
+                f"{run.path} has {METRICS_FILE} up to step {last_step} and no {RUN_FILE}, which says which run that "
+                "is. Put it back, give another --out, or --discard to delete it and start over"
             )
         return Existing.REFUSE
     for name in sorted({*identity, *earlier}):

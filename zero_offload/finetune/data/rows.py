@@ -105,8 +105,8 @@ def form_of(columns: Sequence[str], name: str) -> Form:
     said = "; ".join(f"{kind}: {', '.join(sets)}" for kind, sets in known.items())
     commas = " (CSV has commas between its fields)" if len(columns) == 1 and {*";\t|"} & {*columns[0]} else ""
     raise ConfigError(
-        f"{name} has the columns {', '.join(columns)}{commas}, which are none of those that are understood. Rename "
-        f"them to one of: {said}"
+        f"{name} has the columns {', '.join(columns)}{commas}, and these names are not known here. Rename them to one "
+        f"of: {said}"
     )
 
 
@@ -187,7 +187,7 @@ def preference_of(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             if extra := sorted({key for message in [*prompt, *answer] for key in message} - {"role", "content"}):
                 raise BadRow(f"messages have {', '.join(extra)}, which preferences cannot have")
     if not prompt:
-        raise BadRow("'chosen' and 'rejected' begin with nothing that both have, and there is no 'prompt'")
+        raise BadRow("'chosen' and 'rejected' have no common beginning, and there is no 'prompt'")
     return prompt, answers[0], answers[1]
 
 

@@ -205,6 +205,6 @@ def _nothing(use: Use, tally: Tally, seq: int) -> str:
     if not tally.read:
         return f"split={use.part.split} leaves no row of {names} for evaluation; give a larger one, or --eval-data"
     return (
-        f"no row of {names} has a token to train on: all {tally.read} are left out, since they are empty, or since "
-        f"what comes before the assistant's words fills seq={seq}"
+        f"no row of {names} has a token to train on. All {tally.read} are left out: they are empty, or the text before "
+        f"the assistant's words fills seq={seq}"
     )

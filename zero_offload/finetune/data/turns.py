@@ -139,12 +139,13 @@ class ChatTemplate:
         if self.is_marked:
             if tools and _MARK.search(self._tokenizer.get_chat_template(tools=tools)) is None:
                 raise BadRow(
-                    "it has tools, and the chat template for them lacks the {% generation %} that the default one has; "
+                    "it has tools, and the chat template for tools lacks {% generation %}, which the default one has; "
                     "put {% generation %} and {% endgeneration %} around the assistant's words there"
                 )
             if any(message.get("weight") == 0 for message in messages):
                 raise BadRow(
-                    "a message has weight 0, and the chat template marks what is trained; take marks or weights"
+                    "a message has weight 0, and the chat template marks trained words by {% generation %}; use one "
+                    "of both"
                 )
             return [self._marked(messages[: spoken[-1] + 1], tools, trained_from)]
         turns = [self._turn(messages[:number], messages[number], tools) for number in spoken]
@@ -171,9 +172,9 @@ class ChatTemplate:
             prompt = prompt.removesuffix(self._only_in_prompts)
         if not text.startswith(prompt) or not text.endswith(self._only_behind_last):
             raise BadRow(
-                f"the chat template writes what stands before message {len(before) + 1} otherwise in its prompt than "
-                "in the conversation, so where the assistant's words begin is open; put {% generation %} and "
-                "{% endgeneration %} around them in the template"
+                f"the chat template writes the text before message {len(before) + 1} differently in a prompt and in "
+                "the whole conversation. So the beginning of the assistant's words is not known; put "
+                "{% generation %} and {% endgeneration %} around them in the template"
             )
         return _Turn(text, len(prompt), len(text) - len(self._only_behind_last))
 

@@ -358,7 +358,7 @@ def _interval_lines(plan: ModelPlan) -> Iterator[str]:
         each = replace(wear, commit_every=1).days_to(tbw, step_s)
         yield (
             f"a generation every {steps} steps is chosen by that, and a crash costs as many at most: give train "
-            f"--commit-every {steps}, or zo.OffloadConfig commit_every={steps}; with one in each step, their default, "
+            f"--commit-every {steps}, or zo.OffloadConfig commit_every={steps}. With one in each step, the default, "
             f"{tbw:g} TBW last {format_duration(each * _DAY_S)}"
         )
     if wear.states_bytes and replace(wear, commit_bytes=0.0).days_to(tbw, step_s) < LIFE_DAYS:

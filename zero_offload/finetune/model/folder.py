@@ -301,8 +301,9 @@ def _check_adapter(adapter: Path, base: Path, quantized: str | None) -> None:
     check_adapter_words(words, file)
     if quantized and reads_base(words):
         raise ConfigError(
-            f"{file}: init_lora_weights={words['init_lora_weights']!r} takes a part out of the base's weights, which "
-            f"are not quantized then ({quantized}); leave --quantize out, and give a base in 16 or 32 bits ({base})"
+            f"{file}: init_lora_weights={words['init_lora_weights']!r} takes a part out of the base's weights. That "
+            f"needs weights that are not quantized ({quantized}); leave --quantize out, and give a base in 16 or 32 "
+            f"bits ({base})"
         )
 
 
@@ -348,7 +349,7 @@ def _check_files(folder: Path, needs_weights: bool) -> bool:
             path.parent for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) for path in sorted(folder.glob(f"*/{name}"))
         ]
         hint = f"; give {inner[0]}" if inner else "; get it from where the weights are from"
-        raise ConfigError(f"{folder} has no {CONFIG_NAME}, so what model it is is not known{hint}")
+        raise ConfigError(f"{folder} has no {CONFIG_NAME}, so its kind of model is not known{hint}")
     # Weights in files that can be read without running code.
     if pickled and not safetensors:
         raise ConfigError(
@@ -502,11 +503,11 @@ def _check_classes(file: Path, words: Mapping[str, Any], config: Any) -> None:
     _class_names(words, file)
     if config.problem_type not in (None, _ONE_CLASS):
         raise ConfigError(
-            f"{file}: problem_type is {config.problem_type!r}, and rows of one class each are trained here; "
-            f"write {_ONE_CLASS!r}, or leave it out"
+            f"{file}: problem_type is {config.problem_type!r}, and a row has exactly one class here; write "
+            f"{_ONE_CLASS!r}, or leave it out"
         )
     if config.num_labels < 2 and is_classifier(config):
-        raise ConfigError(f"{file}: the model has {config.num_labels} class, and a classifier here two at least")
+        raise ConfigError(f"{file}: the model has {config.num_labels} class, and a classifier has two or more")
 
 
 def is_classifier(config: Any) -> bool:

@@ -174,9 +174,9 @@ class Gradients:
                 "build the embedding with sparse=False"
             )
         raise ZeroOffloadError(
-            "a backward adds to gradients that a scaler has unscaled and no step has used; unscale once, after the "
-            "last backward of a step, or drop them with optimizer.zero_grad(), or where no optimizer has the "
-            "parameter with param.grad = None"
+            "a backward adds to gradients that a scaler has unscaled and no step has used. Unscale once, after the "
+            "last backward of a step, or drop them with optimizer.zero_grad(). Where no optimizer has the parameter, "
+            "param.grad = None drops its gradient"
         )
 
     def finish_backward(self) -> None:

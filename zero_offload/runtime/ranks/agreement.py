@@ -166,8 +166,8 @@ class Agreement:
             return differ
         remedy = (
             "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "
-            "some ranks only), or ran another number of micro-batches, or made a call that others left out (a clip, "
-            "zo.no_sync): make them alike, or offload with branches='any'"
+            "some ranks only). Or ranks ran different numbers of micro-batches, or only some made a call (a clip, "
+            "zo.no_sync). Make them alike, or offload with branches='any'"
             if self.branches is Branches.SAME
             else "With branches='any' ranks may use different units, but each runs as many forwards and backwards of "
             "the model as the others, and calls zo's functions in the same order"

@@ -221,8 +221,8 @@ class RankWatch:
         if not _in_time(lambda: _listen(store, witnesses), 2 * LISTEN_S):
             self._store = None  # the thread that asked it holds its lock, and exit must not wait for that
             found = (
-                "the store of the process group does not answer, so the culprit is not known; it is with rank 0, "
-                "unless torchrun keeps it: look at rank 0 first"
+                "the store of the process group does not answer, so the cause is not known. Rank 0 or torchrun has the "
+                "store: look at rank 0 first"
             )
         else:
             found = _verdict(witnesses, what, is_broken=waited_s < time_limit().total_seconds())
