@@ -14,9 +14,9 @@ from tests.fake_gpu.training import SOME
 from tests.helpers.models import build
 from tests.helpers.pairwise import in_turn
 from tests.helpers.ranks import read_params, rows_of
-from tests.helpers.scripts import check, run_plain
+from tests.helpers.scripts import Script, check, run_plain
 from tests.helpers.thawing import frozen
-from tests.parity.test_thaw import gradually
+from tests.parity.test_thaw import block_by_block, gradually
 
 PLACEMENTS = [
     ("device", "device", "device"),
@@ -27,17 +27,17 @@ PLACEMENTS = [
 ]
 
 
-@in_turn(placement=PLACEMENTS, precision=["bf16", "fp32"])
-def test_gradual_unfreezing(placement: tuple[str, str, str], precision: str, nvme: Path) -> None:
+@in_turn(placement=PLACEMENTS, precision=["bf16", "fp32"], script=[gradually, block_by_block])
+def test_blocks_that_thaw_and_rest(placement: tuple[str, str, str], precision: str, script: Script, nvme: Path) -> None:
     params, grads, optimizer = placement
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    expected = run_plain(gradually, frozen, dtype=dtype)
+    expected = run_plain(script, frozen, dtype=dtype)
     settings: dict[str, Any] = {"params": params, "grads": grads, "optimizer": optimizer, "precision": precision}
     for schedule in SOME:
         device.policy(*schedule)
         config = zo.OffloadConfig(nvme=nvme, existing="discard", device_memory="24MiB", **settings)
         model = zo.offload(build(frozen), config)
-        losses = list(gradually(model, lambda step: rows_of(step, 0, 1).to(TYPE), lambda _: None))
+        losses = list(script(model, lambda step: rows_of(step, 0, 1).to(TYPE), lambda _: None))
         params = {name: values.cpu() for name, values in read_params(model).items()}
         zo.close(model)
         assert device.take_races() == []

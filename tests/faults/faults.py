@@ -1284,9 +1284,23 @@ FAULTS = [
     fault(
         "a resumed run trains on without what had thawed",
         "model/offload.py",
-        "                owner.train_again(owner.files.found.thawed)\n",
+        "                owner.train_again(owner.files.found)\n",
         "",
         THAW + "test_a_resume_trains_what_was_trained",
+    ),
+    fault(
+        "states that were deleted stand in the next generation",
+        "model/runtime.py",
+        "        self._drop_deleted_states()\n        self._commits.complete_record",
+        "        self._commits.complete_record",
+        THAW + "test_states_deleted_behind_a_step_are_zero_in_its_generation",
+    ),
+    fault(
+        "a block that rests keeps the memory of its gradients",
+        "storage/shards/grad_store.py",
+        "    def drop_room(self) -> None:\n        self._drop_array()\n",
+        "    def drop_room(self) -> None:\n        pass\n",
+        THAW + "test_bytes_are_those_of_the_live_block",
     ),
     fault(
         "the master of a section that thaws is zero",

@@ -398,7 +398,10 @@ ARGUMENTS = {
     "trl_sft.py": ["run", "llama", "texts"],
 }
 """Of the examples that take more than a directory."""
-PLAIN_EXAMPLES = ("01_train_from_nvme.py", "02_adamw_drop_in.py", "03_frozen_base.py", "distributed_checkpoint.py")
+PLAIN_EXAMPLES = (
+    *("01_train_from_nvme.py", "02_adamw_drop_in.py", "03_frozen_base.py", "05_block_by_block.py"),
+    "distributed_checkpoint.py",
+)
 """Those that use torch alone."""
 EXAMPLES_NOT_RUN = {"04_tensor_parallel.py": "four GPUs; tests/cli/test_examples.py runs it on four CPU ranks"}
 """On a device, and why."""

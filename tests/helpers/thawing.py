@@ -35,9 +35,16 @@ SWITCH = 3
 
 
 def run(
-    nvme: Path, steps: range, existing: str = "refuse", before: Callable[[int], None] = lambda _: None, **settings: Any
+    nvme: Path,
+    steps: range,
+    existing: str = "refuse",
+    before: Callable[[int], None] = lambda _: None,
+    *,
+    drops: bool = False,
+    **settings: Any,
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """A run that goes on from what it finds, as a program does that knows only its steps."""
+    """A run that goes on from what it finds, as a program does that knows only its steps. If it `drops` states, those
+    of blocks that rest go."""
     model = zo.offload(build(frozen), zo.OffloadConfig(precision="bf16", nvme=nvme, existing=existing, **settings))
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     resumed = zo.resume(model, optimizer)
@@ -48,6 +55,8 @@ def run(
         before(step)
         if step in (1, SWITCH):
             model.blocks.requires_grad_(False)
+            for param in model.blocks.parameters() if drops else ():
+                optimizer.state.pop(param, None)
             model.blocks[2 if step == 1 else 0].requires_grad_(True)
         loss = model(tokens_of(step))
         loss.backward()

@@ -19,13 +19,15 @@ from tests.helpers.disk import runtime
 from tests.helpers.failing import fail_at, hooks_of
 from tests.helpers.fresh import run_script
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.pairwise import full
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.ranks import RankPool, read_params
 from tests.helpers.scripts import Average, check, clip_norm, run_both, run_offloaded, run_plain
 from tests.helpers.thawing import SWITCH, TIERS, UNEVEN, frozen, run
 from tests.parity.test_adoption import adapt, adopt
 from zero_offload.base.errors import CapacityError
+from zero_offload.base.types import Tier
 from zero_offload.cli.main import main
+from zero_offload.standins.owners import owner_of
 from zero_offload.storage.shards.store import ShardStore
 
 RUNTIME = importlib.import_module("zero_offload.model.runtime")
@@ -371,3 +373,132 @@ def test_a_parameter_in_the_place_of_one_that_thawed() -> None:
     make = partial(TinyLM, UNEVEN)
     expected = run_plain(thaws_again, make)
     assert run_offloaded(thaws_again, make, zo.OffloadConfig(precision="fp32"))[0] == expected[0]
+
+
+# States that go
+
+
+def drop(optimizer: Any, module: nn.Module) -> None:
+    module.requires_grad_(False)
+    for param in module.parameters():
+        forget(optimizer, param)
+
+
+def forget(optimizer: Any, param: nn.Parameter) -> None:
+    """Delete what an optimizer keeps of a parameter, but for what completes a plain bf16 value to its master."""
+    entry = optimizer.state.get(param, {})
+    if owner_of(param) is None and "residual" in entry:
+        for name in entry.keys() - {"residual"}:
+            entry[name].zero_()
+    else:
+        optimizer.state.pop(param, None)
+
+
+def block_by_block(model: nn.Module, rows: Rows, average: Average) -> Iterator[float]:
+    """One block lives at a time. A block comes back with moments of zeros, one is deleted in part, one while it is
+    trained, and all are at last."""
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    step = 0
+    for live in (2, 0, 1, 0):
+        for block in model.blocks:
+            drop(optimizer, block)
+        model.blocks[live].requires_grad_(True)
+        yield from train(model, optimizer, rows, average, range(step, step + 2))
+        step += 2
+    model.blocks[0].requires_grad_(False)
+    forget(optimizer, model.blocks[0].up.weight)
+    yield from train(model, optimizer, rows, average, range(step, step + 1))
+    model.blocks[0].requires_grad_(True)
+    forget(optimizer, model.norm.weight)
+    yield from train(model, optimizer, rows, average, range(step + 1, step + 3))
+    model.requires_grad_(False)
+    drop(optimizer, model)
+    model.head.requires_grad_(True)
+    yield from train(model, optimizer, rows, average, range(step + 3, step + 5))
+
+
+def all_trained() -> nn.Module:
+    return frozen().requires_grad_(True)
+
+
+@in_turn(tier=["nvme", "cpu", "cached", "states"], make=[frozen, all_trained], precision=["fp32", "bf16"])
+def test_states_that_go(tier: str, make: Any, precision: str, nvme: Path) -> None:
+    config = zo.OffloadConfig(precision=precision, nvme=nvme, **TIERS[tier])
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    check(run_offloaded(block_by_block, make, config), run_plain(block_by_block, make, dtype=dtype))
+
+
+@pytest.mark.parametrize("stage", [3, *map(full, (0, 1, 2))])
+@pytest.mark.parametrize("tier", ["nvme", full("cpu")])
+def test_states_that_go_on_two_ranks(stage: int, tier: str, nvme: Path, pool: RankPool) -> None:
+    given = TIERS[tier] | {"nvme": nvme, "stage": stage}
+    for found, expected in pool.succeed(run_both, block_by_block, frozen, given):
+        check(found, expected)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cached", *map(full, ("cpu", "states"))])
+def test_a_resume_has_the_states_of_what_lives(tier: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", range(7), drops=True, **TIERS[tier])
+    values: list[Any] = []
+    for at, (begin, end) in enumerate([(0, 2), (2, SWITCH), (SWITCH, 4), (4, 7)]):
+        more, params = run(
+            tmp_path / "parts", range(begin, end), "resume" if at else "refuse", drops=True, **TIERS[tier]
+        )
+        values += more
+    check((values, params), whole)
+    assert main(["verify", str(tmp_path / "parts")]) == 0
+
+
+def test_bytes_are_those_of_the_live_block(nvme: Path) -> None:
+    """In memory, in the plan, written, and in files but for the second slot of what has lived."""
+    config = partial(zo.OffloadConfig, precision="fp32", nvme=nvme, existing="discard")
+    memory, planned, files, written = [], [], [], []
+    for optimizer_tier in ("cpu", "nvme"):
+        model = zo.offload(build(partial(TinyLM, 320, 6)).requires_grad_(False), config(optimizer=optimizer_tier))
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        for before, block in zip([None, *model.blocks], model.blocks, strict=False):
+            if before is not None:
+                drop(optimizer, before)
+            block.requires_grad_(True)
+            list(train(model, optimizer, tokens_of, lambda _: None, range(2)))
+            zo.commit(model, optimizer)
+            runtime(model).drain()
+            stats = zo.stats(model)
+            if optimizer_tier == "cpu":
+                memory.append(stats.resident_bytes["cpu"])
+                planned.append(runtime(model).sizes.plan.used_bytes(Tier.CPU))
+            else:
+                files.append(stats.resident_bytes["nvme"])
+                written.append(stats.written_bytes["nvme"])
+        zo.close(model)
+    block_bytes = sum(4 * param.numel() for param in model.blocks[0].parameters())
+    assert len({*memory}) == len({*planned[1:]}) == len({*written[1:]}) == 1
+    assert files[-1] - files[1] < 5 * block_bytes  # 4 blocks have a slot more; their states would be 16
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_states_deleted_behind_a_step_are_zero_in_its_generation(tier: str, nvme: Path) -> None:
+    """Of a parameter that is trained, and of a block that rests."""
+    found = []
+    for resumes in (False, True):
+        config = partial(zo.OffloadConfig, precision="bf16", nvme=nvme / str(resumes), **TIERS[tier])
+        model = zo.offload(build(all_trained), config())
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        values = list(train(model, optimizer, tokens_of, lambda _: None, range(2)))
+        del optimizer.state[model.norm.weight]
+        drop(optimizer, model.blocks[1])
+        zo.commit(model, optimizer)
+        if resumes:
+            zo.close(model)
+            model = build(all_trained)
+            model = zo.offload(model, config(existing="resume"))
+            model.blocks[1].requires_grad_(False)
+            optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+            assert zo.resume(model, optimizer) is not None
+        assert model.blocks[1].up.weight not in optimizer.state and model.norm.weight not in optimizer.state
+        values += train(model, optimizer, tokens_of, lambda _: None, range(2, 4))
+        model.blocks[1].requires_grad_(True)
+        values += train(model, optimizer, tokens_of, lambda _: None, range(4, 6))
+        found.append((values, read_params(model)))
+        zo.close(model)
+    check(*found)

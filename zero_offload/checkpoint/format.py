@@ -89,6 +89,8 @@ class StepRecord:
     """The model's own description; see `model/about.py`."""
     thawed: Sequence[str] = ()
     """Parameters that were frozen when they were offloaded, and require a gradient."""
+    resting: Sequence[int] = ()
+    """Sections whose states have gone."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
@@ -97,7 +99,7 @@ class StepRecord:
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
         return cls(
             generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {}),
-            generation.about, generation.thawed,
+            generation.about, generation.thawed, generation.resting,
         )  # fmt: skip
 
 
@@ -151,6 +153,12 @@ class Generation:
         """Parameters that were frozen when they were offloaded, and required a gradient then."""
         found = self.payload.get("thawed")
         return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+    @property
+    def resting(self) -> list[int]:
+        """Sections that are trained, and whose states had gone."""
+        found = self.payload.get("resting")
+        return [each for each in found if type(each) is int] if isinstance(found, list) else []
 
     @property
     def names(self) -> list[str]:

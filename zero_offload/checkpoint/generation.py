@@ -421,6 +421,7 @@ class GenerationKeeper:
             "calls": self._calls,
             "param_steps": record.param_steps,
             **({"thawed": list(record.thawed)} if record.thawed else {}),
+            **({"resting": list(record.resting)} if record.resting else {}),
             "optimizer": record.optimizer,
             "extra": record.extra,
             "scaler": record.scaler,

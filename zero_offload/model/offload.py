@@ -51,7 +51,7 @@ from zero_offload.model.move_in import (
 from zero_offload.model.prepared import mark_prepared
 from zero_offload.model.replacements import Replacements
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.model.thaw import thawed_sizes
+from zero_offload.model.thaw import recounted
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
 from zero_offload.plan.dtypes import Cast, resolve
@@ -147,7 +147,7 @@ def offload(
             check_same_base(owner.store, owner.ranks)
             if owner.files.found is not None:
                 owner.adopt_generation(owner.files.found)
-                owner.train_again(owner.files.found.thawed)
+                owner.train_again(owner.files.found)
                 owner.note_lost_base(builder.base_paths)
             else:
                 owner.life.lacks_weights = builder.skips_values
@@ -228,7 +228,7 @@ class Builder:
         """Have the layout of the generation found: some sections may be trained that the model has frozen."""
         thawed = {each.index for each in layout.sections if each.is_thawed}
         self.layout, self.without = layout, self.without - thawed
-        self.sizes = thawed_sizes(self.sizes, layout, thawed, self.config, self.group.partition, self.without)
+        self.sizes = recounted(self.sizes, layout, thawed, self.config, self.group.partition, self.without)
         self.buffers = replace(self.buffers, layout=layout)
 
     def make_units(self) -> None:
@@ -535,8 +535,9 @@ class Growth:
         owner.base.frames.widen(on_device.chosen, on_device.most, on_device.least)
         owner.base.expert_groups.widen(self.buffers.group_bytes())
         owner.grow(self.layout, self.sizes, self.units, self.buffers.landing_bytes(), self.param_steps)
-        if self.awaited:
-            owner.train_again(owner.files.found.thawed if owner.files.found is not None else ())
+        found = owner.files.found if self.awaited else None
+        if found is not None:
+            owner.train_again(found)
         else:
             owner.life.lacks_weights |= self.skips_values
             owner.without_values |= self.without_values

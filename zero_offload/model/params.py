@@ -7,7 +7,7 @@ works.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -85,6 +85,7 @@ class ModelPlaces(ParamPlaces):
         self._places: dict[int, ParamPlace] = {}
         self._frozen: set[int] = set()
         self._thawed: list[ParamPlace] = []
+        self._resting: set[int] = set()
         self.grow(units)
 
     def grow(self, units: Iterable[Unit]) -> None:
@@ -99,6 +100,9 @@ class ModelPlaces(ParamPlaces):
         """Another parameter has this place."""
         del self._places[id(place.param)]
         self._places[id(new)] = replace(place, param=new)
+        if id(place.param) in self._resting:
+            self._resting.remove(id(place.param))
+            self._resting.add(id(new))
         self._frozen.discard(id(place.param))
         self._thawed = [each for each in self._thawed if each is not place]
         if not new.requires_grad:
@@ -125,20 +129,35 @@ class ModelPlaces(ParamPlaces):
 
     def is_frozen(self, param: nn.Parameter) -> bool:
         consists_of_others = id(param) not in self._places  # it is a quantized weight
-        return consists_of_others or id(param) in self._frozen
+        return consists_of_others or id(param) in self._frozen or id(param) in self._resting
 
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
-            if id(param) in self._frozen and param.requires_grad:
+            if param.requires_grad and self.is_frozen(param):
                 raise ConfigError(
-                    f"{self.name_of(param)} was frozen when zo.offload was called, and requires_grad_(True) was called "
-                    "on it inside of a forward or of zo.gathered(mode='write'). Call it between steps"
+                    f"{self.name_of(param)} was frozen when zo.offload was called, or its states were deleted, and "
+                    "requires_grad_(True) was called on it inside of a forward or of zo.gathered(mode='write'). Call "
+                    "it between steps"
                 )
+
+    def is_hooked(self, param: nn.Parameter) -> bool:
+        """True if it has been trained, here or at first."""
+        return id(param) not in self._frozen
 
     def note_trained(self, param: nn.Parameter) -> None:
         """A parameter that was frozen is trained from now on; it may rest again, as any other."""
-        self._frozen.remove(id(param))
-        self._thawed.append(self[param])
+        self._resting.discard(id(param))
+        if id(param) in self._frozen:
+            self._frozen.remove(id(param))
+            self._thawed.append(self[param])
+
+    def note_resting(self, section: Section) -> None:
+        """The states of a section have gone: a parameter that is trained again takes room first."""
+        self._resting |= {id(place.param) for place in self.of(section)}
+
+    def of(self, section: Section) -> list[ParamPlace]:
+        """The parameters of a section."""
+        return [place for place in self._places.values() if place.section is section]
 
     def thawed(self) -> list[str]:
         """The parameters that were frozen at first, and require a gradient."""
@@ -166,6 +185,7 @@ class ModelStates(StateSource):
         self._life = base.life
         self._commits = commits
         self._shard_index = base.shard_index
+        self._updates_in_backward = base.grad_ring is not None
         self._plan = base.sizes.plan
         self._unplanned = dict.fromkeys(Tier, 0)
         """Bytes of states that the plan does not count."""
@@ -177,12 +197,17 @@ class ModelStates(StateSource):
         """The counts that came with states from files or a state dict."""
         self._completed: dict[str, int] = {}
         """Those that came with what completes a value to its fp32 master."""
+        self._stale: list[ParamPlace] = []
+        """Parameters whose states were dropped, and are not zero yet."""
+        self.resting: set[int] = set()
+        """Sections that have no states, since nothing in them is trained: by index."""
         self.adopt({})
 
     def adopt(self, param_steps: Mapping[str, int]) -> None:
         """The shards have states that were saved after so many updates of each parameter."""
         self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._places.all()}
         self._loaded_steps = dict(self.param_steps)
+        self._stale.clear()
         self._completed.clear()
         self.begun.clear()
 
@@ -194,9 +219,10 @@ class ModelStates(StateSource):
                 self.param_steps[name] = self._loaded_steps[name] = int(param_steps.get(name, 0))
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
+        self.zero_stale()
         params = list(params)
         places = [self._places[param] for param in params]
-        self.ensure((place.section.shard, names) for place in places)
+        self.ensure((each.section.shard, names) for each in places if each.section.layout.index not in self.resting)
         # Loaded states are for the optimizer built next; states that an earlier optimizer has changed are not.
         self._start_anew(
             param
@@ -215,11 +241,53 @@ class ModelStates(StateSource):
                 self.begun.discard(place.name)
 
     def _start_anew(self, params: Iterable[nn.Parameter]) -> None:
-        if not (params := list(params)):
+        self.reset(params)
+        self.zero_stale()
+
+    def reset(self, params: Iterable[nn.Parameter]) -> None:
+        if not (params := [param for param in params if self.step_of(param) is not None]):
             return
+        self._life.check_usable()
         self.readers.before_replacing(params)
         self.change()
-        self.blank(self._places[param] for param in params)
+        for place in (self._places[param] for param in params):
+            self.param_steps[place.name] = self._loaded_steps[place.name] = 0
+            self.begun.discard(place.name)
+            self._stale.append(place)
+        if self._updates_in_backward:  # no step comes before the next update
+            self.zero_stale()
+
+    def drop_idle(self, holds_grad: Callable[[nn.Parameter], bool]) -> list[Section]:
+        """Give up the room of states that were reset, in sections of which nothing is trained and nothing has states.
+
+        Nothing is done for the others; `zero_stale` follows.
+        """
+        sections = [of_section[0].section for of_section in _by_section(self._stale)]
+        dropped = [section for section in sections if self._is_idle(section, holds_grad)]
+        for section in dropped:
+            self._commits.drain()
+            self._store.drop_states(section.shard)
+            self.resting.add(section.layout.index)
+        self._stale = [place for place in self._stale if place.section.layout.index not in self.resting]
+        return dropped
+
+    def _is_idle(self, section: Section, holds_grad: Callable[[nn.Parameter], bool]) -> bool:
+        places = self._places.of(section)
+        return all(
+            not (place.param.requires_grad or holds_grad(place.param)) and self.step_of(place.param) is None
+            for place in places
+        )
+
+    @property
+    def has_stale(self) -> bool:
+        """True if states were reset that still stand where they rest."""
+        return bool(self._stale)
+
+    def zero_stale(self) -> None:
+        """Make states that were reset zero, before others use them, or keep them."""
+        if self._stale:
+            self.blank(self._stale)
+            self._stale = []
 
     def ensure(self, states: Iterable[tuple[Shard, Sequence[str]]]) -> None:
         """Take room for these states of shards; new states are zero. Raises CapacityError."""
@@ -292,6 +360,7 @@ class ModelStates(StateSource):
 
     def create(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Make states as a step of zero gradients with a learning rate of 0 does, without counting a step."""
+        self.zero_stale()
         for param, hyper in hypers.items():
             if self.step_of(param) is None:
                 if hyper.initial:
@@ -300,6 +369,7 @@ class ModelStates(StateSource):
                 self.begun.add(self._places.name_of(param))
 
     def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
+        self.zero_stale()
         place = self._places[param]
         step = count_of(values, f"{name} of {place.name}") if name == STEP else self.param_steps[place.name]
         self.change()
@@ -311,6 +381,7 @@ class ModelStates(StateSource):
         self._count_steps(place.name, step, has_states=True)
 
     def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
+        self.zero_stale()
         place, has_states = self._places[param], any(state is not None for state in states.values())
         if step == 0 and self.step_of(param) is None and not has_states:
             return  # all that there is is zero
@@ -333,9 +404,6 @@ class ModelStates(StateSource):
             self.begun.add(name)
         else:
             self.begun.discard(name)
-
-    def reset(self, params: Iterable[nn.Parameter]) -> None:
-        self._start_anew(param for param in params if self.step_of(param) is not None)
 
     def _write(self, place: ParamPlace, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
         """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes

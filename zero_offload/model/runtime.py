@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.assembly import Assembly
 from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates
 from zero_offload.model.parts import ModelParts
-from zero_offload.model.thaw import check_trainable, install_section, thaw_section
+from zero_offload.model.thaw import check_fits, check_trainable, counted, install_section, thaw_section
 from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
@@ -244,28 +244,61 @@ class ModelRuntime(Owner):
             with self.together(call):
                 check_trainable(self.config, self.modules, place)
                 self.check_between_uses(f"{call}, which was frozen when zo.offload was called, works")
+            index, sizes = place.section.layout.index, self.sizes
+            resting = self._states.resting - {index}
             if not place.section.layout.trainable:
                 self.drain()
                 with self.ranks.together():
                     self.check_whole(call)
-                    thawed = thaw_section(self.base, self.layout, self.sizes, place, undo)
+                    thawed = thaw_section(self.base, self.layout, sizes, place, resting, undo)
+                sizes = thawed.sizes
+            elif index in self._states.resting:
+                with self.ranks.together():
+                    sizes = counted(self.base, self.layout, sizes, [index], resting)
+                    check_fits(sizes, place)
             with torch._C.DisableTorchFunctionSubclass():
                 undo.callback(setattr, param, "requires_grad", False)
                 param.requires_grad = True
-                hook_grads(param, self.grad_ready, undo)
+                if not self.places.is_hooked(param):
+                    hook_grads(param, self.grad_ready, undo)
             undo.pop_all()
         # Nothing from here on fails.
         if thawed is not None:
-            self.layout, self.sizes = thawed.layout, thawed.sizes
+            self.layout = thawed.layout
             install_section(self.base, thawed)
             self.grads.thaw(place.unit, place.section)
-            self._states.grow(thawed.sizes.plan, {})
+        self._states.resting.discard(index)
+        self._count_as(sizes)
         self.places.note_trained(param)
 
-    def train_again(self, names: Collection[str]) -> None:
-        """Parameters that were thawed when a generation was made require a gradient again."""
+    def _count_as(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._states.grow(sizes.plan, {})
+
+    def _drop_deleted_states(self) -> None:
+        """Before states are used or kept: those that the program has deleted are zero, or go with their room."""
+        if not self._states.has_stale:
+            return
+        dropped = self._states.drop_idle(self.grads.ledger.held)
+        for section in dropped:
+            self.places.note_resting(section)
+            self.grads.rest(self.places.of(section)[0].param)
+        if indices := [section.layout.index for section in dropped]:
+            self._count_as(counted(self.base, self.layout, self.sizes, indices, self._states.resting))
+        self._states.zero_stale()
+
+    def train_again(self, found: Generation) -> None:
+        """Parameters that were thawed when a generation was made require a gradient again, and states that had gone
+        have no room."""
+        for section in {id(place.section): place.section for place in self.places.all()}.values():
+            index = section.layout.index
+            if index in found.resting and not any(each.param.requires_grad for each in self.places.of(section)):
+                self._states.resting.add(index)
+                self.places.note_resting(section)
+        if self._states.resting:
+            self._count_as(counted(self.base, self.layout, self.sizes, self._states.resting, self._states.resting))
         for place in self.places.all():
-            if place.name in names and self.places.is_frozen(place.param):
+            if place.name in found.thawed and self.places.is_frozen(place.param):
                 self.thaw(place.param)
 
     def take_room(self, shards: Iterable[Shard]) -> None:
@@ -380,6 +413,7 @@ class ModelRuntime(Owner):
         """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
         spans = self.store.counters.spans
         opened = spans.open(Track.STEP, "")
+        self._drop_deleted_states()
         if self.grads.ledger.zeroed:
             self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.confirm_step(hypers)
@@ -504,8 +538,9 @@ class ModelRuntime(Owner):
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         steps = dict(self._states.param_steps)
         record = StepRecord(
-            self.step_count, steps, self.groups, None, extra, None, {}, self.about, self.places.thawed()
-        )
+            self.step_count, steps, self.groups, None, extra, None, {}, self.about, self.places.thawed(),
+            sorted(self._states.resting),
+        )  # fmt: skip
         if capture is None:
             return record
         return replace(record, **capture(), scaler=None if self._scaler is None else self._scaler.state_dict())
@@ -519,6 +554,7 @@ class ModelRuntime(Owner):
                 'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
             )
+        self._drop_deleted_states()
         self._commits.complete_record(lambda: self._record(capture, extra), in_step=self._has_new_grads)
 
     def drain(self) -> None:
@@ -528,6 +564,7 @@ class ModelRuntime(Owner):
     def save(self, path: Path, capture: Capture, extra: Any) -> None:
         """Write a checkpoint of the states as they are now, after `check_between_steps` and `drain`. Collective."""
         with self.ranks.together():
+            self._drop_deleted_states()
             record = self._record(capture, extra)
         save(path, self.layout, self.store, self.ranks, record)
 

@@ -68,19 +68,19 @@ class Thawed:
     before: Shard
 
 
-def thaw_section(base: Foundation, layout: ShardLayout, sizes: Sizes, place: ParamPlace, undo: ExitStack) -> Thawed:
-    """Give the section of `place` a master and room for states; nothing is under way. `undo` takes it back.
+def thaw_section(
+    base: Foundation, layout: ShardLayout, sizes: Sizes, place: ParamPlace, resting: Collection[int], undo: ExitStack
+) -> Thawed:
+    """Give the section of `place` a master and room for states; nothing is under way. `undo` takes it back. Sections
+    `resting` have no states.
 
     Raises CapacityError, and changes nothing.
     """
     store, section, config, partition = base.store, place.section, base.config, base.collectives.partition
     index = section.layout.index
     new = layout.thawed({index})
-    in_base = {each.layout.index for each in store.shards if each.base is not None} - {index}
-    new_sizes = thawed_sizes(sizes, new, {index}, config, partition, in_base)
-    if not new_sizes.plan.fits:
-        what = f"requires_grad_(True) of {place.name}: states of its section ({place.unit.name}) do not fit"
-        raise CapacityError("\n".join([what, *new_sizes.plan.reasons]))
+    new_sizes = counted(base, new, sizes, [index], resting)
+    check_fits(new_sizes, place)
     base.prefetcher.invalidate(place.unit)  # what is under way is read from where the values have rested
     before = store.thaw(section.shard, new.sections[index])
     undo.callback(store.freeze, section.shard, before)
@@ -113,19 +113,39 @@ def _write_master(store: ShardStore, shard: Shard, before: Shard) -> None:
     store.write_components(shard, ComponentSource(shard, fill))
 
 
-def thawed_sizes(
+def recounted(
     sizes: Sizes,
     layout: ShardLayout,
-    thawed: Collection[int],
+    sections: Iterable[int],
     config: OffloadConfig,
     partition: Partition,
     in_base: Collection[int],
+    resting: Collection[int] = (),
 ) -> Sizes:
-    """Sizes with the sections `thawed`, as `layout` has them; sections `in_base` rest in files. Placements stay."""
-    changed = {layout.sections[index].unit for index in thawed}
+    """Sizes in which the units of these sections count as `layout` has them. Sections `in_base` rest in files; those
+    `resting` have no states. Placements stay."""
     unit_bytes = list(sizes.unit_bytes)
-    for index in changed:
-        numel = UnitNumel.of(layout.units[index], unit_bytes[index].in_use_with, in_base)
+    for index in {layout.sections[section].unit for section in sections}:
+        numel = UnitNumel.of(layout.units[index], unit_bytes[index].in_use_with, in_base, resting)
         (unit_bytes[index],) = measure_units([numel], config, partition)
     plan = estimate_memory(unit_bytes, sizes.placement, config, partition)
-    return replace(sizes, unit_bytes=unit_bytes, plan=plan) if changed else sizes
+    return replace(sizes, unit_bytes=unit_bytes, plan=plan)
+
+
+def counted(
+    base: Foundation, layout: ShardLayout, sizes: Sizes, sections: Iterable[int], resting: Collection[int]
+) -> Sizes:
+    """The same of a model that runs."""
+    in_base = {
+        each.layout.index
+        for each in base.store.shards
+        if each.base is not None and not layout.sections[each.layout.index].trainable
+    }
+    return recounted(sizes, layout, sections, base.config, base.collectives.partition, in_base, resting)
+
+
+def check_fits(sizes: Sizes, place: ParamPlace) -> None:
+    """Raise CapacityError where the states of a section that is to be trained do not fit."""
+    if not sizes.plan.fits:
+        what = f"requires_grad_(True) of {place.name}: states of its section ({place.unit.name}) do not fit"
+        raise CapacityError("\n".join([what, *sizes.plan.reasons]))

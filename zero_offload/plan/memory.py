@@ -113,8 +113,13 @@ def value_bytes(config: OffloadConfig) -> int:
 
 def optimizer_state_bytes(dtype: str, states: StateFormat) -> float:
     """Bytes per element of AdamW's states, value and master included."""
+    return master_bytes(dtype, states) + 2 * _STATE_BYTES[states]
+
+
+def master_bytes(dtype: str, states: StateFormat) -> int:
+    """Bytes per element of value and master."""
     short = states is StateFormat.COMPACT and dtype == "bfloat16"  # a residual of 8 bits
-    return _MASTER_BYTES[dtype] - short + 2 * _STATE_BYTES[states]
+    return _MASTER_BYTES[dtype] - short
 
 
 @dataclass(frozen=True)
@@ -136,21 +141,32 @@ class UnitNumel:
     """As `plan.expert_groups.group_bytes`: memory for one group, of a unit that is not fetched whole."""
     base_bytes: int = 0
     """Bytes of frozen values that rest in files of a base: drives get none of them, and they are read there."""
+    resting_bytes: int = 0
+    """Bytes of trained values without states and gradients."""
 
     @classmethod
     def of(
-        cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = (), in_base: Container[int] = ()
+        cls,
+        unit: UnitLayout,
+        in_use_with: tuple[tuple[int, ...], ...] = (),
+        in_base: Container[int] = (),
+        resting: Container[int] = (),
     ) -> UnitNumel:
-        """As it is laid out. Sections `in_base` rest in files of a base."""
-        numel, nbytes, state_bytes, base_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0, 0
+        """As it is laid out. Sections `in_base` rest in files of a base; those `resting` have a master, and neither
+        states nor gradients."""
+        numel, nbytes = {True: 0, False: 0}, {True: 0, False: 0}
+        state_bytes = base_bytes = resting_bytes = 0
         frame_bytes = sum(divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
         for section in unit.sections:
-            numel[section.trainable] += section.used_numel
+            is_resting = section.index in resting
+            numel[section.trainable and not is_resting] += section.used_numel
             nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
+            resting_bytes += section.used_numel * section.dtype.itemsize * is_resting
             base_bytes += section.used_numel * section.dtype.itemsize * (section.index in in_base)
             if section.trainable:
                 dtype = str(section.dtype).removeprefix("torch.")
-                state_bytes += math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
+                each_bytes = (master_bytes if is_resting else optimizer_state_bytes)(dtype, section.state_format)
+                state_bytes += math.ceil(section.used_numel * each_bytes)
         return cls(
             unit.name,
             numel[True],
@@ -161,6 +177,7 @@ class UnitNumel:
             is_trained_part=unit.is_trained_part,
             group_bytes=group_bytes(unit),
             base_bytes=base_bytes,
+            resting_bytes=resting_bytes,
         )
 
 
@@ -212,7 +229,7 @@ def measure_units(
             unit.frozen * value,
             math.ceil(unit.trained * state),
         )
-        summed = unit.trained * 4 if sums else trained
+        summed = unit.trained * 4 if sums else trained - unit.resting_bytes
         bytes_of = UnitBytes(
             name=unit.name,
             params_bytes=divide_up(trained + frozen, partition.param_shards),

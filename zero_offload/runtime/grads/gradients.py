@@ -103,6 +103,13 @@ class Gradients:
         self.ledger.add([self._made.section(unit, section)], unit.placed_params)
         self._made.resize_staging(self.ledger.sections)
 
+    def rest(self, param: nn.Parameter) -> None:
+        """No gradient of the section of `param` is held, and none will come for long."""
+        section, _ = self.ledger.place(param)
+        section.store.drop_room()
+        if section.local is not None:
+            section.local.drop_room()
+
     # Backward
 
     def receive_slices(self, param: nn.Parameter, like: torch.Tensor, *, accumulates: bool) -> WholeGrad | GradSlices:

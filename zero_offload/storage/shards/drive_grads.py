@@ -264,6 +264,12 @@ class DriveGrads(HostGrads):
             self._extents[dtype] = self._store.disk.allocate(name, self.layout.block_sizes(dtype))
         return self._extents[dtype]
 
+    def drop_room(self) -> None:
+        super().drop_room()
+        self._wait_for_writes()
+        self._store.disk.free([*self._extents.values()])
+        self._extents.clear()
+
     # To the update
 
     def chunks(

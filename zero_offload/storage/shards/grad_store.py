@@ -217,6 +217,9 @@ class GradStore:
         self.held = False
         self._let_go()
 
+    def drop_room(self) -> None:
+        """None is held, and none will come for long: what is kept for the next ones goes."""
+
     def _let_go(self) -> None:
         # `held` and `_lent` are set before: memory goes with the last thread, which may drop gradients or release them.
         if not self.held and not self._lent:
@@ -465,6 +468,9 @@ class HostGrads(GradStore):
         if self._arriving is not None:
             self._arriving.take_on_host()
             self._arriving = None
+
+    def drop_room(self) -> None:
+        self._drop_array()
 
     def _drop_array(self) -> None:
         self._wait_for_arrival()

@@ -6,7 +6,7 @@ nothing. The calls, and what makes them:
     `rest_in_base`                             a frozen shard that files have as it is (load, resume);
     `grow`                                     when further parameters are offloaded (offload);
     `thaw`, then `retire`                      when a frozen section is trained from now on (thaw);
-    `add_states`                               when an optimizer says what it keeps;
+    `add_states`, `drop_states`                when an optimizer says what it keeps, and when none of it is wanted;
     `launch_fetch`, `launch_fetch_parts`       parameters for forward and backward (runtime);
     `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
@@ -220,7 +220,11 @@ class ShardStore:
 
     def retire(self, before: Shard) -> None:
         """The shard was this, and is another. Its room on disk is free when a generation names the other."""
-        self._retired += _extents_of(before)
+        self._retire(_extents_of(before))
+
+    def _retire(self, extents: Iterable[Extent]) -> None:
+        """These belong to no shard. A generation that is committed may name them, until the next one is."""
+        self._retired += extents
         if self._num_slots == 1:
             self._free_retired()  # there are no generations
 
@@ -374,6 +378,18 @@ class ShardStore:
             self._fill_slot(shard)
         if shard.on_device:
             self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
+        self._size_staging()
+
+    def drop_states(self, shard: Shard) -> None:
+        """Give up the room of all states; the master stays. After updates and commits under way."""
+        self.snapshots.wait_for_slots()
+        shard.wait_for_writes()
+        if shard.on_device:
+            self._device.mark().synchronize()  # an update on the device may be under way
+        for component in shard.states:
+            shard.memory.pop(component, None)
+            self._retire([slot.pop(component) for slot in shard.slots if component in slot])
+        shard.states, shard.dirty = (), True
         self._size_staging()
 
     def _fill_slot(self, shard: Shard) -> None:
