@@ -25,7 +25,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.operations import Kind, changed_by, kind_of, named
 from zero_offload.standins.owners import dropped_error
 from zero_offload.standins.sources import GradSource
-from zero_offload.standins.standin import WithViews, wrapper
+from zero_offload.standins.standin import WithViews, answering, wrapper
 
 _data: Any = Tensor.data
 
@@ -179,7 +179,8 @@ def _run_on_part(func: Any, root: GradHandle, args: tuple[Any, ...], kwargs: dic
         values = each.within(values) if isinstance(each, GradHandle) else values
         return values if values.dim() == 0 else values.expand(root.shape).reshape(-1)[span]
 
-    func(*tree_map_only(Tensor, part, args), **tree_map_only(Tensor, part, kwargs))
+    with answering():
+        func(*tree_map_only(Tensor, part, args), **tree_map_only(Tensor, part, kwargs))
     given = (hash_of(each) if type(each) is Tensor else repr(each) for each in tree_leaves((args[1:], kwargs)))
     access.write_part(root.param, elements, f"{func}({', '.join(given)})")
     return root
@@ -197,7 +198,8 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             each[index : index + 1] if isinstance(each, list | tuple) or place == scalars else each
             for place, each in enumerate(args)
         ]
-        found += func(*mine, **kwargs) or ()
+        with answering():
+            found += func(*mine, **kwargs) or ()
     return found if func._schema.returns else None
 
 
@@ -290,6 +292,8 @@ _OF_ONE: dict[str, Callable[..., Any]] = {
 
 def _each(name: str, func: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     """`name` of each; further arguments may be lists of one for each."""
+    if any(isinstance(each, list | tuple) and isinstance(each[0], Tensor) for each in args):
+        return _one_by_one(func, (grads, *args), kwargs)
     call = getattr(torch.ops.aten, name)
     found = []
     for index, grad in enumerate(grads):

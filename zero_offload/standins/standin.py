@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.operations import Kind, kind_of, name_of, written_by
 
-_EnableTorchFunction: Any = torch._C._EnableTorchFunction
+answering: Any = torch._C._EnableTorchFunction
+"""Inside, stand-ins among the arguments of an operator answer: a dispatch has that off, and would read what is absent.
+"""
 
 Answer = Callable[..., Any]
 """answer(func, args, kwargs): runs a function that has met a stand-in."""
@@ -138,7 +140,7 @@ class OnCopies(Absent):
 
         changed = [each.root() for each in written_by(func, args, kwargs) if isinstance(each, cls)]
         args, kwargs = tree_map_only(cls, values_of, (args, kwargs))
-        with _EnableTorchFunction():  # other stand-ins among the arguments answer too; a dispatch has that off
+        with answering():
             result = func(*args, **kwargs)
         # Changed copies replace the values at rest.
         for root, values, version in read:

@@ -189,6 +189,23 @@ def test_parameters_at_rest_beside_it() -> None:
     assert torch.equal(weight.grad.clone(), expected.detach())
 
 
+@pytest.mark.parametrize("add", ["_foreach_add_", "_foreach_mul_"])
+def test_lists_of_parameters_at_rest_beside_it(add: str) -> None:
+    """With an ordinary gradient among them, whose operation no handle answers: it raises, or has their values."""
+    model = held()
+    first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+    ordinary, handle = torch.ones(second.shape), first.grad
+    values = second.shape, {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        getattr(torch, add)([handle, ordinary], [first, second])
+    except zo.ZeroOffloadError as error:
+        assert "needs the data of parameter" in str(error)
+    else:
+        expected = torch.ones(values[0])
+        getattr(torch, add)([expected], [values[1]["blocks.1.up.weight"]])
+        assert torch.equal(ordinary, expected)
+
+
 def test_lists_bring_one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of all might not fit."""
     model, alive, most = held(), weakref.WeakSet[Tensor](), 0
