@@ -142,6 +142,22 @@ FAULTS = [
         "",
         "tests/parity/test_replacements.py::test_a_resume",
     ),
+    Fault(
+        "gradients of a parameter that replaces a gone one on a device are met by no hook",
+        (
+            (
+                "model/offload.py",
+                "            self.replacements.finish()\n            # After",
+                "            # After",
+            ),
+            (
+                "model/offload.py",
+                "self.replacements.params, self.casts, self.undo)\n",
+                "self.replacements.params, self.casts, self.undo)\n            self.replacements.finish()\n",
+            ),
+        ),
+        "tests/fake_gpu/test_replacements.py::test_a_name_that_comes_back_is_as_a_new_one",
+    ),
     fault(
         "a process that is started gets the values of all parameters",
         "standins/guard.py",

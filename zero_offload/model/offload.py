@@ -528,8 +528,9 @@ class Growth:
         if self.replacements.places:
             with owner.ranks.together():
                 self.replacements.write()
-            _hook(self.root, owner, self.replacements.points, self.replacements.params, self.casts, self.undo)
             self.replacements.finish()
+            # After that: on a device a parameter becomes another tensor, which has no hooks.
+            _hook(self.root, owner, self.replacements.points, self.replacements.params, self.casts, self.undo)
         # Nothing from here on fails, so nothing of it is undone.
         owner.store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
         owner.base.frames.widen(on_device.chosen, on_device.most, on_device.least)
