@@ -12,7 +12,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.grad_edits import EDITS, Twin, same
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import full, in_turn
 from tests.helpers.ranks import RankPools
 from tests.helpers.reference import read_masters
 
@@ -85,7 +85,7 @@ def edit_on_ranks(rank: int, world_size: int, stage: int, grads: str, edits: lis
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "grads"), [(0, "device"), (3, "cpu"), (1, "device")])
+@pytest.mark.parametrize(("stage", "grads"), [(0, "device"), (3, "cpu"), full(1, "device")])
 def test_ranks_edit_alike(stage: int, grads: str, pools: RankPools) -> None:
     edits = ["add_noise", "set_rows", "by_views", "assign", "scale_and_add", "zero_and_add"]
     assert pools.of(2, on_device=True).succeed(edit_on_ranks, stage, grads, edits) == [[], []]
