@@ -59,11 +59,11 @@ PUBLIC = [(zero_offload, name) for name in sorted(PUBLIC_NAMES)] + [
     (zero_offload.nn, name) for name in sorted(NN_NAMES)
 ]
 MIRRORS_OF_TORCH = {
-    "Adagrad": {"maximize"},
-    "Adam": {"amsgrad", "maximize"},
-    "AdamW": {"amsgrad", "maximize"},
+    "Adagrad": {"maximize", "differentiable"},
+    "Adam": {"amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay"},
+    "AdamW": {"amsgrad", "maximize", "capturable", "differentiable"},
     "Lion": {"maximize"},
-    "SGD": {"maximize", "nesterov"},
+    "SGD": {"maximize", "nesterov", "differentiable"},
     "GradScaler": {"enabled"},
     "TiledLinear": {"bias"},
     "clip_grad_norm_": {"error_if_nonfinite"},

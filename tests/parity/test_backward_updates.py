@@ -386,15 +386,16 @@ def test_two_optimizers_close_the_step_between_them(nvme: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            zo.commit(model, optimizers[0])
         return model
 
     model = run(overlap="backward", nvme=nvme)
     assert_same_values(model, run(overlap="none"))
-    assert zo.stats(model).step == 6
+    assert zo.stats(model).step == 3
     zo.close(model)
     again = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", nvme=nvme, existing="resume"))
     assert_same_values(again, run(overlap="none"))
-    assert zo.stats(again).step == 6
+    assert zo.stats(again).step == 3
 
 
 def test_an_optimizer_that_is_not_stepped_is_noticed() -> None:

@@ -69,6 +69,12 @@ SWAP_NAME = re.compile(r"rank\d+(\.\d+)?\.swap")
 """All that `swap_file_name` makes."""
 
 
+ENDED_BY_STEP, ENDED_BY_COMMIT, ENDED_BY_ROW = "step", "zo.commit", "RunLog.step"
+"""How a program ends its iterations; the first one stands for a program that calls neither of the others."""
+UNENDED = "not ended"
+"""Several optimizers have stepped, in a program that calls neither: its checkpoints do not know their iterations."""
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """All of a commit but the tensors; JSON values, taken on the control thread at the step's end."""
@@ -91,6 +97,8 @@ class StepRecord:
     """Parameters that were frozen when they were offloaded, and require a gradient."""
     resting: Sequence[int] = ()
     """Sections whose states have gone."""
+    ended_by: str = ""
+    """How the program ends an iteration, of which `step` is the count; empty of earlier versions."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
@@ -99,7 +107,7 @@ class StepRecord:
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
         return cls(
             generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {}),
-            generation.about, generation.thawed, generation.resting,
+            generation.about, generation.thawed, generation.resting, generation.ended_by,
         )  # fmt: skip
 
 
@@ -124,6 +132,30 @@ class Generation:
         """Where it was written; the first one has the manifests."""
         found = self.payload.get("directories")
         return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+
+    @property
+    def ended_by(self) -> str:
+        """As `StepRecord.ended_by`."""
+        found = self.payload.get("ended_by")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def uncounted(self) -> str:
+        """Why `step` may not count iterations; or empty. Earlier versions added up steps of several optimizers."""
+        if self.ended_by == UNENDED:
+            return f"{self} is of a program with several optimizers, which called neither zo.commit nor RunLog.step"
+        steps: Mapping[str, int] = self.payload.get("param_steps", {})
+        most, groups = max(steps.values(), default=0), self.payload.get("optimizer", [])
+        trained = {name for group in groups for name in group.get("params", ())}
+        others = {name: count for name, count in steps.items() if count and name not in trained}
+        if self.ended_by or not others or self.step <= most:
+            return ""
+        here = max((count for name, count in steps.items() if name in trained), default=0)
+        return (
+            f"{self} was written by a version that added up the steps of several optimizers: {self.step} is no number "
+            f"of iterations. The optimizer that it names has stepped {here} times, another one "
+            f"{max(others.values())} times ({next(iter(others))})"
+        )
 
     @property
     def about(self) -> Mapping[str, Any]:

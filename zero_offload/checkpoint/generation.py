@@ -427,6 +427,7 @@ class GenerationKeeper:
             "scaler": record.scaler,
             "buffers": record.buffers,
             "about": record.about,
+            "ended_by": record.ended_by,
             "ranks": [
                 {"manifest": rank_manifest_name(rank, number), "digest": digest} for rank, digest in enumerate(digests)
             ],

@@ -219,7 +219,10 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         if args.optim in _ADAMS or args.optim in _LIONS:
             betas = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
             return (AdamW, {**betas, "eps": args.adam_epsilon}) if args.optim in _ADAMS else (Lion, betas)
-        ours = {OptimizerNames.SGD: SGD, OptimizerNames.ADAGRAD: Adagrad}
+        ours: dict[OptimizerNames, type[torch.optim.Optimizer]] = {
+            OptimizerNames.SGD: SGD,
+            OptimizerNames.ADAGRAD: Adagrad,
+        }
         if args.optim not in ours:
             raise ConfigError(
                 f"optim={str(args.optim.value)!r} has no counterpart for offloaded models; use one of "

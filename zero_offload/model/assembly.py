@@ -10,6 +10,7 @@ from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
 from zero_offload.model.end import ModelEnd
 from zero_offload.model.foundation import Foundation
+from zero_offload.model.iterations import Iterations
 from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates
 from zero_offload.model.parts import ModelParts
 from zero_offload.model.updates import Updates
@@ -61,6 +62,7 @@ def assemble(base: Foundation) -> Assembly:
         (base.update_worker, base.commit_worker),
         prefetcher.step_order,
         base.config.commit_every,
+        Iterations(),
         is_first_rank=base.ranks.rank == 0,
     )
     states = ModelStates(base, places, commits)

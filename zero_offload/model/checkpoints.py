@@ -26,6 +26,7 @@ from zero_offload.checkpoint.extras import (
 from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.model.about import about
 from zero_offload.model.api import need_runtime
+from zero_offload.model.iterations import check_count
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizer import FusedOptimizer
@@ -39,7 +40,7 @@ class Resumed:
     """Where a run goes on."""
 
     step: int
-    """Optimizer steps that are in the states."""
+    """Iterations that are in the states; see `commit`."""
     extra: Any
     """The argument of `commit`; None when the step was committed without it."""
     committed_at: str
@@ -48,7 +49,12 @@ class Resumed:
 
 
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
-    """Let the state after the last `step` become the next generation, when one is due; returns at once.
+    """End an iteration: let the state after its last `step` become the next generation, when one is due. Returns at
+    once.
+
+    However many steps of however many optimizers an iteration has, it counts as one: in `Resumed.step`, in
+    `commit_every` and in generations. A program that calls neither this nor `RunLog.step` has an iteration per step of
+    its one optimizer. With several it makes no generation, and a warning says so.
 
     A step that a generation has already becomes a generation again, unless a backward has run since: `extra` may be
     another, or states replaced. Hyperparameters, random number generators, persistent buffers (of several ranks rank
@@ -63,6 +69,7 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
         optimizer = check_optimizer("zo.commit", optimizer)
         _check_keeps(optimizer, owner, "zo.commit")
         owner.check_between_steps("zo.commit")
+        owner.check_ends_iteration("zo.commit")
         # A scheduler has changed the learning rate since `step`.
         owner.groups, kept = group_records(optimizer), _json(extra)
     owner.commit(partial(_capture, model, owner), kept)
@@ -125,19 +132,24 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | Path, scaler: GradScaler | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    scaler: GradScaler | None = None,
+    step: int | None = None,
 ) -> Resumed:
     """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
 
     `path` may also be the NVMe directory of a run: its newest generation is read, and nothing there is written. Beside
     a run that is alive a warning says so. `scaler` gets the state of the run's scaler. Generators are restored when the
     number of ranks is the same. To evaluate, pass None for `optimizer`: parameters and buffers are replaced, and
-    everything else stays. Raises CheckpointError, naming the first difference, when it is another model's. Raises
-    IntegrityError when a byte is not as it was written. Raises LockError when a model of this process has `path`, or
-    when a run writes over its generations faster than they are read.
+    everything else stays. `step` is as in `resume`. Raises CheckpointError, naming the first difference, when it is
+    another model's. Raises IntegrityError when a byte is not as it was written. Raises LockError when a model of
+    this process has `path`, or when a run writes over its generations faster than they are read.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     with owner.together("zo.load_checkpoint"):
+        _check_step("zo.load_checkpoint", step)
         if optimizer is not None:
             optimizer = check_optimizer("zo.load_checkpoint", optimizer)
             _check_trains(optimizer, owner, "zo.load_checkpoint")
@@ -146,16 +158,19 @@ def load_checkpoint(
 
     def check(found: Generation) -> None:
         if optimizer is not None:
+            check_count("zo.load_checkpoint", found.uncounted, step)
             check_groups(optimizer, _groups(found), str(path))
         check_buffers(model, _buffers(found), str(path))
 
     generation, rng = owner.load(source, check, masters_only=optimizer is None)
     with owner.together("zo.load_checkpoint"):
         if optimizer is not None:
+            if step is not None:
+                owner.recount(step)
             _restore(generation, model, optimizer, scaler, rng, str(path))
         else:
             restore_buffers(model, _buffers(generation), str(path))
-    return _resumed(generation)
+    return _resumed(generation, step)
 
 
 def _restore(
@@ -189,12 +204,15 @@ def _buffers(generation: Generation) -> Saved:
     return buffers
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> Resumed | None:
+def resume(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None, step: int | None = None
+) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
     Tensors are the generation's since `zo.offload`. This call restores the optimizer's hyperparameters and the random
-    number generators, persistent buffers and the state of `scaler`. It returns the step and `extra`. Raises
-    CheckpointError when the optimizer differs or a buffer has another shape, ConfigError when steps were taken since.
+    number generators, persistent buffers and the state of `scaler`. It returns the step and `extra`. `step` says
+    how many iterations a generation of an earlier version has, where an error asks for that. Raises CheckpointError
+    when the optimizer differs or a buffer has another shape, ConfigError when steps were taken since.
     """
     owner = need_runtime(model, "zo.resume")
     with owner.together("zo.resume"):
@@ -205,7 +223,9 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
             return None
         found = keeper.found
         owner.check_whole("zo.resume")
-        if owner.step_count != found.step:
+        _check_step("zo.resume", step)
+        check_count("zo.resume", owner.uncounted, step)
+        if owner.step_count not in (found.step, step):
             raise ConfigError(
                 f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
                 f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
@@ -216,6 +236,8 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
         with reading(where):
             check_buffers(model, _buffers(found), where)
         owner.resume_pending = False
+        if step is not None:
+            owner.recount(step)
         _restore(found, model, optimizer, scaler, keeper.rng, where)
         if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
             warn_user(
@@ -223,8 +245,15 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
                 f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
                 "hyperparameters are; seed the generators of each rank as for a new run"
             )
-        return _resumed(found)
+        return _resumed(found, step)
 
 
-def _resumed(found: Generation) -> Resumed:
-    return Resumed(found.step, from_json(found.payload.get("extra")), found.committed_at, found.number)
+def _check_step(call: str, step: object) -> None:
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ConfigError(f"{call}(step={step!r}): give the number of iterations, a whole number from 0 up")
+
+
+def _resumed(found: Generation, step: int | None = None) -> Resumed:
+    return Resumed(
+        found.step if step is None else step, from_json(found.payload.get("extra")), found.committed_at, found.number
+    )

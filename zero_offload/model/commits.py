@@ -19,8 +19,9 @@ from enum import Enum
 
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.commit_clock import CommitClock
-from zero_offload.checkpoint.format import StepRecord
+from zero_offload.checkpoint.format import ENDED_BY_STEP, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.model.iterations import Iterations
 from zero_offload.optim.worker import Worker
 from zero_offload.storage.shards.snapshot import Snapshots
 
@@ -57,16 +58,20 @@ class Commits:
         workers: tuple[Worker, Worker | None],
         unit_order: Callable[[], Sequence[int]],
         every: int | str,
+        iterations: Iterations,
         *,
         is_first_rank: bool,
     ) -> None:
         """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used.
-        `every`: as in `OffloadConfig.commit_every`; `is_first_rank`: this rank's clock counts."""
+        `every`: as in `OffloadConfig.commit_every`; `iterations`: of which none but whole ones become generations.
+        `is_first_rank`: this rank's clock counts."""
         self._keeper = keeper
         self._snapshots = snapshots
         self._update_worker, self._commit_worker = workers
         self._unit_order = unit_order
         self._every = every
+        self.iterations = iterations
+        self._has_warned = False
         self._holds = Holds.GENERATION
         self._latest: StepRecord | None = None
         """The last step, in the states that have one."""
@@ -145,7 +150,8 @@ class Commits:
         generation has.
         """
         self.completes = True
-        if self._holds is Holds.GENERATION and in_step:
+        is_complete = self._holds is Holds.STEP and self._latest is not None and self._latest.rng is not None
+        if in_step and (self._holds is Holds.GENERATION or is_complete):
             return
         before, latest = self._holds, record()
         self._move_to(Holds.STEP, latest)
@@ -160,9 +166,25 @@ class Commits:
         return self._holds not in (Holds.GENERATION, Holds.STEP)
 
     def launch_due(self) -> None:
-        # Replaced states are left out, and the next step is due in their place.
-        if self._is_due and not self._is_replaced:
+        # Replaced states are left out, and the next step is due in their place. So is an iteration that goes on.
+        if self._is_due and not self._is_replaced and not self._is_half:
             self.launch_latest()
+
+    @property
+    def _is_half(self) -> bool:
+        """True if the program has not ended the iteration of the last step, or has more to say of it."""
+        return not self.iterations.is_over or (self.completes and self._latest is not None and self._latest.rng is None)
+
+    def warn_unended(self) -> None:
+        """Nothing tells a second optimizer's step from the next iteration, so no generation is made."""
+        if self._has_warned or self._keeper is None:
+            return
+        self._has_warned = True
+        warn_user(
+            f"{self.iterations.num_optimizers} optimizers step this model, and neither zo.commit nor RunLog.step was "
+            "called: where an iteration ends is not known, and no generation is made. At the end of each iteration "
+            "call zo.commit(model, optimizer)"
+        )
 
     def launch_latest(self) -> None:
         """Make the last step a generation, unless it is one."""
@@ -192,9 +214,20 @@ class Commits:
                 "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
                 "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
             )
+        elif record is not None and self._holds is Holds.STEP and not self.iterations.is_over and not self.completes:
+            self._warn_half(record.step)
         # The script may also have ended between `step` and `commit`.
-        if self._is_replaced or (self.completes and record is not None and record.rng is None):
+        if self._is_replaced or (record is not None and self._is_half):
             self.forget_record()
+
+    def _warn_half(self, step: int) -> None:
+        if self.iterations.ended_by == ENDED_BY_STEP:
+            self.warn_unended()
+        elif self._keeper is not None:
+            warn_user(
+                f"iteration {step} is not made a generation: neither RunLog.step nor zo.commit has ended it before "
+                "zo.close"
+            )
 
     def _missing_in(self, record: StepRecord | None) -> str:
         """A clause about states that the program has replaced, which a resume will not find."""

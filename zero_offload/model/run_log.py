@@ -31,6 +31,7 @@ from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, offl
 from zero_offload.hardware.device import read_memory
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.api import need_runtime, stats
+from zero_offload.model.iterations import check_count
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.memory import MemoryPlan, Placement, UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.table import PlanTable
@@ -76,6 +77,7 @@ class RunLog:
         warn: Callable[[str], None] = warn_user,
     ) -> None:
         owner = need_runtime(model, "zo.RunLog")
+        check_count("zo.RunLog", owner.uncounted)
         self._model, self._owner, self._pid = model, owner, os.getpid()
         self._is_first = owner.ranks.rank == 0
         self._tokens_per_step = tokens_per_step
@@ -87,7 +89,10 @@ class RunLog:
         self._place: RunDirectory | None = None
         self._held = ExitStack()
         self.committed_step = owner.step_count
-        """The model's steps when the log began: those of the generation or checkpoint that it goes on from."""
+        """The model's iterations when the log began: those of the generation or checkpoint that it goes on from."""
+        self._row_step = self.committed_step
+        """The step of the last row, or where rows go on; the same on all ranks."""
+        owner.iterations.begin_rows()
         self._goes_on, self._is_closed, self._last_step = self.committed_step > 0, False, 0
         with owner.together("zo.RunLog"):
             _check_arguments(path, settings, about, tokens_per_step, micro_batches, warn)
@@ -140,7 +145,7 @@ class RunLog:
         self._figures = self._measured()
 
     def step(self, step: int, **figures: Any) -> dict[str, Any]:
-        """Write the row of `step`: numbers by name, and what `zo.stats` says; returns it.
+        """End an iteration, and write its row: numbers by name, and what `zo.stats` says; returns it.
 
         `loss`, `val_loss`, `lr` and `grad_norm` are drawn, and None is left out. `tokens`: those of all ranks since the
         last row, in place of `tokens_per_step`. A list of text, such as what the model writes, is kept. A row may stand
@@ -163,6 +168,8 @@ class RunLog:
             row["tokens_per_s"] = self._tokens_per_step / row["step_s"]
         if step - last > 1:
             row[NUM_STEPS] = step - last
+        self._owner.iterations.end_row(max(step - self._row_step, 1))
+        self._row_step = step
         if self._owner.step_count not in (0, step):
             row[MODEL_STEP] = self._owner.step_count
         if self._goes_on:

@@ -28,7 +28,7 @@ from zero_offload.base.spans import Track
 from zero_offload.base.stats import Stats
 from zero_offload.base.types import Durability, Tier, format_bytes
 from zero_offload.checkpoint.base_record import files_of
-from zero_offload.checkpoint.format import Generation, StepRecord
+from zero_offload.checkpoint.format import ENDED_BY_STEP, Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
 from zero_offload.checkpoint.saved_generation import SavedGeneration
@@ -100,7 +100,11 @@ class ModelRuntime(Owner):
         self.names = Names(in_order=False)
         self.about: Mapping[str, Any] = {}
         """The model's own description, for manifests; of rank 0."""
-        self.step_count = 0
+        self.iterations = made.commits.iterations
+        self.uncounted = ""
+        """Why the states' count of iterations is not known; see `Generation.uncounted`."""
+        self.is_counted = False
+        """True if the program has said how many iterations the states have."""
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
@@ -123,6 +127,11 @@ class ModelRuntime(Owner):
         return self._states
 
     @property
+    def step_count(self) -> int:
+        """Iterations in the states; that of the last step counts, ended or not."""
+        return self.iterations.count
+
+    @property
     def makes_generations(self) -> bool:
         return self.keeper is not None
 
@@ -134,14 +143,13 @@ class ModelRuntime(Owner):
             self.tracker.note_backward()
         if not self._has_new_grads:
             self._has_new_grads = True
-            if not self._commits.completes:
-                # The program never completes a step's record: the last one is complete.
-                self._commits.launch_due()
+            self._commits.launch_due()
         if self._in_backward is not None:
             self._in_backward.arriving(param, in_forward=bool(self.tracker.forwards))
         self.grads.arrive(param, grad)
 
-    def train_with(self, optimizer: Trainer) -> None:
+    def train_with(self, optimizer: Trainer, params: Iterable[nn.Parameter]) -> None:
+        self.iterations.add_optimizer(optimizer, map(self.places.name_of, params))
         if self._in_backward is not None:
             self._in_backward.add_trainer(optimizer)
 
@@ -409,7 +417,9 @@ class ModelRuntime(Owner):
         self.check_adopted(call)
         check_closed(self.grads, call)
 
-    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+    def update(
+        self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
+    ) -> None:
         """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
         spans = self.store.counters.spans
         opened = spans.open(Track.STEP, "")
@@ -417,17 +427,13 @@ class ModelRuntime(Owner):
         if self.grads.ledger.zeroed:
             self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.confirm_step(hypers)
-        if self._has_new_grads and not is_made:
-            # Without a backward in between this is a further optimizer's part of the step before.
-            self._commits.launch_due()
         self._has_new_grads = False
         self.tracker.recover()
         if is_made:
-            self.step_count += 1
-            self.groups = list(groups)
+            self._count(hypers, groups, optimizer)
             if names := self._in_backward.take_skipped() if self._in_backward is not None else ():
                 self._count_skipped(names, "units with such gradients stay as they are, others are updated")
-        elif not self._update_held(hypers, groups):
+        elif not self._update_held(hypers, groups, optimizer):
             return
         spans.close(opened, str(self.step_count))
         if spans.on:
@@ -437,6 +443,8 @@ class ModelRuntime(Owner):
         self._tell_reads(passed["step_s"], passed.get("param_reads_s", 0.0), int(passed.get("param_reads", 0)))
         if not self.grads.updated:  # all optimizers have stepped
             self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
+        if self.iterations.is_unended:
+            self._commits.warn_unended()
         if self.resume_pending:
             self.resume_pending = False
             warn_user(
@@ -474,7 +482,16 @@ class ModelRuntime(Owner):
                 "offload with overlap='forward'"
             )
 
-    def _update_held(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
+    def _count(
+        self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
+    ) -> None:
+        if self.iterations.is_over:
+            self.groups = list(groups)  # of several optimizers the first one's, unless `zo.commit` is given another
+        self.iterations.note_step(optimizer, map(self.places.name_of, hypers))
+
+    def _update_held(
+        self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
+    ) -> bool:
         """Update with the gradients that are held; False if there are none."""
         grads = self.grads
         grads.reduce_waiting()
@@ -492,8 +509,7 @@ class ModelRuntime(Owner):
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with failing(self.errors) if finite else nullcontext():
-            self.step_count += 1
-            self.groups = list(groups)
+            self._count(hypers, groups, optimizer)
             if finite:
                 self._states.param_steps = counts
                 if self._updates.overlaps(sections):
@@ -518,9 +534,15 @@ class ModelRuntime(Owner):
 
     def adopt_generation(self, found: Generation, *, loaded: bool = False) -> None:
         """The shards are a generation's, or a checkpoint's that was loaded: so are the counts."""
-        self.step_count = found.step
+        self.iterations.start(found.step)
+        self.uncounted, self.is_counted = found.uncounted, False
         self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start(loaded=loaded)
+
+    def recount(self, step: int) -> None:
+        """The program says how many iterations the states have."""
+        self.iterations.start(step)
+        self.uncounted, self.is_counted = "", True
 
     def note_lost_base(self, others: Mapping[str, Path] | None = None) -> None:
         """Let the model not be used while files that it rests in are gone, or have other bytes. First look for them
@@ -537,9 +559,9 @@ class ModelRuntime(Owner):
 
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         steps = dict(self._states.param_steps)
+        thawed, resting, by = self.places.thawed(), sorted(self._states.resting), self.iterations.shown_by
         record = StepRecord(
-            self.step_count, steps, self.groups, None, extra, None, {}, self.about, self.places.thawed(),
-            sorted(self._states.resting),
+            self.step_count, steps, self.groups, None, extra, None, {}, self.about, thawed, resting, by
         )  # fmt: skip
         if capture is None:
             return record
@@ -555,7 +577,27 @@ class ModelRuntime(Owner):
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
             )
         self._drop_deleted_states()
+        self.iterations.end()
         self._commits.complete_record(lambda: self._record(capture, extra), in_step=self._has_new_grads)
+
+    def check_ends_iteration(self, call: str) -> None:
+        """Raise where the states that this run began with count steps, and the program's iterations have several. Tell
+        once how an iteration of several steps counts."""
+        rounds = self.iterations.num_rounds
+        if self.keeper is None or self.iterations.ended_by != ENDED_BY_STEP or rounds < 2:
+            return
+        found = self.keeper.found
+        if found is not None and found.step and found.ended_by in ("", ENDED_BY_STEP) and not self.is_counted:
+            raise ConfigError(
+                f"{call} ends an iteration of {rounds} steps, and {found} counts each step as an iteration: a resume "
+                "would leave iterations out. Say how many iterations it has, by zo.resume(model, optimizer, step=N) "
+                "before the first step; or start over with OffloadConfig(existing='discard')"
+            )
+        warn_user(
+            f"{call} ends the first iteration after {rounds} steps: they count as one iteration, of which generations "
+            "are made. If each of your steps is one, call zo.commit after each: it returns at once, and "
+            "OffloadConfig(commit_every=) says how often a generation is made"
+        )
 
     def drain(self) -> None:
         """Wait for updates and commits that are under way. Raises the first error."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.param_groups import group_records
 from zero_offload.standins.owners import by_owner, check_adopted
-from zero_offload.standins.sources import Owner
+from zero_offload.standins.sources import Owner, Trainer
 
 INIT_SCALE = 2.0**16
 
@@ -126,7 +126,7 @@ class GradScaler:
         for owner in _owners(optimizer):
             owner.check_step()
             records = group_records(optimizer) if owner.makes_generations else []
-            owner.update({}, records)  # counts the step and drops its gradients
+            owner.update({}, records, cast(Trainer, optimizer))  # counts the step and drops its gradients
         return None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -47,6 +47,10 @@ from zero_offload.standins.sources import Owner
 from zero_offload.standins.state_tensor import STEP
 
 
+class ArgumentError(ConfigError, ValueError, RuntimeError):
+    """An argument that torch's optimizer refuses too, by ValueError or RuntimeError: programs may catch those."""
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """On offloaded parameters master and states are kept as the model's `Precision` says, wherever they rest. The
     master is fp32 (bf16 compute: the bf16 half and a residual); states are fp32, bf16 or compact. They begin at zero
@@ -58,6 +62,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     there. States are fp32, and bf16 parameters get an fp32 master by the same means as offloaded ones, kept in `state`.
     All other parameters, DTensors among them, and all on a GPU without Triton, are updated by torch's functions, with
     states in the parameter's dtype.
+
+    `foreach`, `fused` and `capturable` choose between torch's loops for one update, and are without effect here: the
+    update is fused as it is. `differentiable=True` makes `step` raise: no graph goes through an update in place. Torch
+    raises there too, for parameters that are leaves.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -145,8 +153,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        if problems := list(self._problems(group)):
-            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems))
+        if problems := [*self._problems(group), *_loop_problems(group)]:
+            raise ArgumentError(f"{type(self).__name__}: " + "; ".join(problems))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,6 +164,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ConfigError for what no update takes (sparse gradients, states of another shape), before anything is
         updated.
         """
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise ArgumentError(
+                f"{type(self).__name__}(differentiable=True): no graph goes through a step, which changes parameters "
+                "in place; build it without, and differentiate torch.func.functional_call instead"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -177,7 +190,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._update_ordinary(*of_ordinary)
         self._hand_over(hypers)
         for owner, params in owners.items():
-            owner.update({param: hypers[param] for param in params}, groups)
+            owner.update({param: hypers[param] for param in params}, groups, self)
         return loss
 
     def _ordinary_with_grads(self, offloaded: Container[nn.Parameter]) -> list[tuple[nn.Parameter, Hyper, Any]]:
@@ -435,7 +448,7 @@ def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
     ]
     for states, owner, params, names in taken:
         states.add(params, names)
-        owner.train_with(optimizer)
+        owner.train_with(optimizer, params)
 
 
 @cache
@@ -523,6 +536,15 @@ def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
             yield f"{name}={group[name]!r} is not a finite number"
         elif value < 0:
             yield f"{name}={group[name]} is negative; use 0 or more"
+
+
+def _loop_problems(group: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of arguments that choose torch's loop."""
+    yield from (
+        f"fused=True and {other}=True exclude each other; leave one out"
+        for other in ("foreach", "differentiable")
+        if group.get("fused") and group.get(other)
+    )
 
 
 def not_decays(group: Mapping[str, Any]) -> Iterator[str]:

@@ -31,7 +31,8 @@ _RULES = {
 class Adam(FusedOptimizer):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980), whose weight decay is added to the gradient (L2).
 
-    The arguments mean what they mean in torch.optim.Adam. `amsgrad` keeps the maximum of the second moment (Reddi et
+    The arguments mean what they mean in torch.optim.Adam; `foreach`, `fused`, `capturable` and `differentiable` as
+    `FusedOptimizer` says. `amsgrad` keeps the maximum of the second moment (Reddi et
     al. 2018). Raises ConfigError for hyperparameters out of range, and CapacityError where there is no room for the
     states of offloaded parameters.
     """
@@ -46,9 +47,16 @@ class Adam(FusedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        loops = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        decoupled = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        super().__init__(params, {**numbers, "maximize": maximize, **loops, **decoupled})
 
     def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
         """True if a group's weight decay is not part of the gradient."""
@@ -89,7 +97,7 @@ class Adam(FusedOptimizer):
 class AdamW(Adam):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with decoupled weight decay.
 
-    The arguments mean what they mean in torch.optim.AdamW. Raises as `Adam`.
+    The arguments mean what they mean in torch.optim.AdamW; those of torch's loops as in `Adam`. Raises as `Adam`.
     """
 
     def __init__(
@@ -102,8 +110,24 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
 
     def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
         return True
@@ -112,7 +136,8 @@ class AdamW(Adam):
 class Adagrad(FusedOptimizer):
     """Adagrad (Duchi, Hazan and Singer 2011); the arguments mean what they mean in torch.optim.Adagrad.
 
-    The initial value is added to `sum` by a parameter's first step: before it there is no state. Raises as `Adam`.
+    Those of torch's loops are as in `Adam`. The initial value is added to `sum` by a parameter's first step: before it
+    there is no state. Raises as `Adam`.
     """
 
     def __init__(
@@ -123,12 +148,16 @@ class Adagrad(FusedOptimizer):
         weight_decay: float = 0,
         initial_accumulator_value: float = 0,
         eps: float = 1e-10,
+        foreach: bool | None = None,
         *,
         maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
         initial = {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
-        super().__init__(params, {**defaults, **initial})
+        loops = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, {**defaults, **initial, **loops})
 
     def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
         return negatives(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
@@ -160,7 +189,7 @@ class Adagrad(FusedOptimizer):
 class SGD(FusedOptimizer):
     """SGD, with momentum and Nesterov's (Sutskever et al. 2013). Without momentum it keeps no state.
 
-    The arguments mean what they mean in torch.optim.SGD. Raises as `Adam`.
+    The arguments mean what they mean in torch.optim.SGD; those of torch's loops as in `Adam`. Raises as `Adam`.
     """
 
     counts_steps = False
@@ -175,9 +204,13 @@ class SGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize})
+        loops = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **loops})
 
     def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
         yield from negatives(group, "lr", "momentum", "weight_decay")

@@ -308,15 +308,18 @@ class Owner(ABC):
         """Raise where no step can be made now."""
 
     @abstractmethod
-    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
-        """Launch one step over the parameters that have gradients, after `check_step`; `groups` goes into generations.
+    def update(
+        self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
+    ) -> None:
+        """Launch one step of `optimizer` over the parameters that have gradients, after `check_step`; `groups` goes
+        into generations.
 
         A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
         """
 
     @abstractmethod
-    def train_with(self, optimizer: Trainer) -> None:
-        """An optimizer has some of the parameters. It is held weakly."""
+    def train_with(self, optimizer: Trainer, params: Iterable[nn.Parameter]) -> None:
+        """An optimizer has these parameters. It is held weakly."""
 
     @abstractmethod
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from zero_offload.checkpoint import commit_clock
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.model.commits import Commits
+from zero_offload.model.iterations import Iterations
 
 
 class Runtime:
@@ -37,7 +38,7 @@ class Runtime:
 
     def commits(self, every: int | str, *, is_first_rank: bool = True) -> Commits:
         fake: Any = self
-        return Commits(fake, fake, (fake, fake), lambda: (2, 1, 0), every, is_first_rank=is_first_rank)
+        return Commits(fake, fake, (fake, fake), lambda: (2, 1, 0), every, Iterations(), is_first_rank=is_first_rank)
 
 
 def _record(step: int, extra: Any = None) -> StepRecord:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zero_offload as zo
@@ -127,17 +128,86 @@ def test_offloaded_parameters_take_states_that_have_no_buffer_yet(make: type[Any
 
 
 def test_the_arguments_are_torchs() -> None:
-    """In torch's order, with torch's defaults; what only chooses one of torch's own loops is not taken."""
-    loops = {"foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+    """In torch's order, with torch's defaults."""
     for name in ("Adam", "AdamW", "Adagrad", "SGD"):
         mine, theirs = (inspect.signature(getattr(of, name)).parameters for of in (zo, torch.optim))
-        positional = [
-            key for key, each in theirs.items() if key not in loops and each.kind is each.POSITIONAL_OR_KEYWORD
-        ]
+        positional = [key for key, each in theirs.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
         assert [key for key, each in mine.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == positional, name
         assert {key: each.default for key, each in mine.items()} == {
-            key: each.default for key, each in theirs.items() if key not in loops
+            key: each.default for key, each in theirs.items()
         }, name
+
+
+def _trained(
+    make: Callable[..., torch.optim.Optimizer], *, offloaded: bool, sign: float = 1.0, **settings: Any
+) -> Tensor:
+    """The weight after three steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    if offloaded:
+        zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    optimizer = make(model.parameters(), lr=0.05, **settings)
+    for step in range(3):
+        model(torch.arange(16.0).sin().view(2, 8) + step).square().sum().mul(sign).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zo.gathered(model) if offloaded else nullcontext():
+        return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_arguments_of_torchs_loops_change_no_bit(kind: str, offloaded: bool) -> None:
+    ours, theirs = getattr(zo, kind), getattr(torch.optim, kind)
+    maximized = {"maximize": True, "weight_decay": 0.1}
+    expected = _trained(ours, offloaded=offloaded, **maximized)
+    loops = ["foreach", "fused", *(["capturable"] if "Adam" in kind else [])]
+    for loop in loops:
+        assert torch.equal(_trained(ours, offloaded=offloaded, **maximized, **{loop: True}), expected), loop
+    assert torch.equal(expected, _trained(ours, offloaded=offloaded, weight_decay=0.1, sign=-1.0))
+    plain = _trained(theirs, offloaded=False, **maximized)
+    # Torch's own loops differ in the last bit from each other.
+    torch.testing.assert_close(expected, plain, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"lr": torch.ones(2)},
+        {"weight_decay": -1.0},
+        {"eps": -1.0},
+        {"betas": (1.0, 0.5)},
+        {"betas": (0.5, -0.1)},
+        {"lr_decay": -1.0},
+        {"initial_accumulator_value": -1.0},
+        {"momentum": -1.0},
+        {"nesterov": True},
+        {"fused": True, "foreach": True},
+        {"fused": True, "differentiable": True},
+    ],
+    ids=str,
+)
+def test_arguments_that_torch_refuses_raise_torchs_classes(kind: str, wrong: dict[str, Any]) -> None:
+    param = nn.Parameter(torch.ones(2))
+    if not {*wrong} <= {*inspect.signature(getattr(torch.optim, kind)).parameters}:
+        return
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        getattr(torch.optim, kind)([param], **wrong)
+    with pytest.raises(zo.ConfigError) as ours:
+        getattr(zo, kind)([param], **wrong)
+    assert isinstance(ours.value, theirs.type)
+
+
+def test_a_differentiable_step_raises_as_torchs() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    for of in (torch.optim, zo):
+        optimizer = of.AdamW([param], differentiable=True)
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(2))
 
 
 @pytest.mark.parametrize(
