@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_offload.base.stats import StatsKeeper
+from zero_offload.base.types import Existing
 from zero_offload.hardware.probe import free_memory_bytes
 from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
@@ -64,6 +65,7 @@ def assemble(base: Foundation) -> Assembly:
         base.config.commit_every,
         Iterations(),
         is_first_rank=base.ranks.rank == 0,
+        resumes=base.config.existing == Existing.RESUME,
     )
     states = ModelStates(base, places, commits)
     updates = Updates(base, grads, states, commits)

@@ -48,7 +48,7 @@ class Resumed:
     """The generation's number, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
 
 
-def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
+def commit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None) -> None:
     """End an iteration: let the state after its last `step` become the next generation, when one is due. Returns at
     once.
 
@@ -57,22 +57,22 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     its one optimizer. With several it makes no generation, and a warning says so.
 
     A step that a generation has already becomes a generation again, unless a backward has run since: `extra` may be
-    another, or states replaced. Hyperparameters, random number generators, persistent buffers (of several ranks rank
-    0's) and the loss scale are taken now, which is after `scaler.update()`. Warns if the optimizer trains parameters
-    that are not offloaded. `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Of
-    several ranks it is rank 0's, which all get back. Without a directory for generations this does nothing, and warns
-    once unless durability="scratch" says so. Raises ConfigError when `extra` is of something else, or `optimizer` not
-    this model's.
+    another, or states replaced. Hyperparameters, random number generators, persistent buffers (of several ranks
+    rank 0's) and the loss scale are taken now, which is after `scaler.update()`. Warns if the optimizer trains
+    parameters that are not offloaded. `extra` is made of numbers, texts, lists and dicts: scheduler state, data
+    position, ... Of several ranks it is rank 0's, which all get back. Without a directory for generations this does
+    nothing, and warns once unless durability="scratch" says so. A frozen model has no optimizer: leave it out. Each
+    call is an iteration then, and keeps what `zo.gathered(mode="write")` or `load_state_dict` has written. Raises
+    ConfigError when `extra` is of something else, or `optimizer` not this model's.
     """
     owner = need_runtime(model, "zo.commit")
     with owner.together("zo.commit"):
-        optimizer = check_optimizer("zo.commit", optimizer)
-        _check_keeps(optimizer, owner, "zo.commit")
+        optimizer = _optimizer_of("zo.commit", optimizer, owner)
         owner.check_between_steps("zo.commit")
         owner.check_ends_iteration("zo.commit")
         # A scheduler has changed the learning rate since `step`.
-        owner.groups, kept = group_records(optimizer), _json(extra)
-    owner.commit(partial(_capture, model, owner), kept)
+        owner.groups, kept = _records(optimizer), _json(extra)
+    owner.commit(partial(_capture, model, owner), kept, is_frozen=optimizer is None)
 
 
 def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
@@ -80,6 +80,27 @@ def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
         return {"rng": capture_rng(), "buffers": {}}
     owner.about = about(model)  # a config may have changed since zo.offload
     return {"rng": capture_rng(), "buffers": capture_buffers(model), "about": owner.about}
+
+
+def _optimizer_of(
+    call: str, optimizer: torch.optim.Optimizer | None, owner: ModelRuntime
+) -> torch.optim.Optimizer | None:
+    """The optimizer whose hyperparameters are kept; None for a frozen model."""
+    if optimizer is None:
+        _check_frozen(call, owner)
+        return None
+    optimizer = check_optimizer(call, optimizer)
+    _check_keeps(optimizer, owner, call)
+    return optimizer
+
+
+def _check_frozen(call: str, owner: ModelRuntime) -> None:
+    if not owner.is_frozen:
+        raise ConfigError(f"{call} without an optimizer is for frozen models, and parameters of this one are trained")
+
+
+def _records(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else group_records(optimizer)
 
 
 def _check_keeps(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: str) -> None:
@@ -115,18 +136,20 @@ def _json(extra: Any) -> Any:
         raise ConfigError(f"extra= cannot be kept: {error}; pass numbers, texts, tuples, lists and dicts") from error
 
 
-def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, extra: Any = None) -> None:
+def save_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | Path, extra: Any = None
+) -> None:
     """Write an immutable copy of parameters, optimizer states, buffers and generators to a new directory `path`.
 
-    It loads with `load_checkpoint` on any number of ranks and any placement. Every rank must call. Raises
+    It loads with `load_checkpoint` on any number of ranks and any placement. Every rank must call. For a frozen model
+    `optimizer` is None. Raises
     CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
     """
     owner = need_runtime(model, "zo.save_checkpoint")
     with owner.together("zo.save_checkpoint", NOT_ALONE):
-        optimizer = check_optimizer("zo.save_checkpoint", optimizer)
-        _check_keeps(optimizer, owner, "zo.save_checkpoint")
+        optimizer = _optimizer_of("zo.save_checkpoint", optimizer, owner)
         owner.check_between_steps("zo.save_checkpoint")
-        owner.groups, kept, target = group_records(optimizer), _json(extra), Path(path)
+        owner.groups, kept, target = _records(optimizer), _json(extra), Path(path)
         owner.drain()
     owner.save(target, partial(_capture, model, owner), kept)
 
@@ -176,14 +199,15 @@ def load_checkpoint(
 def _restore(
     found: Generation,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     scaler: GradScaler | None,
     rng: dict[str, Any] | None,
     where: str,
 ) -> None:
     """All that a generation has beside tensors."""
     with reading(where):
-        restore_groups(optimizer, _groups(found), where)
+        if optimizer is not None:
+            restore_groups(optimizer, _groups(found), where)
         loss_scale = found.payload.get("scaler")
         if loss_scale is not None and scaler is not None:
             scaler.load_state_dict(loss_scale)
@@ -205,7 +229,10 @@ def _buffers(generation: Generation) -> Saved:
 
 
 def resume(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None, step: int | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    step: int | None = None,
 ) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
@@ -216,8 +243,11 @@ def resume(
     """
     owner = need_runtime(model, "zo.resume")
     with owner.together("zo.resume"):
-        optimizer = check_optimizer("zo.resume", optimizer)
-        _check_trains(optimizer, owner, "zo.resume")
+        if optimizer is None:
+            _check_frozen("zo.resume", owner)
+        else:
+            optimizer = check_optimizer("zo.resume", optimizer)
+            _check_trains(optimizer, owner, "zo.resume")
         keeper = owner.keeper
         if keeper is None or keeper.found is None:
             return None

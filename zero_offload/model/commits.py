@@ -61,16 +61,18 @@ class Commits:
         iterations: Iterations,
         *,
         is_first_rank: bool,
+        resumes: bool = False,
     ) -> None:
         """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used.
         `every`: as in `OffloadConfig.commit_every`; `iterations`: of which none but whole ones become generations.
-        `is_first_rank`: this rank's clock counts."""
+        `is_first_rank`: this rank's clock counts. `resumes`: the program goes on from what is there."""
         self._keeper = keeper
         self._snapshots = snapshots
         self._update_worker, self._commit_worker = workers
         self._unit_order = unit_order
         self._every = every
         self.iterations = iterations
+        self._resumes = resumes
         self._has_warned = False
         self._holds = Holds.GENERATION
         self._latest: StepRecord | None = None
@@ -142,12 +144,14 @@ class Commits:
             record.step % self._every == 0 if isinstance(self._every, int) else self._is_due_by_time
         )
 
-    def complete_record(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
+    def complete_record(
+        self, record: Callable[[], StepRecord], *, in_step: bool = False, is_frozen: bool = False
+    ) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
 
         A generation may have that step already. It is written again if states were replaced since, or the program says
         something else. With `in_step` it is not: the program is on its way to the next step, whose gradients no
-        generation has.
+        generation has. A model that `is_frozen` has no steps that a clock could tell of, and each is due then.
         """
         self.completes = True
         is_complete = self._holds is Holds.STEP and self._latest is not None and self._latest.rng is not None
@@ -156,7 +160,7 @@ class Commits:
         before, latest = self._holds, record()
         self._move_to(Holds.STEP, latest)
         if before not in (Holds.STEP, Holds.CHANGED_STEP):
-            is_multiple = isinstance(self._every, int) and not latest.step % self._every
+            is_multiple = not latest.step % self._every if isinstance(self._every, int) else is_frozen
             self._is_due = self._is_due or before is Holds.CHECKPOINT or is_multiple
         self.launch_due()
 
@@ -236,7 +240,8 @@ class Commits:
         if record is not None:
             return f"step {record.step} is not made a generation"
         if self._keeper.found is None and not self._num_launched:
-            return ""  # there is no generation to go on from
+            # There is no generation to go on from. A program that resumes, and has written, counts on one.
+            return "no generation has what was written" if self._resumes and self._holds is Holds.CHANGED else ""
         return "a resume goes on from the generation committed last"
 
     def drain(self) -> None:

@@ -66,6 +66,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         _one_rank(owner, "params", owner.ranks.world_size)
         owner.store.read_lazy()
         owner.drain()  # a commit under way must not see half of what is written
+        owner.states.reserve(places)
     read: dict[str, Callable[[ModelRuntime, Sequence[ParamPlace]], Values]] = {
         "master": _masters,
         "grads": _grads,

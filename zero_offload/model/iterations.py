@@ -112,8 +112,11 @@ class Iterations:
         self._stepped.add(number)
         self._row_steps += 1
 
-    def end(self) -> None:
-        """The program ends an iteration by `zo.commit`; nothing changes where it has ended already."""
+    def end(self, *, is_frozen: bool = False) -> None:
+        """The program ends an iteration by `zo.commit`; nothing changes where it has ended already. A frozen model has
+        no steps, and each call ends one."""
+        if is_frozen:
+            self._base += 1
         self._end(ENDED_BY_COMMIT, self._base + 1)
 
     def begin_rows(self) -> None:

@@ -187,6 +187,9 @@ class ModelStates(StateSource):
         self._shard_index = base.shard_index
         self._updates_in_backward = base.grad_ring is not None
         self._plan = base.sizes.plan
+        self._has_limit = base.config.nvme_capacity is not None
+        self._slot_bytes = 0
+        """Of frozen sections that were written, beyond the plan."""
         self._unplanned = dict.fromkeys(Tier, 0)
         """Bytes of states that the plan does not count."""
         self.readers = Readers()
@@ -427,6 +430,20 @@ class ModelStates(StateSource):
             for component, array in master_parts(place.section.shard.layout, self._own(place, values)).items():
                 edits.setdefault(component, []).append((*place.span(self._shard_index), array))
         self._edit(masters[0][0], edits)
+
+    def reserve(self, places: Iterable[ParamPlace]) -> None:
+        """Make sure of room for what is written to frozen sections; no commit is under way. Raises CapacityError."""
+        shards = list({id(place.section): place.section.shard for place in places}.values())
+        needed = sum(map(self._store.bytes_to_make_writable, shards))
+        left = self._plan.left_bytes(Tier.NVME) - self._slot_bytes
+        if self._has_limit and needed > left:
+            raise CapacityError(
+                f"frozen parameters are to be written: slots for them take {format_bytes(needed)} of the drives, and "
+                f"nvme_capacity leaves {format_bytes(max(left, 0))}. Nothing is written; raise it"
+            )
+        self._slot_bytes += needed
+        for shard in shards:
+            self._store.make_writable(shard)
 
     def _own(self, place: ParamPlace, values: torch.Tensor) -> torch.Tensor:
         """(n,) of what this rank's shard has of a parameter, of values of its shape."""

@@ -567,7 +567,12 @@ class ModelRuntime(Owner):
             return record
         return replace(record, **capture(), scaler=None if self._scaler is None else self._scaler.state_dict())
 
-    def commit(self, capture: Capture, extra: Any) -> None:
+    @property
+    def is_frozen(self) -> bool:
+        """True if no parameter requires a gradient: no optimizer trains the model."""
+        return not any(param.requires_grad for unit in self.units for param in unit.params)
+
+    def commit(self, capture: Capture, extra: Any, *, is_frozen: bool = False) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         config = self.config
         if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
@@ -576,9 +581,11 @@ class ModelRuntime(Owner):
                 'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
             )
+        self.iterations.end(is_frozen=is_frozen)
         self._drop_deleted_states()
-        self.iterations.end()
-        self._commits.complete_record(lambda: self._record(capture, extra), in_step=self._has_new_grads)
+        self._commits.complete_record(
+            lambda: self._record(capture, extra), in_step=self._has_new_grads, is_frozen=is_frozen
+        )
 
     def check_ends_iteration(self, call: str) -> None:
         """Raise where the states that this run began with count steps, and the program's iterations have several. Tell

@@ -461,6 +461,15 @@ class ShardStore:
             dict.fromkeys(each for shard in self.shards if shard.base is not None for each in shard.base.used())
         )
 
+    def bytes_to_make_writable(self, shard: Shard) -> int:
+        """Bytes of the slots that `make_writable` would add."""
+        if shard.layout.trainable:
+            return 0
+        if not shard.slots:
+            return self.bytes_of_slots([shard])
+        lacks = shard.committed is not None and not any(shard.slots[1 - shard.committed :][:1])
+        return shard_bytes(shard.layout, [Component.VALUE]) * lacks
+
     def make_writable(self, shard: Shard) -> None:
         """A frozen shard gets a slot when it is written; once that is committed, a change needs a second."""
         if shard.layout.trainable:
