@@ -142,7 +142,7 @@ run(Path(sys.argv[1]), range(6), before=before, **TIERS[sys.argv[2]])
 """
 
 
-@pytest.mark.parametrize("num_writes", [2, 20, *map(full, (0, 5, 40))])
+@pytest.mark.parametrize("num_writes", [2, 20, *map(full, (0, 5, 12))])
 @pytest.mark.parametrize("tier", ["nvme", *map(full, ("cpu", "cached", "states"))])
 def test_a_kill_in_the_step_that_thaws(tier: str, num_writes: int, tmp_path: Path) -> None:
     """The generation before has the section frozen, in a place of its own."""
