@@ -712,14 +712,14 @@ FAULTS = [
         "standins/views.py",
         "        if not has_operators(func):\n",
         "        if True:\n",
-        STANDINS + "test_a_readable_parameter_is_not_changed",
+        STANDINS + "test_a_readable_parameter_is_changed_where_it_rests",
     ),
     fault(
         "an operator of others changes a parameter that may only be read",
         "standins/operations.py",
         "        found = [getattr(func, name)._schema for name in func.overloads()]\n",
         "        found = []\n",
-        STANDINS + "test_a_readable_parameter_is_not_changed",
+        STANDINS + "test_a_readable_parameter_is_changed_where_it_rests",
     ),
     fault(
         "changes of states that torch does not count are lost",

@@ -211,8 +211,7 @@ def test_nothing_is_saved_through_us_after_an_interrupt(nvme_config: zo.OffloadC
     broken_step(model, optimizer, "forward", KeyboardInterrupt)
     list(train(model, optimizer, range(1)))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    with pytest.raises(zo.ZeroOffloadError, match="zo.gathered"):
-        model.blocks[0].up.weight.sum()
+    assert model.blocks[0].up.weight.sum().item() == read_masters(model)["blocks.0.up.weight"].sum().item()
 
 
 class TooLarge(TinyLM):

@@ -1,8 +1,8 @@
 """Every function that torch lets a tensor class see, with a parameter at rest at each of its tensor arguments.
 
-A function that needs no data gives the result of a plain parameter. A function that reads or changes data raises one
-error, which names `zo.gathered`. A function that torch refuses for a plain parameter is refused alike. Nothing else
-happens, and nothing is fetched.
+A function gives the result of a plain parameter, and leaves the values that it leaves there. A function that torch
+refuses for a plain parameter is refused alike. A function that needs an address, or would change the tensor object,
+raises one error, which names `zo.gathered`. Nothing else happens, and no unit is fetched.
 """
 
 from __future__ import annotations
@@ -40,15 +40,19 @@ VALUES: dict[str, Any] = {
 EXCEPTIONS = (
     *("register_hook", "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "retain_grad", "backward"),
     *("__reduce_ex__", "__repr__", "__format__", "requires_grad_", "detach_", "share_memory_"),
-    *("_cdata", "set_", "as_strided", "native_channel_shuffle"),
+    *("_cdata", "set_", "as_strided", "native_channel_shuffle", "_native_batch_norm_legit"),
+    *("_version", "fbgemm_pack_gemm_matrix_fp16", "_reshape_alias_copy", "module_load", "_lazy_clone"),
+    *("resize_", "resize_as_", "apply_", "map_", "map2_"),
 )
 """Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies, texts. The rest are an
 address, and a function without an argument, which torch shows to no class. One function asks how much memory there is.
-In torch 2.10 and 2.11 another takes every shape where a tensor has no memory.
+In torch 2.10 and 2.11 another takes every shape where a tensor has no memory. Another does not check sizes. Two more
+give what nobody has written. One copies late, and not from any memory. The last ones torch refuses where a gradient is
+required, and a copy requires none.
 """
 ANSWERED = {
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version", "output_nr", "data", "mT", "T"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "output_nr", "data", "mT", "T"),
     *("size", "dim", "numel", "nelement", "element_size", "storage_offset", "get_device", "dim_order"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_pinned"),
     *("is_neg", "is_conj", "is_same_size", "is_set_to", "type", "__len__"),
@@ -57,6 +61,11 @@ ANSWERED = {
     *("to", "cpu", "float", "type_as", "view_as", "expand_as", "reshape_as", "contiguous", "detach", "view", "t"),
 }
 """Among others."""
+REFUSED = {
+    *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type", "as_subclass"),
+    *("resize", "resize_as", "resize_", "resize_as_", "t_", "unsqueeze_", "transpose_", "squeeze_", "swapaxes_"),
+}
+"""Of plain parameters they give an address, or another form."""
 TENSOR = object()
 
 
@@ -122,8 +131,10 @@ def described(result: Any, *, values: bool) -> str:
     """All there is to know of a result."""
 
     def leaf(tensor: Tensor) -> str:
-        about = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device} {tensor.stride()} {tensor.requires_grad}"
-        return about + str(tensor.tolist() if values and not tensor.is_meta else "")
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        about = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device} {dense.stride()} {tensor.requires_grad}"
+        about += str(tensor.layout)
+        return about + str(dense.tolist() if values and not tensor.is_meta else "")
 
     return str(tree_map_only(Tensor, leaf, result))
 
@@ -136,22 +147,33 @@ def net(nvme: Path) -> Net:
 @pytest.mark.filterwarnings("ignore")
 def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
     """Without gradients: what in-place functions say of leaves that require one is torch's."""
-    wrong, answered = [], set()
+    wrong, answered, changed, refused = [], set(), set(), set()
     plain = iter(calls(lambda: nn.Parameter(torch.eye(SIZE))))
     fetched = runtime_of(net).units[0].state
     with torch.no_grad():
+        net.weight.copy_(torch.eye(SIZE))
         for func, name, place, args, kwargs in calls(lambda: net.weight):
             _, _, _, plain_args, plain_kwargs = next(plain)
             short = name.split(".")[-2 if name.endswith(("__get__", "__set__")) else -1]
-            if short in EXCEPTIONS:
+            if not {short, func.__name__}.isdisjoint(EXCEPTIONS):
                 continue
+            version = net.weight._version
             found = outcome(func, args, kwargs)
-            changes = any(isinstance(each, AtRest) for each in changed_by(func, tuple(args), kwargs))
+            is_changed = net.weight._version != version or any(
+                isinstance(each, AtRest) for each in changed_by(func, tuple(args), kwargs)
+            )
             if isinstance(found, zo.ZeroOffloadError):
-                if "weight" not in str(found) or "zo.gathered" not in str(found):
+                refused.add(short)
+                if "weight" not in str(found) or not ("zo.gathered" in str(found) or "another shape" in str(found)):
                     wrong.append((name, place, "says", str(found)))
                 continue
             expected = outcome(func, plain_args, plain_kwargs)
+            if is_changed:
+                changed.add(short)
+                (param,) = [x for x in tree_leaves((plain_args, plain_kwargs)) if isinstance(x, nn.Parameter)]
+                if "empty" not in short and not torch.equal(net.weight.data.clone().nan_to_num(), param.nan_to_num()):
+                    wrong.append((name, place, "leaves", net.weight.tolist(), "not", param.tolist()))
+                net.weight.copy_(torch.eye(SIZE))
             if isinstance(found, Exception):
                 if type(found) is not type(expected):
                     wrong.append((name, place, "raises", repr(found), "not", repr(expected)[:80]))
@@ -159,9 +181,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
             answered.add(short)
             is_view = any(isinstance(each, AtRest | Away) for each in tree_leaves(found))
             values = not is_view and "empty" not in short
-            if changes and short not in ("requires_grad", "data"):
-                wrong.append((name, place, "changes it"))
-            elif isinstance(expected, Exception):
+            if isinstance(expected, Exception):
                 wrong.append((name, place, "answers where torch raises", repr(expected)[:80]))
             elif described(found, values=values) != described(expected, values=values):
                 wrong.append(
@@ -175,6 +195,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
                 )
     assert not wrong
     assert answered >= ANSWERED, ANSWERED - answered
+    assert refused <= REFUSED and len(changed) > 100, refused - REFUSED
     assert runtime_of(net).units[0].state is fetched
 
 
@@ -221,18 +242,22 @@ def test_a_question(ask: str, net: Net) -> None:
 
 @pytest.mark.parametrize("make", VIEWS)
 def test_a_view_without_data(make: str, net: Net) -> None:
-    expected = VIEWS[make](nn.Parameter(torch.eye(SIZE)))
+    expected = VIEWS[make](param := nn.Parameter(torch.eye(SIZE)))
+    with torch.no_grad():
+        net.weight.copy_(param)
     view = VIEWS[make](net.weight)
     assert described(view, values=False) == described(expected, values=False)
     assert torch.typename(view) == torch.typename(expected)
     if type(view) is Away:
         assert "weight, offloaded to nvme" in repr(view)
-        for read in (Tensor.sum, Tensor.numpy, Tensor.tolist, Tensor.clone, Tensor.data_ptr, copy.copy, copy.deepcopy):
-            with pytest.raises(zo.ZeroOffloadError, match="weight, offloaded to nvme|zo.save_checkpoint"):
-                read(view)
-        for change in (Tensor.zero_, lambda v: v.copy_(torch.ones(())), lambda v: torch.neg(torch.ones(1), out=v)):
-            with pytest.raises(zo.ZeroOffloadError, match="changes a view of parameter weight"):
-                change(view)
+        with torch.no_grad():
+            for read in (Tensor.sum, Tensor.numpy, Tensor.tolist, Tensor.clone, copy.copy, copy.deepcopy):
+                assert str(read(view)) == str(read(expected.detach())) or read is copy.copy
+            for change in (Tensor.exp_, lambda v: v.copy_(torch.ones(())), lambda v: torch.neg(v.clone(), out=v)):
+                assert change(view) is view and change(expected) is expected
+                assert torch.equal(net.weight.clone(), param) and torch.equal(view.clone(), expected)
+        with pytest.raises(zo.ZeroOffloadError, match="weight, offloaded to nvme"):
+            view.data_ptr()
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             torch.ones(SIZE, SIZE).data = view
 

@@ -20,7 +20,6 @@ from zero_offload.model.params import ParamPlace
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.quantized import offloaded_tensors, tensors_of
 from zero_offload.runtime.grads.gradients import check_not_updated
-from zero_offload.runtime.prefetcher import replaced
 from zero_offload.standins.guard import unguard
 from zero_offload.standins.owners import owner_of
 from zero_offload.storage.memory.arena import Need
@@ -226,12 +225,4 @@ def _write_back(owner: ModelRuntime, places: Sequence[ParamPlace], values: Value
                 f"{tuple(place.piece.spec.shape)}; nothing is written. Put a tensor of that shape there, or change the "
                 "one that is there in place"
             )
-    try:
-        for section in {id(place.section): place.section for place in places}.values():
-            owner.states.write_masters([(p, values[p.name]) for p in places if p.section is section])
-        owner.note_written(whole=True)
-    except BaseException:
-        owner.note_written(whole=False)
-        raise
-    finally:
-        replaced(owner.prefetcher, [(place.unit, place.param) for place in places])
+    owner.states.replace([(place, values[place.name]) for place in places])

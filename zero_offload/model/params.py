@@ -423,6 +423,26 @@ class ModelStates(StateSource):
         if master is not None and shard.layout.dtype == torch.float16:
             replaced(self._prefetcher, [(place.unit, place.param)])
 
+    def replace(self, values: Sequence[tuple[ParamPlace, torch.Tensor]]) -> None:
+        """The program has changed these parameters between steps, to whole tensors of fp32 or of the compute dtype.
+
+        A commit under way ends before: its generation has what was. The change is a part of the last step, unless a
+        generation has that already. Each copy on the device is made again from what is written here.
+        """
+        places = [place for place, _ in values]
+        self._life.check_usable()
+        self._commits.drain()
+        self.readers.before_changing([place.param for place in places], BESIDE)
+        try:
+            for section in {id(place.section): place.section for place in places}.values():
+                self.write_masters([each for each in values if each[0].section is section])
+            self._commits.note_written()
+        except BaseException:
+            self._commits.set_aside()
+            raise
+        finally:
+            replaced(self._prefetcher, [(place.unit, place.param) for place in places])
+
     def write_masters(self, masters: Sequence[tuple[ParamPlace, torch.Tensor]]) -> None:
         """Replace masters of some parameters of one section by whole tensors, fp32 or of the compute dtype."""
         edits: Edits = {}
@@ -537,6 +557,7 @@ class ModelParams(ParamSource):
         self._grads = grads
         self._tracker = tracker
         self._life = base.life
+        self._has_told_rounding = False
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
         self._copies: dict[int, StateCopy] = {}
@@ -568,6 +589,60 @@ class ModelParams(ParamSource):
 
     def is_gathered(self, param: nn.Parameter) -> bool:
         return self._places[param].unit.gathered_uses > 0
+
+    # One parameter between steps
+
+    def may_read(self, param: nn.Parameter) -> bool:
+        place = self._places[param]
+        return not is_dtensor(param) and (not place.is_divided or place.unit.gathered_uses > 0)
+
+    def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
+        self._life.check_usable()
+        place = self._places[param]
+        piece, shard, unit = place.piece, place.section.shard, place.unit
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if unit.gathered_uses > 0 and not master:
+                self._prefetcher.fetch_for_access(unit)
+                return torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=param.device).copy_(
+                    param
+                )
+            unit.wait_for_update()
+            read = read_master if master else read_values
+            return piece.spec.view(read(self._store, shard, (piece.begin, piece.end))).to(param.device)
+
+    def keeps_master(self, param: nn.Parameter) -> bool:
+        return self._places[param].section.layout.has_master_apart
+
+    def obstacle_to_writing(self, param: nn.Parameter) -> str:
+        place = self._places[param]
+        if self._ranks.world_size > 1 or self._ranks.num_columns > 1:
+            return f"only one rank may do so, and there are {self._ranks.world_size * self._ranks.num_columns}"
+        if self._tracker.active:
+            return "a forward or backward runs"
+        if place.unit.writable:
+            return f"zo.gathered(mode='write') has parameters of {place.unit.name} in memory until it ends"
+        return ""
+
+    def note_rounding(self, param: nn.Parameter) -> None:
+        place = self._places[param]
+        dtype = place.section.layout.dtype
+        if dtype not in (torch.bfloat16, torch.float16) or self._has_told_rounding:
+            return
+        self._has_told_rounding = True
+        warn_user(
+            f"{place.name} is changed in place, was frozen at zo.offload and so has {dtype} alone, no fp32 master: a "
+            f"change of less than {torch.finfo(dtype).eps / 4:.1g} of a value is lost, as in an average of decay "
+            "0.999. Keep it in fp32 by zo.Precision(modules={...: 'fp32'})"
+        )
+
+    def write_value(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        self._life.check_usable()
+        self._tracker.recover()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            values = values.detach().to("cpu")
+            if values.dtype != torch.float32:
+                values = self._with_masters(param, values)
+        self._states.replace([(self._places[param], values)])
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
         """`detach` gives copies and `copy_` writes, until `end_walk` of the module: what state_dict and

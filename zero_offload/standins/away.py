@@ -2,7 +2,7 @@
 
 `operate` lets the owner make values readable, and runs the function on them. Where they are away it runs on an `Away`.
 No table lists the functions that need data. Questions of shape, dtype and device are answered, and views are views
-without memory. The first operation that would read data raises.
+without memory. At the first operation that would read data the function begins again, on a copy (`brought.py`).
 
 [Note: quantized weights in use]
 Libraries keep views of a quantized weight from forward to backward where no hook sees them. Such a view would hold its
@@ -16,28 +16,44 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.standins.brought import linked, run_on_copies
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.operations import (
     ADDRESSES,
     FACTORIES,
     OPERATIONS,
+    QUESTIONS,
     VIEWS,
+    Kind,
     changed_by,
+    kind_of,
     metadata_of_params,
     named,
 )
 from zero_offload.standins.owners import AtRest, dropped_error, owner_of
-from zero_offload.standins.refusals import NeedsDataError, changes, described, name_in_model, needs_data, refuse_copy
+from zero_offload.standins.refusals import NeedsDataError, described
 from zero_offload.standins.sources import Owner, Touched
-from zero_offload.standins.views import PLAIN, ReadOnly, View, lend, read_lent, refuse_changes, wrap_views
+from zero_offload.standins.views import (
+    PLAIN,
+    Lent,
+    ReadOnly,
+    View,
+    WritesLentError,
+    changes_views,
+    lend,
+    read_lent,
+    wrap_views,
+)
 
 _META = torch.device("meta")
 Route = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -56,8 +72,9 @@ class Away(View):
     _meta: Tensor | None
 
     @property
-    def of(self) -> str:  # type: ignore[override]
-        return name_in_model(self.param)
+    def begin(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(self.storage_offset())
 
     @property
     def meta(self) -> Tensor:
@@ -78,9 +95,11 @@ class Away(View):
 
     @staticmethod
     def of_param(param: nn.Parameter) -> Away:
-        """Stands for the parameter itself."""
+        """Stands for the parameter itself, and passes its gradient on."""
         meta = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="meta")
-        return Away.made(param, meta, 0, requires_grad=param.requires_grad)
+        if not param.requires_grad or torch.is_grad_enabled():
+            return cast(Away, linked(param, lambda: Away.made(param, meta, 0)))
+        return Away.made(param, meta, 0, requires_grad=True)
 
     @staticmethod
     def made(param: nn.Parameter, like: Tensor, begin: int, *, requires_grad: bool = False) -> Away:
@@ -136,7 +155,14 @@ class Away(View):
                 return mapped(Tensor, lambda meta: Away.made(view.param, meta, meta.storage_offset()), found)
         raise NeedsDataError(view.param)
 
-    __deepcopy__ = __reduce_ex__ = refuse_copy
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, a view of {described(self.param)})"
@@ -192,19 +218,19 @@ def part_of(param: nn.Parameter) -> Tensor:
 
 
 def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let each owner make its parameters readable, then run the function on the plain tensors."""
+    """Let each owner make its parameters readable, then run the function on the plain tensors. A parameter that
+    is away, or changes, has a copy in its place."""
     leaves: list[Any] = [leaf for leaf in leaves_in((*args, kwargs) if kwargs else args) if isinstance(leaf, Tensor)]
     targets = changed_by(func, args, kwargs)
-    if targets:
-        refuse_changes(targets, func)
+    is_changed = bool(targets) and changes_views(targets, func)
     # Which parameters and views are among the arguments, by the runtime that owns them.
     by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
-    lent: list[tuple[Tensor, str]] = []
+    lent: list[Lent] = []
     is_away = is_guarded = False
     for leaf in leaves:
         param = leaf
         if isinstance(leaf, ReadOnly):
-            lent.append((leaf, leaf.of))
+            lent.append((leaf, leaf.param))
             continue
         if isinstance(leaf, Away):
             param = leaf.param
@@ -223,11 +249,12 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if touched is Touched.OPEN:
             is_guarded = is_guarded or any(isinstance(param, AtRest) for param in owned)
             continue
-        for target in targets:
-            if owner_of(target) is owner:
-                raise changes(func, target)
+        # A block of zo.gathered has made some plain, for the program to change.
+        is_changed |= any(isinstance(each, AtRest) and owner_of(cast(Tensor, each)) is owner for each in targets)
         is_away |= touched is Touched.AWAY or any(isinstance(leaf, Away) and leaf.param in owned for leaf in leaves)
-        lent += [(part_of(tensor), owner.places.name_of(tensor)) for tensor in tensors]
+        lent += [(part_of(tensor), tensor) for tensor in tensors if isinstance(tensor, AtRest)]
+    if is_changed:
+        return run_on_copies(func, args, kwargs, _shown)
     if is_guarded and not is_away:
         # A library makes what consists of others, and has functions for it, which torch.compile would begin with.
         compute = _untraced_compute() if any(map(is_wrapper, leaves)) else _compute
@@ -236,10 +263,13 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if is_away:
         try:
             return ask(func, args, kwargs)
-        except NeedsDataError as error:
-            raise needs_data(func, error.param) from None
+        except NeedsDataError:
+            return run_on_copies(func, args, kwargs, _shown)
     if lent:
-        return read_lent(func, args, kwargs, lent)
+        try:
+            return read_lent(func, args, kwargs, lent)
+        except WritesLentError:
+            return run_on_copies(func, args, kwargs, _shown)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -302,6 +332,29 @@ def _as_it_is_now(leaf: Any, shown: list[tuple[Tensor, nn.Parameter]], *, derive
     return Derived.made(plain) if derives else plain
 
 
+class _WithoutDraws(TorchDispatchMode):
+    """Raises NeedsDataError before random numbers are drawn."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._param = param
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NeedsDataError(self._param)
+        return func(*args, **(kwargs or {}))
+
+
+View.run = operate
+
+
+def _shown(view: Tensor, param: nn.Parameter) -> Tensor:
+    """The view of a copy without its memory."""
+    return linked(view, lambda: Away.made(param, view, int(view.storage_offset())))
+
+
 def _away_at(view: Tensor, param: nn.Parameter) -> Away:
     """The view of a parameter without its memory."""
     begin = int(view.storage_offset()) - int(param.storage_offset()) * param.itemsize // view.itemsize
@@ -326,8 +379,11 @@ def ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
             # They take dtype and device past the view's own answers.
             args = (torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:])
+        # A function that needs data begins again: before that it may draw nothing.
+        may_draw = kind_of(func) is not Kind.READ or func in named(*FACTORIES, *QUESTIONS)
         try:
-            result = func(*args, **kwargs)
+            with nullcontext() if may_draw or not stand_ins else _WithoutDraws(next(iter(stand_ins.values())).param):
+                result = func(*args, **kwargs)
         except RuntimeError as error:
             # Code of C++ that is not an operation has asked for the address.
             if "data is not allocated" in str(error):

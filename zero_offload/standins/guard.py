@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
-from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class
+from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
 from zero_offload.standins.away import Away, Route, ask, is_in_use, operate, part_of, routes_of_views
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.grad_hooks import register_grad_hook
@@ -196,9 +196,16 @@ def _copy_in(param: Any, source: Any, owner: Owner) -> None:
 
 
 def _set_data(param: nn.Parameter, values: Any) -> None:
-    """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing."""
-    if not _is_whole(values, param):
-        operate(cast(Any, Tensor.data).__set__, (param, values), {})
+    """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing. Other
+    values are copied in, of the same form: the parameter keeps its memory."""
+    if _is_whole(values, param):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        fits = (values.shape, values.dtype, values.device) == (param.shape, param.dtype, param.device)
+    if not fits or converts_module():
+        raise no_conversion(param)
+    with torch.no_grad():
+        operate(Tensor.copy_, (param, values), {})
 
 
 def _is_whole(values: Any, param: nn.Parameter) -> bool:
@@ -233,10 +240,9 @@ def _check_conversion(param: Tensor, converted: Tensor) -> bool:
 
 
 def _copy_of(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """An ordinary parameter, where `zo.gathered` has fetched the values. A quantized one is of its library's class,
-    and has copies of what that keeps beside it."""
-    owner = owner_of(param)
-    if owner is None or not owner.access.is_gathered(param):
+    """An ordinary parameter. A quantized one is of its library's class, and has copies of what that keeps beside it."""
+    owner = owner_of_any(param)
+    if owner is None or not all(map(owner.access.may_read, tensors_of([param]))):
         refuse_copy(param)
     kind: Any = library_class(param)
     with torch.no_grad():
@@ -276,6 +282,8 @@ class _Guard(AtRest):
             check_not_wrapped(caller, args)
         route: Route = _routes().get(func, operate)
         return route(func, args, kwargs)
+
+    __copy__ = refuse_copy  # it would share memory with the parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _copy_of(cast(nn.Parameter, self), memo)

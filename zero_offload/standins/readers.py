@@ -51,6 +51,11 @@ class Readers:
         param, name = state.param, state.state_name
         self._keep(lambda each: each.of_dict and each is not state and each.param is param and each.state_name == name)
 
+    def before_changing(self, params: Iterable[nn.Parameter], names: Collection[str]) -> None:
+        """The program changes these of these parameters, past the optimizer's entries."""
+        wanted = set(map(id, params))
+        self._keep(lambda each: each.of_dict and id(each.param) in wanted and each.state_name in names)
+
     def before_loading(self, states: Iterable[object]) -> None:
         """A load replaces what these show."""
         loaded = {id(state): state for state in states if isinstance(state, StateReader)}

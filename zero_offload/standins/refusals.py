@@ -35,7 +35,8 @@ def owner_of_any(param: nn.Parameter) -> Owner | None:
 
 def refuse_copy(self: object, *_: Any) -> NoReturn:
     raise ZeroOffloadError(
-        "an offloaded parameter cannot be copied or pickled: its data rests elsewhere. To copy a part of the model, as "
+        "an offloaded parameter cannot be copied or pickled where ranks divide it, where the model is gone, or with "
+        "memory that is shared (copy.copy): its data rests elsewhere. To copy a part of the model on all ranks, as "
         "peft does for modules_to_save, do it in 'with zo.gathered(module):'. To keep the model use "
         "zo.save_checkpoint(model, optimizer, path), or model.state_dict() for the weights"
     )
@@ -94,30 +95,21 @@ def needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
     if (error := no_step_of_others(described(param), owner_of_any(param))) is not None:
         return error
     return ZeroOffloadError(
-        f"{name_of(func)} needs the data of parameter {described(param)}, outside of the model's forward. Use 'with "
-        "zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' to change it"
-        + _HOW_TO_CONVERT
-        * (name_of(func) in _CONVERSIONS)
+        f"{name_of(func)} needs the memory of parameter {described(param)}, or its values on all ranks that divide it, "
+        "outside of the model's forward. Read it in 'with zo.gathered(module):', which all ranks enter, or take a copy "
+        "(.clone())"
     )
 
 
-def changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
+def changes(func: object, param: nn.Parameter, obstacle: str = "") -> ZeroOffloadError:
+    """The error for a change that cannot be made where the parameter rests; `obstacle`: a clause that says why."""
     if converts_module() or func is Tensor.share_memory_:
         return no_conversion(param)
-    if (error := no_step_of_others(described(param), owner_of_any(param))) is not None:
-        return error
+    obstacle = obstacle or "the tensor object or a quantized weight would change, and not values"
     return ZeroOffloadError(
-        f"{name_of(func)} changes parameter {described(param)}, outside of the model's forward: the change would be "
-        "lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone()). Steps are made "
-        "by zo.AdamW, zo.SGD, ..., and not by torch.optim's" + _HOW_TO_CONVERT * (name_of(func) in _CONVERSIONS)
+        f"{name_of(func)} changes parameter {described(param)}, and {obstacle}: the change would be lost. Change it "
+        "between steps, alone or in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone())"
     )
-
-
-_CONVERSIONS = frozenset(("data", "to", "float", "half", "bfloat16", "double"))
-_HOW_TO_CONVERT = (
-    ". precision= of zo.offload chooses the dtype. What converts parameters itself comes before zo.offload, such as "
-    "peft's prepare_model_for_kbit_training"
-)
 
 
 def no_conversion(param: nn.Parameter) -> ZeroOffloadError:

@@ -67,6 +67,31 @@ class ParamSource(ABC):
     def is_gathered(self, param: nn.Parameter) -> bool:
         """True if it may be read now as it stands, inside of `zo.gathered`."""
 
+    @abstractmethod
+    def may_read(self, param: nn.Parameter) -> bool:
+        """True if this rank can read its values alone."""
+
+    @abstractmethod
+    def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
+        """A copy of its values after a pending update, on its device, with its strides; of the fp32 master with
+        `master`. Raises ZeroOffloadError where the model cannot be used."""
+
+    @abstractmethod
+    def keeps_master(self, param: nn.Parameter) -> bool:
+        """True if its value is rounded from an fp32 master."""
+
+    @abstractmethod
+    def obstacle_to_writing(self, param: nn.Parameter) -> str:
+        """A clause that says why its values cannot be changed now; empty where they can."""
+
+    @abstractmethod
+    def note_rounding(self, param: nn.Parameter) -> None:
+        """A parameter without an fp32 master is changed by little: in 16 bits that may be lost."""
+
+    @abstractmethod
+    def write_value(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace its values, of its shape, between steps: by fp32, or by its dtype."""
+
     @property
     @abstractmethod
     def is_divided(self) -> bool:

@@ -4,14 +4,14 @@
 Views of parameters that are handed out outside of forward and backward are for reading. A value that is written to such
 a view is lost where the parameter only visits memory. Where it rests there, it is one half of an fp32 master. With the
 other half of the old master it makes a number that no operation has computed, maybe NaN. So these views have a class
-that computes like a plain tensor's, and raises before it changes anything. NumPy's arrays of them refuse writes too.
-Addresses (`data_ptr()`, DLPack) are not protected.
+that computes like a plain tensor's. A change of one is made where the parameter rests (`brought.py`). NumPy's arrays
+refuse writes. Addresses (`data_ptr()`, DLPack of a view that is in memory) are not protected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,41 +19,71 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
+from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.operations import changed_by, has_operators, name_of
+from zero_offload.standins.refusals import name_in_model
 
 T = TypeVar("T")
 PLAIN = frozenset((Tensor, Derived))
 
 
-def refuse_changes(changed: Iterable[Any], func: object) -> None:
-    for each in changed:
-        if not isinstance(each, View):
-            continue
-        if name_of(func).startswith("requires_grad"):
-            raise ZeroOffloadError(
-                f"a view of parameter {each.of} cannot require a gradient, as nn.Parameter(p) asks for: it has no "
-                "memory of its own. Use a copy, nn.Parameter(p.detach().clone()), made in 'with zo.gathered(module):'"
-            )
-        raise lost_change(func, f"a view of parameter {each.of}")
+Lent = tuple[Tensor, nn.Parameter]
+"""Memory of a parameter, and the parameter."""
 
 
-def lost_change(func: object, what: str) -> ZeroOffloadError:
-    return ZeroOffloadError(
-        f"{name_of(func)} changes {what}, outside of the model's forward: the change would be lost. Change it in 'with "
-        'zo.gathered(module, mode="write"):\', or change a copy (.clone())'
-    )
+def changes_views(changed: Iterable[Any], func: object) -> bool:
+    """True if some of what a function changes are views. Raises for what a view cannot become."""
+    views = [each for each in changed if isinstance(each, View)]
+    if views and name_of(func).startswith("requires_grad"):
+        raise ZeroOffloadError(
+            f"a view of parameter {name_in_model(views[0].param)} cannot require a gradient, as nn.Parameter(p) asks "
+            "for: it has no memory of its own. Use a copy, nn.Parameter(p.detach().clone())"
+        )
+    return bool(views)
+
+
+class WritesLentError(ZeroOffloadError):
+    """An operator of a function in Python would write to memory of a parameter that is for reading. Nothing is written
+    yet."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__(f"a function in Python changes parameter {name_in_model(param)}")
+        self.param = param
 
 
 class View(Tensor):
-    """A view of a parameter, handed out where the parameter may not be changed."""
+    """A view of a parameter, handed out where its memory may not be changed."""
 
-    of: str
-    """The parameter's name."""
+    param: nn.Parameter
+    is_recorded = False
+    """True if autograd has recorded a change of this view, which has no place in the graph."""
+    run: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    """Runs a function that has met parameters at rest or views; set in `away.py`."""
+
+    @property
+    def begin(self) -> int:
+        """The element of the parameter, in elements of the view, at which it begins."""
+        raise NotImplementedError
+
+    def check_recorded(self) -> None:
+        """Raise where autograd records a use of it, and would miss the change before."""
+        if self.is_recorded and torch.is_grad_enabled():
+            raise ZeroOffloadError(
+                f"a view of parameter {name_in_model(self.param)} was changed by tensors that require a gradient, and "
+                "is used where autograd records: the gradient of that change would be lost. Use the result of the "
+                "change, or make the change in 'with torch.no_grad():'"
+            )
 
 
 class ReadOnly(View):
-    """A view that refuses changes, and whose views do."""
+    """A view of memory that is here, for reading; so are its views."""
+
+    @property
+    def begin(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            before = int(self.param.storage_offset()) * self.param.itemsize // self.itemsize
+            return int(self.storage_offset()) - before
 
     @classmethod
     def __torch_function__(
@@ -66,9 +96,16 @@ class ReadOnly(View):
         kwargs = kwargs or {}
         if any(kind not in (cls, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a parameter at rest is among the arguments, and has to be asked first
-        refuse_changes(changed_by(func, args, kwargs), func)
-        views = [(leaf, leaf.of) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, ReadOnly)]
-        return read_lent(func, args, kwargs, views)
+        if changes_views(changed_by(func, args, kwargs), func):
+            return View.run(func, args, kwargs)
+        views = [(leaf, leaf.param) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, ReadOnly)]
+        for view, _ in views:
+            if view.is_recorded:
+                view.check_recorded()
+        try:
+            return read_lent(func, args, kwargs, views)
+        except WritesLentError:
+            return View.run(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return _plain(self).clone()
@@ -77,27 +114,26 @@ class ReadOnly(View):
         return _plain(self).clone().__reduce_ex__(protocol)
 
 
-def read_lent(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[tuple[Tensor, str]]
-) -> Any:
-    """A function on parameters and views (with names) that are for reading; so are views of them that it returns."""
+def read_lent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], lent: Sequence[Lent]) -> Any:
+    """A function on parameters and views that are for reading; so are views of them that it returns. Raises
+    WritesLentError before it writes to one."""
     with torch._C.DisableTorchFunctionSubclass():
         if not has_operators(func):
             result = func(*args, **kwargs)
         else:
-            with _Watch(func, lent):
+            with Watch(lent):
                 result = func(*args, **kwargs)
         return lend(result, lent)
 
 
-class _Watch(TorchDispatchMode):
-    """Refuses operators that would write to what is lent: a function in Python has no schema, and its operators do."""
+class Watch(TorchDispatchMode):
+    """Raises WritesLentError before an operator writes to what is lent: a function in Python has no schema, and its
+    operators do. Generators are then as they were, since the function begins again."""
 
-    def __init__(self, func: object, lent: Sequence[tuple[Tensor, str]]) -> None:
+    def __init__(self, lent: Sequence[Lent]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._func = func
-        storages = ((storage_of(tensor), name) for tensor, name in lent)
-        self._names = {storage._cdata: name for storage, name in storages if storage is not None}
+        self._generators = torch.get_rng_state(), device_rng_states()
+        self._params = {s._cdata: param for tensor, param in lent if (s := storage_of(tensor)) is not None}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,9 +141,10 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for each in changed_by(func, args, kwargs):
             storage = storage_of(each) if isinstance(each, Tensor) else None
-            name = None if storage is None else self._names.get(storage._cdata)
-            if name is not None:
-                raise lost_change(self._func, f"parameter {name}")
+            if storage is not None and (param := self._params.get(storage._cdata)) is not None:
+                torch.set_rng_state(self._generators[0])
+                set_device_rng_states(self._generators[1])
+                raise WritesLentError(param)
         return func(*args, **kwargs)
 
 
@@ -122,8 +159,8 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return storage_of(torch._C._functorch.get_unwrapped(tensor)) if wrapped else None
 
 
-def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
-    """The result of an operation on `sources` (with names); where it shares memory with them it is for reading only."""
+def lend(result: Any, sources: Sequence[Lent]) -> Any:
+    """The result of an operation on `sources`; where it shares memory with them it is for reading only."""
     return wrap_views(result, sources, _read_only)
 
 
@@ -167,9 +204,9 @@ def _under(view: Tensor, sources: Sequence[tuple[Tensor, T]]) -> tuple[Tensor, T
     return max([source for source in sources if begin(source) <= at] or sources, key=begin)
 
 
-def _read_only(tensor: Tensor, name: str) -> Tensor:
+def _read_only(tensor: Tensor, param: nn.Parameter) -> Tensor:
     view = tensor.as_subclass(ReadOnly)
-    view.of = name
+    view.param = param
     return view
 
 

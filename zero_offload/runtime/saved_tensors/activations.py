@@ -26,6 +26,7 @@ from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
 from zero_offload.plan.layout import Dealer
 from zero_offload.runtime.saved_tensors.tiers import ActivationTier, DiskTier, HostTier, StoredBytes
+from zero_offload.standins.brought import changed_in_place
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.storage.shards.store import ShardStore
@@ -68,15 +69,6 @@ class VersionCheck:
     def __str__(self) -> str:
         assert self._counter is not None
         return f"a tensor of shape {self._shape}, is at version {self._counter._version}, expected {self._version}"
-
-
-def changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> RuntimeError:
-    """An error in autograd's words; autograd leaves this check to the pack hook."""
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"of shape {shape} is at version {version}, backward expected version {expected}. An optimizer step between "
-        "a forward and its backward does this too"
-    )
 
 
 class Stored:

@@ -32,8 +32,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
-from zero_offload.runtime.saved_tensors.activations import Activations, changed_in_place
+from zero_offload.runtime.saved_tensors.activations import Activations
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.standins.brought import changed_in_place
 from zero_offload.standins.derived import Derived, Step, plain_of
 from zero_offload.standins.owners import AtRest
 from zero_offload.standins.views import storage_of
