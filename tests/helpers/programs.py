@@ -355,6 +355,16 @@ def averaged() -> Names:
     return {**names, "average": average}
 
 
+def followed() -> Names:
+    """A model with a scale, and a teacher of the same form."""
+    student, teacher = MyTransformer(), MyTransformer().requires_grad_(False)
+    student.logit_scale = nn.Parameter(torch.tensor(5.0))
+    teacher.logit_scale = nn.Parameter(torch.tensor(5.0), requires_grad=False)
+    config = zo.OffloadConfig(precision="fp32")
+    student, teacher = zo.offload(student, config), zo.offload(teacher, config)
+    return {**plain(), "model": student, "student": student, "teacher": teacher}
+
+
 GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "README.md": {"In Python": (lambda: {"MyTransformer": MyTransformer, "batch": batch},)},
     "docs/GUIDE.md": {
@@ -366,6 +376,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
         "Activations": (plain,),
         "Large vocabularies": (logits,),
         "Hugging Face folders": (adapted,),
+        "Between steps": (followed,),
         "Trainers": (in_trainer,),
         "accelerate": (in_accelerate,),
         "Lightning": (in_lightning,),
