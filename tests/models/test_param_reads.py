@@ -85,6 +85,20 @@ def test_hooks_read_what_a_plain_model_has(place: str, kind: str, nvme: Path) ->
     zo.close(model)
 
 
+def test_a_hook_of_the_whole_model_reads_at_rest(nvme: Path) -> None:
+    """Behind its forward, as `wandb.watch` and `generate` do: each parameter alone."""
+    runs: list[list[Tensor]] = []
+    for model in (build(Layers), offloaded(nvme)):
+        runs.append([])
+        model.register_forward_hook(lambda m, *_: runs[-1].extend(map(READS["histogram"], m.parameters())))
+        with torch.no_grad():
+            model(torch.ones(1, WIDE))
+    assert all(map(torch.equal, *runs)) and len(runs[1]) == 2 * NUM_LAYERS
+    numel = sum(param.numel() for param in model.parameters())
+    assert zo.stats(model).param_reads[:2] == (2 * NUM_LAYERS, 4 * numel)
+    zo.close(model)
+
+
 @pytest.mark.parametrize(("share", "num_told"), [(0.0, 1), (1e9, 0)])
 def test_the_cost_is_told_once(share: float, num_told: int, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, if it is more than this share of a step."""

@@ -606,9 +606,10 @@ class ModelParams(ParamSource):
                 return torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=param.device).copy_(
                     param
                 )
-            unit.wait_for_update()
-            read = read_master if master else read_values
-            return piece.spec.view(read(self._store, shard, (piece.begin, piece.end))).to(param.device)
+            read, nbytes = read_master if master else read_values, param.nbytes
+            with self._store.counters.bringing(place.name, nbytes):
+                unit.wait_for_update()
+                return piece.spec.view(read(self._store, shard, (piece.begin, piece.end))).to(param.device)
 
     def keeps_master(self, param: nn.Parameter) -> bool:
         return self._places[param].section.layout.has_master_apart
