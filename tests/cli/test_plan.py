@@ -142,8 +142,8 @@ def test_how_often_to_commit_in_words(capsys: pytest.CaptureFixture[str]) -> Non
     flags = ["plan", "--model", "3200M", *MEMORY, *NVME_ROOM, "--step-time", "2"]
     main(flags)
     text = capsys.readouterr().out
-    assert "give train --commit-every 1010, or zo.OffloadConfig commit_every=1010;" in text
-    assert "with one in each step, their default, 600 TBW last 8 h 41 min\n" in text
+    assert "give train --commit-every 1010, or zo.OffloadConfig commit_every=1010. " in text
+    assert "With one in each step, the default, 600 TBW last 8 h 41 min\n" in text
     for given in ("10", "auto"):
         main([*flags, "--commit-every", given])
         assert "--commit-every 1010 spares the drives: 600 TBW then last 365 days\n" in capsys.readouterr().out
