@@ -69,7 +69,6 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ext
     with owner.together("zo.commit"):
         optimizer = _optimizer_of("zo.commit", optimizer, owner)
         owner.check_between_steps("zo.commit")
-        owner.check_ends_iteration("zo.commit")
         # A scheduler has changed the learning rate since `step`.
         owner.groups, kept = _records(optimizer), _json(extra)
     owner.commit(partial(_capture, model, owner), kept, is_frozen=optimizer is None)

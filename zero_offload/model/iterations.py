@@ -1,9 +1,9 @@
 """How many iterations of a program are in the states, and whether the last one is over.
 
-Owns the one count that generations, `zo.resume`, `zo.stats` and `zo.RunLog` show. A program ends an iteration by
-`zo.commit` or by `RunLog.step`. Without either, a step of its one optimizer is an iteration. Moves nothing,
-and depends on calls alone, so that ranks count alike. The calls: `start` with states from files, `add_optimizer` where
-one is built, `note_step` per step, `end` and `end_row` where the program ends an iteration.
+Owns the one count that generations, `zo.resume`, `zo.stats` and `zo.RunLog` show. A step of a program's one optimizer
+is an iteration. A program with several ends an iteration by `zo.commit` or by `RunLog.step`. Moves nothing, and depends
+on calls alone, so that ranks count alike. The calls: `start` with states from files, `add_optimizer` where one is
+built, `note_step` per step, `end` and `end_row` where the program ends an iteration.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ class Iterations:
         begins_again = len(self._steps) > 1 and self._latest == next(iter(self._steps))
         return begins_again or self._steps.total() > _UNENDED_MAX
 
-    @property
-    def num_rounds(self) -> int:
-        """Steps since the last end that each optimizer which stepped has taken at least."""
-        return min(self._steps.values(), default=0)
-
     def add_optimizer(self, optimizer: Trainer, names: Iterable[str]) -> None:
         """It trains these parameters from now on."""
         count, was_by_step = self.count, self._is_by_step
@@ -113,11 +108,12 @@ class Iterations:
         self._row_steps += 1
 
     def end(self, *, is_frozen: bool = False) -> None:
-        """The program ends an iteration by `zo.commit`; nothing changes where it has ended already. A frozen model has
-        no steps, and each call ends one."""
+        """The program ends an iteration by `zo.commit`; nothing changes where it has ended already, and steps of one
+        optimizer each are one. A frozen model has no steps, and each call ends one."""
         if is_frozen:
             self._base += 1
-        self._end(ENDED_BY_COMMIT, self._base + 1)
+        if not self._is_by_step:
+            self._end(ENDED_BY_COMMIT, self._base + 1)
 
     def begin_rows(self) -> None:
         """A log begins: its rows count from here."""

@@ -28,7 +28,7 @@ from zero_offload.base.spans import Track
 from zero_offload.base.stats import Stats
 from zero_offload.base.types import Durability, Tier, format_bytes
 from zero_offload.checkpoint.base_record import files_of
-from zero_offload.checkpoint.format import ENDED_BY_STEP, Generation, StepRecord
+from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
 from zero_offload.checkpoint.saved_generation import SavedGeneration
@@ -103,8 +103,6 @@ class ModelRuntime(Owner):
         self.iterations = made.commits.iterations
         self.uncounted = ""
         """Why the states' count of iterations is not known; see `Generation.uncounted`."""
-        self.is_counted = False
-        """True if the program has said how many iterations the states have."""
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
@@ -535,14 +533,14 @@ class ModelRuntime(Owner):
     def adopt_generation(self, found: Generation, *, loaded: bool = False) -> None:
         """The shards are a generation's, or a checkpoint's that was loaded: so are the counts."""
         self.iterations.start(found.step)
-        self.uncounted, self.is_counted = found.uncounted, False
+        self.uncounted = found.uncounted
         self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start(loaded=loaded)
 
     def recount(self, step: int) -> None:
         """The program says how many iterations the states have."""
         self.iterations.start(step)
-        self.uncounted, self.is_counted = "", True
+        self.uncounted = ""
 
     def note_lost_base(self, others: Mapping[str, Path] | None = None) -> None:
         """Let the model not be used while files that it rests in are gone, or have other bytes. First look for them
@@ -585,25 +583,6 @@ class ModelRuntime(Owner):
         self._drop_deleted_states()
         self._commits.complete_record(
             lambda: self._record(capture, extra), in_step=self._has_new_grads, is_frozen=is_frozen
-        )
-
-    def check_ends_iteration(self, call: str) -> None:
-        """Raise where the states that this run began with count steps, and the program's iterations have several. Tell
-        once how an iteration of several steps counts."""
-        rounds = self.iterations.num_rounds
-        if self.keeper is None or self.iterations.ended_by != ENDED_BY_STEP or rounds < 2:
-            return
-        found = self.keeper.found
-        if found is not None and found.step and found.ended_by in ("", ENDED_BY_STEP) and not self.is_counted:
-            raise ConfigError(
-                f"{call} ends an iteration of {rounds} steps, and {found} counts each step as an iteration: a resume "
-                "would leave iterations out. Say how many iterations it has, by zo.resume(model, optimizer, step=N) "
-                "before the first step; or start over with OffloadConfig(existing='discard')"
-            )
-        warn_user(
-            f"{call} ends the first iteration after {rounds} steps: they count as one iteration, of which generations "
-            "are made. If each of your steps is one, call zo.commit after each: it returns at once, and "
-            "OffloadConfig(commit_every=) says how often a generation is made"
         )
 
     def drain(self) -> None:
