@@ -599,6 +599,7 @@ class ModelParams(ParamSource):
     def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
         self._life.check_usable()
         place = self._places[param]
+        self._tracker.check_alone(f"parameter {place.name} is read")
         piece, shard, unit = place.piece, place.section.shard, place.unit
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if unit.gathered_uses > 0 and not master:
@@ -638,6 +639,7 @@ class ModelParams(ParamSource):
 
     def write_value(self, param: nn.Parameter, values: torch.Tensor) -> None:
         self._life.check_usable()
+        self._tracker.check_alone(f"parameter {self._places[param].name} is changed")
         self._tracker.recover()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = values.detach().to("cpu")

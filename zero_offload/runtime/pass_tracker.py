@@ -325,6 +325,11 @@ class PassTracker:
         runs_here = bool(self.forwards) and threading.get_ident() == self._thread
         return runs_here or torch._C._current_graph_task_id() != -1
 
+    def check_alone(self, what: str) -> None:
+        """Raise where a forward runs in another thread: `what` starts now, and units move there."""
+        if self.forwards and not self.active and any(runs(scope.caller) for scope in self.forwards):
+            raise ZeroOffloadError(f"{what}, and a forward {_IN_ANOTHER_THREAD}")
+
     # Forward
 
     def enter(
