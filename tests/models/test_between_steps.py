@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.optim import swa_utils
 
 import zero_offload as zo
@@ -318,6 +319,49 @@ def test_arrays_are_for_reading_and_views_follow(tier: str, nvme: Path) -> None:
     assert (now[3] == 0.25).all() and (now[4] == 0.5).all()
     for view, expected in zip(views, (now, now, now[3:5], now.t()), strict=True):
         assert torch.equal(view, expected)
+    zo.close(model)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_view_from_before_an_assignment_to_data_raises(tier: str, nvme: Path) -> None:
+    """In plain torch it keeps the old values, as averages of weights have it that come and go by `.data`."""
+    model = lm(tier, nvme)
+    weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+    before, copies = weight.data.clone(), {"view": weight.data, "row": weight.detach()[0]}
+    weight.data = torch.zeros(weight.shape)
+    for kept in copies.values():
+        for use in (torch.sum, lambda kept: kept[0], lambda kept: other.detach().flatten()[0] + kept.flatten()[0]):
+            with pytest.raises(zo.ZeroOffloadError, match=r"up\.weight is from before an assignment.*clone"):
+                use(kept)
+    with pytest.raises(zo.ZeroOffloadError, match="from before an assignment"):
+        weight.data = copies["view"]
+    with pytest.raises(zo.ZeroOffloadError, match="from before an assignment"):
+        weight.data, other.data = other.data, weight.data
+    weight.data = before
+    weight.data = weight.data
+    assert torch.equal(weight.data, before)
+    zo.close(model)
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_parametrization_is_removed(tier: str, nvme: Path) -> None:
+    """It gives the parameter other memory by `set_`: here other values."""
+    layer = nn.Linear(4, 4)
+    expected = layer.weight.detach() / 2
+    parametrize.register_parametrization(layer, "weight", Halved())
+    model = zo.offload(nn.Sequential(layer), zo.OffloadConfig(precision="fp32", **settings_of(tier, nvme)))
+    parametrize.remove_parametrizations(layer, "weight")
+    assert torch.equal(model.state_dict()["0.weight"], expected)
+    with pytest.raises(zo.ZeroOffloadError):
+        layer.weight.set_(torch.zeros(2, 2))
+    with pytest.raises(zo.ZeroOffloadError):
+        layer.weight.set_()
+    assert torch.equal(model.state_dict()["0.weight"], expected)
     zo.close(model)
 
 

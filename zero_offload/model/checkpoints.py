@@ -95,7 +95,10 @@ def _optimizer_of(
 
 def _check_frozen(call: str, owner: ModelRuntime) -> None:
     if not owner.is_frozen:
-        raise ConfigError(f"{call} without an optimizer is for frozen models, and parameters of this one are trained")
+        raise ConfigError(
+            f"{call} without an optimizer is for frozen models, and parameters of this one are trained: give the "
+            "optimizer after the model"
+        )
 
 
 def _records(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ says whether the step that begins becomes a generation: a bit of a message that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from zero_offload.base.problems import warn_user
@@ -163,6 +164,11 @@ class Commits:
             is_multiple = not latest.step % self._every if isinstance(self._every, int) else is_frozen
             self._is_due = self._is_due or before is Holds.CHECKPOINT or is_multiple
         self.launch_due()
+
+    def number_record(self, step: int, ended_by: str) -> None:
+        """The program has ended the iteration of the last step: its record says which one that is."""
+        if self._latest is not None:
+            self._latest = replace(self._latest, step=step, ended_by=ended_by)
 
     @property
     def _is_replaced(self) -> bool:

@@ -120,16 +120,12 @@ class Iterations:
         self._row_base, self._row_steps = self.count if self._is_by_step else self._base, 0
 
     def end_row(self, num_iterations: int) -> None:
-        """The program has written a row that stands for so many iterations."""
-        steps, target = self._row_steps, self._row_base + num_iterations
-        if self._is_by_step and steps <= num_iterations:
-            self._base = self.count  # the program counts steps too
-            self._steps.clear()
-        else:
-            whole = target if 1 < num_iterations <= steps else 0
+        """The program has written a row that stands for so many iterations. Steps of one optimizer each are one."""
+        if not self._is_by_step:
+            whole = self._row_base + num_iterations if 1 < num_iterations <= self._row_steps else 0
             by = self.ended_by if self.ended_by == ENDED_BY_COMMIT else ENDED_BY_ROW
             self._end(by, max(self._base + 1, whole))
-        self._row_base, self._row_steps = self._base, 0
+        self.begin_rows()
 
     def _end(self, by: str, count: int) -> None:
         if self._steps:

@@ -168,7 +168,7 @@ class RunLog:
             row["tokens_per_s"] = self._tokens_per_step / row["step_s"]
         if step - last > 1:
             row[NUM_STEPS] = step - last
-        self._owner.iterations.end_row(max(step - self._row_step, 1))
+        self._owner.end_row(max(step - self._row_step, 1))
         self._row_step = step
         if self._owner.step_count not in (0, step):
             row[MODEL_STEP] = self._owner.step_count

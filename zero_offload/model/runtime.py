@@ -585,6 +585,11 @@ class ModelRuntime(Owner):
             lambda: self._record(capture, extra), in_step=self._has_new_grads, is_frozen=is_frozen
         )
 
+    def end_row(self, num_iterations: int) -> None:
+        """The program has written a row of a log, which ends so many iterations."""
+        self.iterations.end_row(num_iterations)
+        self._commits.number_record(self.step_count, self.iterations.shown_by)
+
     def drain(self) -> None:
         """Wait for updates and commits that are under way. Raises the first error."""
         self._commits.drain()

@@ -45,6 +45,7 @@ from zero_offload.standins.refusals import NeedsDataError, described
 from zero_offload.standins.sources import Owner, Touched
 from zero_offload.standins.views import (
     PLAIN,
+    Assignments,
     Lent,
     ReadOnly,
     View,
@@ -66,7 +67,7 @@ class Away(View):
     To C++ it is on meta, so that no tensor can take its place (`x.data = view` raises), and asks for its device.
     """
 
-    __slots__ = ("param", "_meta")
+    __slots__ = ("born", "param", "_meta")
 
     param: nn.Parameter
     _meta: Tensor | None
@@ -115,13 +116,14 @@ class Away(View):
             requires_grad=requires_grad,
             dispatch_device=True,
         )
-        view.param, view._meta = param, like if like.is_meta else None
+        view.param, view.born, view._meta = param, Assignments.count, like if like.is_meta else None
         return view
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        Assignments.check((args, kwargs))
         route: Route = routes_of_views().get(func, operate)
         return route(func, args, kwargs or {})
 

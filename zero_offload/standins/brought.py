@@ -37,7 +37,7 @@ from zero_offload.standins.refusals import (
     no_step_of_others,
 )
 from zero_offload.standins.sources import Owner
-from zero_offload.standins.views import View, Watch, WritesLentError, storage_of, wrap_views
+from zero_offload.standins.views import Assignments, View, Watch, WritesLentError, storage_of, wrap_views
 
 Show = Callable[[Tensor, nn.Parameter], Tensor]
 """show(view, param): what the program gets for a view of a copy of `param`."""
@@ -234,6 +234,7 @@ class _CallOnCopies:
             return whole
         root = root_of(leaf)
         if isinstance(leaf, View):
+            Assignments.check((leaf,))
             leaf.check_recorded()
         copy = self.copy_of(root)
         if id(root) in self._changed:

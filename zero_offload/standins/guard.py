@@ -38,7 +38,7 @@ from zero_offload.standins.refusals import (
     refuse_copy,
 )
 from zero_offload.standins.sources import Owner
-from zero_offload.standins.views import View
+from zero_offload.standins.views import Assignments, View
 
 
 @functools.cache
@@ -198,6 +198,7 @@ def _copy_in(param: Any, source: Any, owner: Owner) -> None:
 def _set_data(param: nn.Parameter, values: Any) -> None:
     """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing. Other
     values are copied in, of the same form: the parameter keeps its memory."""
+    Assignments.check((values,))
     if _is_whole(values, param):
         return
     with torch._C.DisableTorchFunctionSubclass():
@@ -206,6 +207,17 @@ def _set_data(param: nn.Parameter, values: Any) -> None:
         raise no_conversion(param)
     with torch.no_grad():
         operate(Tensor.copy_, (param, values), {})
+    Assignments.note(param)
+
+
+def _set_(param: nn.Parameter, *source: Any, **kwargs: Any) -> nn.Parameter:
+    """Another tensor's memory becomes the parameter's, as `remove_parametrizations` asks: here its values do. A method,
+    since torch shows this function to no class."""
+    values = kwargs.get("source", source[0] if len(source) == 1 else None)
+    if not isinstance(values, Tensor):
+        raise no_conversion(param)
+    _set_data(param, values)
+    return param
 
 
 def _is_whole(values: Any, param: nn.Parameter) -> bool:
@@ -317,6 +329,9 @@ def _needs_other(name: str) -> Callable[[Any, Any], Any]:
         return operator(param, other)
 
     return call
+
+
+setattr(_Guard, "set_", _set_)  # noqa: B010 a type checker knows the methods of Tensor
 
 
 # Not the reflected ones: Python would ask them first for `x / param`, and x times a reciprocal has other bits.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
@@ -52,10 +53,37 @@ class WritesLentError(ZeroOffloadError):
         self.param = param
 
 
+class Assignments:
+    """Of `.data`, by which plain torch gives a parameter other memory: views from before keep the old values there.
+    Here they have no memory, so a later use of them raises."""
+
+    count: ClassVar[int] = 0
+    last: ClassVar[Any] = WeakIdKeyDictionary()
+    """By parameter, the number of its last one."""
+
+    @classmethod
+    def note(cls, param: nn.Parameter) -> None:
+        cls.count += 1
+        cls.last[param] = cls.count
+
+    @classmethod
+    def check(cls, values: Any) -> None:
+        """Raise where views among `values` are from before an assignment."""
+        for view in leaves_in(values) if cls.count else ():
+            if isinstance(view, View) and cls.last.get(view.param, 0) > view.born:
+                name = name_in_model(view.param)
+                raise ZeroOffloadError(
+                    f"a view of parameter {name} is from before an assignment to its .data, and the values of that "
+                    "time are gone. Keep a copy to come back to: backup = param.data.clone()"
+                )
+
+
 class View(Tensor):
     """A view of a parameter, handed out where its memory may not be changed."""
 
     param: nn.Parameter
+    born: int
+    """`Assignments.count` when it was made."""
     is_recorded = False
     """True if autograd has recorded a change of this view, which has no place in the graph."""
     run: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -96,6 +124,7 @@ class ReadOnly(View):
         kwargs = kwargs or {}
         if any(kind not in (cls, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a parameter at rest is among the arguments, and has to be asked first
+        Assignments.check((args, kwargs))
         if changes_views(changed_by(func, args, kwargs), func):
             return View.run(func, args, kwargs)
         views = [(leaf, leaf.param) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, ReadOnly)]
@@ -206,7 +235,7 @@ def _under(view: Tensor, sources: Sequence[tuple[Tensor, T]]) -> tuple[Tensor, T
 
 def _read_only(tensor: Tensor, param: nn.Parameter) -> Tensor:
     view = tensor.as_subclass(ReadOnly)
-    view.param = param
+    view.param, view.born = param, Assignments.count
     return view
 
 

@@ -129,7 +129,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> _Gpus:
     made.at = 3
     for name in ("noted", "streams", "events"):
         monkeypatch.setattr(_Gpus, name, [])
-    entry = Accelerator("nccl", "GPUS", made, False, made.make_stream, made.current_stream, made.make_event)
+    entry = Accelerator(
+        *("nccl", "GPUS", made),
+        make_stream=made.make_stream,
+        current_stream=made.current_stream,
+        make_event=made.make_event,
+    )
     monkeypatch.setitem(ACCELERATORS, "cuda", entry)
     monkeypatch.setattr(torch, "get_device_module", lambda _: made)
     for name in ("device_index", "current_stream", "set_stream"):
@@ -157,7 +162,7 @@ def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_one_warning(
 def test_a_device_that_registers_no_memory_says_so_once(
     gpus: _Gpus, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setitem(ACCELERATORS, "cuda", Accelerator("x", "X", None, False, gpus.make_stream))
+    monkeypatch.setitem(ACCELERATORS, "cuda", Accelerator("x", "X", None, make_stream=gpus.make_stream))
     found = AcceleratorDevice("cuda")
     for address in (1 << 20, 2 << 20):
         found.pin(address, 10)
