@@ -166,7 +166,7 @@ class Commits:
         self.launch_due()
 
     def number_record(self, step: int, ended_by: str) -> None:
-        """The program has ended the iteration of the last step: its record says which one that is."""
+        """The program has ended the iteration of the last step: its record has the number."""
         if self._latest is not None:
             self._latest = replace(self._latest, step=step, ended_by=ended_by)
 
