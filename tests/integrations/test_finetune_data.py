@@ -893,7 +893,7 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, folder: ModelFolder) -> N
         ("a.csv", "question;answer\n", "a.csv has no row"),
         ("a.csv", "question;answer\n1;2\n", "has the columns question;answer \\(CSV has commas"),
         ("a.csv", "question,answer\n1,2,3\n", "a.csv, line 2: 3 fields, and the header has 2"),
-        ("a.csv", "a,b\n1,2\n", "has the columns a, b, which are none .* conversations: messages, conversations;"),
+        ("a.csv", "a,b\n1,2\n", "has the columns a, b, and .* not known.* conversations: messages, conversations;"),
         ("a.csv", "text,text\n1,2\n", "a.csv has the column 'text' twice"),
         ("a.xlsx", "x", "has none of the endings"),
         ("a.parquet", "x", "a.parquet cannot be read"),

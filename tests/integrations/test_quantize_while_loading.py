@@ -400,7 +400,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
+                if storage._cdata not in self._known and storage.resizable():  # else it is an alias
                     self._known.add(storage._cdata)
                     self.now += storage.nbytes()
                     self.peak = max(self.peak, self.now)

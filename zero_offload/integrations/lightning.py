@@ -216,7 +216,9 @@ class OffloadStrategy(ParallelStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         fits, generators = self.lightning_module.trainer.state.fn == TrainerFn.FITTING, capture_rng()
-        load_checkpoint(self.lightning_module, self.optimizers[0] if fits else None, checkpoint[_SOURCE])
+        # Several optimizers of a fit step without an end of an iteration that this library is told of.
+        step = checkpoint["global_step"] if len(self.optimizers) > 1 else None
+        load_checkpoint(self.lightning_module, self.optimizers[0] if fits else None, checkpoint[_SOURCE], step=step)
         restore_rng(generators)  # Lightning leaves them alone, and where it draws is not the same in a fit that goes on
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -117,8 +117,9 @@ def no_conversion(param: nn.Parameter) -> ZeroOffloadError:
         now = f"{param.dtype} on {param.device}"
     return ZeroOffloadError(
         f"an offloaded model keeps its dtype, its device and its memory: parameter {described(param)}, is {now} and "
-        "stays so. Set the dtype it computes in by OffloadConfig(precision=...) and where it rests by params=...; for "
-        "an ordinary model build another one, and load_state_dict(model.state_dict()) there"
+        "stays so. Set the dtype it computes in by OffloadConfig(precision=...) and where it rests by params=... A "
+        "conversion by a library comes before zo.offload, such as peft's prepare_model_for_kbit_training. For an "
+        "ordinary model build another one, and load_state_dict(model.state_dict()) there"
     )
 
 
