@@ -113,6 +113,21 @@ def test_rows_that_count_steps_leave_steps_iterations(tmp_path: Path) -> None:
     zo.close(model)
 
 
+def test_rows_that_end_iterations_of_several_optimizers_number_the_generation(tmp_path: Path) -> None:
+    kind = "two after one"
+    model, optimizers = _open(tmp_path / "swap", kind)
+    with warnings.catch_warnings(), zo.RunLog(tmp_path / "log", model) as log:
+        warnings.simplefilter("ignore")  # before the first row nothing has ended an iteration
+        for number in range(9):
+            _iterate(model, optimizers, kind, number, number + 1)
+            if number % 3 == 2:
+                log.step(number + 1)
+    zo.close(model)
+    model, optimizers = _open(tmp_path / "swap", kind, existing="resume")
+    assert (found := zo.resume(model, optimizers[0])) is not None and found.step == 9
+    zo.close(model)
+
+
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generations of an earlier version: steps of all optimizers are added up, and nothing says so."""
     original = generation.GenerationKeeper._global_payload

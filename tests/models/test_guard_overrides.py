@@ -47,7 +47,7 @@ EXCEPTIONS = (
 """Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies, texts. The rest are an
 address, and a function without an argument, which torch shows to no class. One function asks how much memory there is.
 In torch 2.10 and 2.11 another takes every shape where a tensor has no memory. Another does not check sizes. Two more
-give what nobody has written. One copies late, and not from any memory. The last ones torch refuses where a gradient is
+give memory as it was found. One copies late, and not from any memory. The last ones torch refuses where a gradient is
 required, and a copy requires none.
 """
 ANSWERED = {

@@ -152,8 +152,8 @@ class Generation:
             return ""
         here = max((count for name, count in steps.items() if name in trained), default=0)
         return (
-            f"{self} was written by a version that added up the steps of several optimizers: {self.step} is no number "
-            f"of iterations. The optimizer that it names has stepped {here} times, another one "
+            f"{self} was written by a version that added up the steps of several optimizers, and {self.step} does "
+            f"not count iterations. The optimizer that it names has stepped {here} times, another one "
             f"{max(others.values())} times ({next(iter(others))})"
         )
 

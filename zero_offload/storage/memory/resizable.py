@@ -121,7 +121,7 @@ class ResizableBuffer:
             return self._storage, begin
         assert not self._attached
         at_begin = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
-        # As bytes, which any version of DLPack knows. An alias of no bytes is a storage that nobody else can resize.
+        # As bytes, which any version of DLPack knows. An alias of no bytes is a storage that cannot be resized.
         storage = aliased(at_begin.view(torch.uint8)).untyped_storage()
         at_begin.set_(self._storage, begin, (0,), (1,))
         self._parts.append((storage, torch.ops.aten._reshape_alias(at_begin, (end - begin,), (1,)).view(torch.uint8)))
