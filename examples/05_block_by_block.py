@@ -8,10 +8,8 @@ python examples/05_block_by_block.py [lisa | badam] [DIRECTORY]
 
 from __future__ import annotations
 
-import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -44,43 +42,19 @@ class Net(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-def drawn(blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
-    """LISA's order."""
-    generator = random.Random(0)
-    while True:
-        yield generator.sample(list(blocks), NUM_LIVE)
-
-
-def in_turn(blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
-    """BAdam's order, from the output on."""
-    while True:
-        for block in reversed(blocks):
-            yield [block]
-
-
-def switch(optimizer: torch.optim.Optimizer, live: Sequence[nn.Module], following: Sequence[nn.Module]) -> None:
-    """Freeze what lives, and give up its states; train what follows."""
-    for block in live:
-        for param in block.requires_grad_(False).parameters():
-            optimizer.state.pop(param, None)
-    for block in following:
-        block.requires_grad_(True)
-
-
 def fine_tune(method: str, directory: str) -> None:
     torch.manual_seed(0)
     model = Net()
     # Frozen at zo.offload: a block gets states when it is trained.
     (model.blocks if method == "lisa" else model).requires_grad_(False)
-    zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=directory, commit_every=PERIOD))
+    order = "random" if method == "lisa" else "descending"
+    live = zo.LiveBlocks(model.blocks, NUM_LIVE, order=order, every=PERIOD)
+    config = zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=directory, commit_every=PERIOD)
+    print(zo.plan(model, config, live=live))
+    zo.offload(model, config)
     optimizer = zo.AdamW(model.parameters(), lr=2e-3)
-    order = drawn(model.blocks) if method == "lisa" else in_turn(model.blocks)
-    live: Sequence[nn.Module] = []
     for step in range(6 * PERIOD):
-        if step % PERIOD == 0:
-            following = next(order)
-            switch(optimizer, live, following)
-            live = following
+        live.begin_step(step, optimizer)
         x = torch.randn(32, 128, generator=torch.Generator().manual_seed(step)).to(zo.device(model))
         loss = (model(x).float() - x.roll(1, dims=1)).square().mean()
         loss.backward()

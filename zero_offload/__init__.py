@@ -36,8 +36,10 @@ from zero_offload.model.api import (
     stats,
 )
 from zero_offload.model.checkpoints import Resumed, commit, load_checkpoint, resume, save_checkpoint
+from zero_offload.model.copies import copy
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.gathered import gathered
+from zero_offload.model.live_blocks import LiveBlocks
 from zero_offload.model.offload import offload, plan
 from zero_offload.model.profile import profile
 from zero_offload.model.run_log import RunLog
@@ -57,6 +59,7 @@ __all__ = [
     "GradScaler",
     "IntegrityError",
     "Lion",
+    "LiveBlocks",
     "LockError",
     "NonFiniteError",
     "OffloadConfig",
@@ -73,6 +76,7 @@ __all__ = [
     "clip_grad_value_",
     "close",
     "commit",
+    "copy",
     "deferred_init",
     "device",
     "export_pretrained",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zero_offload as zo
+from tests.helpers import bases
 from tests.helpers.disk import drain, runtime
 from tests.helpers.fresh import run_script
 from zero_offload.base.types import Tier
@@ -96,20 +99,87 @@ def test_what_is_not_committed_is_told(tmp_path: Path) -> None:
         zo.close(model)
 
 
-def test_room_for_a_written_section_is_made_sure_of_before_the_change(tmp_path: Path) -> None:
+def _write_in_place(model: nn.Module, number: int) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), number + 1)
+
+
+def _load(model: nn.Module, number: int) -> None:
+    model.load_state_dict({name: value + number for name, value in model.state_dict().items()})
+
+
+def _load_parts(model: nn.Module, number: int) -> None:
+    state = model.state_dict()
+    checkpoint = {name: torch.full(value.shape, float(number)) for name, value in state.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(checkpoint, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+
+
+REFUSED = (zo.CapacityError, dcp.api.CheckpointException)
+"""The second has the first one's text."""
+WRITES = {"gathered": _write, "in place": _write_in_place, "state dict": _load, "dcp": _load_parts}
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+@pytest.mark.parametrize("how", WRITES)
+def test_room_for_a_written_section_is_made_sure_of_before_the_change(how: str, tier: str, tmp_path: Path) -> None:
     """The first commit names its slot; a further write needs another one."""
-    model = _open(tmp_path, nvme_capacity=_planned(tmp_path))
-    _write(model, 1)
+    capacity = _planned(tmp_path / "plan", tier)
+    model = _open(tmp_path / "run", params=tier, nvme_capacity=capacity)
+    WRITES[how](model, 1)
     zo.commit(model)
     expected = _values(model)
-    with pytest.raises(zo.CapacityError, match=r"Nothing is written"):
-        _write(model, 2)
+    with pytest.raises(REFUSED, match=r"Nothing is written"):
+        WRITES[how](model, 2)
+    assert all(map(torch.equal, _values(model), expected))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if how == "dcp" else "error")  # a load had begun
+        zo.close(model)
+    model = _open(tmp_path / "run", params=tier)
+    assert (found := zo.resume(model)) is not None and found.step == 1
+    assert all(map(torch.equal, _values(model), expected))
+    WRITES[how](model, 2)
+    zo.commit(model)
+    expected = _values(model)
+    zo.close(model)
+    model = _open(tmp_path / "run", params=tier)
     assert all(map(torch.equal, _values(model), expected))
     zo.close(model)
 
 
-def _planned(where: Path) -> int:
-    model = _open(where)
+@pytest.mark.parametrize("how", WRITES)
+def test_a_base_that_is_written_has_slots_of_ours(how: str, tmp_path: Path) -> None:
+    """The user's files stay as they are, and so do values where there is no room."""
+    folder = bases.write_base(tmp_path / "base")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def open_base(nvme: Path, **settings: Any) -> nn.Module:
+        with zo.deferred_init(values="skip"):
+            model = bases.Adapted().requires_grad_(False)
+        zo.load_pretrained(model, folder)
+        return zo.offload(model, bases.settings(nvme, existing="resume", **settings))
+
+    small = open_base(tmp_path / "small", nvme_capacity=4096)
+    expected = _values(small)
+    with pytest.raises(REFUSED, match=r"Nothing is written"):
+        WRITES[how](small, 1)
+    assert all(map(torch.equal, _values(small), expected))
+    zo.close(small)
+    for number in range(2):
+        model = open_base(tmp_path / "large")
+        if number:
+            assert (found := zo.resume(model)) is not None and found.step == number
+            assert all(map(torch.equal, _values(model), expected))
+        WRITES[how](model, number + 1)
+        expected = _values(model)
+        zo.commit(model)
+        zo.close(model)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def _planned(where: Path, tier: str) -> int:
+    model = _open(where, params=tier)
     found = runtime(model).sizes.plan.used_bytes(Tier.NVME)
     zo.close(model)
     return found

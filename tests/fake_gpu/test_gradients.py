@@ -200,7 +200,8 @@ def test_gradients_leave_the_device_with_the_update_only() -> None:
 
 
 def test_what_is_dropped_beside_an_update_is_not_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer of some parameters steps; those of the others in the section go while its update has not begun."""
+    """An optimizer of some parameters steps; those of the others in the section go while its update has not begun. The
+    program has them in hand by then, so the call waits for the update."""
     go = threading.Event()
     opens = DeviceGrads.chunks
 
@@ -214,8 +215,10 @@ def test_what_is_dropped_beside_an_update_is_not_taken_from_it(monkeypatch: pyte
         optimizer = adamw([each.blocks[0].up.weight])
         each(tokens_of(0)).backward()
         optimizer.step()
+        release = threading.Timer(0.5, go.set)
+        release.start()
         each.zero_grad()
-    go.set()
+    release.join()
     runtime_of(model).drain()
     assert zo.stats(model).resident_bytes["device"] == 0
     masters = read_masters(model)

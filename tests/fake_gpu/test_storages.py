@@ -20,6 +20,7 @@ from tests.helpers.reference import Recipe
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.unit import UnitState
 from zero_offload.storage.memory import resizable
+from zero_offload.storage.memory.exchange import by_bytes
 
 Strided = partial(TinyLM, WIDE, 4, StridedBlock)
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -86,7 +87,30 @@ def test_a_gradient_at_rest_shares_no_storage_with_its_neighbours(nvme: Path) ->
     zo.close(model)
 
 
-def test_a_torch_that_points_no_storage_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_exchange_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of a section share the storage of its buffer, and train to the same bits."""
-    monkeypatch.setattr(resizable, "_swap", None)
+    monkeypatch.setattr(resizable, "exchanger", lambda: None)
     check(Recipe(partial(TinyLM, WIDE, 4), "fp32", 3), SOME[:1], device_memory="28MiB")
+
+
+def test_a_torch_without_a_function_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before 2.13: each parameter has its storage, and it trains to the same bits."""
+    monkeypatch.setattr(resizable, "exchanger", by_bytes)
+    check(Recipe(Strided, "fp32", 3), SOME[:1], device_memory="28MiB")
+    check(Recipe(partial(TinyLM, WIDE, 4), "bf16", 3), SOME[:1], device_memory="28MiB")
+
+
+def test_memory_that_is_away_raises(nvme: Path) -> None:
+    """A storage of no bytes would be read at address 0."""
+    device.policy(Policy.LATE)
+    model, plain = leaving(nvme), build(lambda: nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(8))))
+    for _ in range(2):
+        model(torch.ones(1, WIDE, device=TYPE)).sum().backward()
+        away = [unit for unit in runtime_of(model).units if unit.state is UnitState.AWAY]
+        assert away
+        for param in (param for unit in away for param in unit.params):
+            with pytest.raises(RuntimeError, match="is invalid"), torch.no_grad():
+                torch.tensor(param)
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.detach().cpu(), twin)
+    zo.close(model)

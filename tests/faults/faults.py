@@ -25,6 +25,7 @@ def fault(behaviour: str, file: str, text: str, wrong: str, test: str) -> Fault:
 PLACEMENTS = "tests/parity/test_placements.py::test_every_pair_of_settings_trains_to_the_bits_of_plain_tensors"
 RANKS = "tests/parity/test_ranks.py::test_two_ranks_follow_one_with_the_whole_batch"
 STAGES = "tests/parity/test_stages.py::"
+BETWEEN = "tests/parity/test_between_steps_ranks.py::"
 EXPERTS = "tests/parity/test_experts.py::"
 QUANTIZED = "tests/models/test_quantized.py::"
 STANDINS = "tests/models/test_standins.py::"
@@ -35,20 +36,57 @@ SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
 EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
 EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
+KEPT_GRADS = "tests/parity/test_kept_grads.py::test_programs_find_the_gradients_of_plain_torch"
 KEPT = "tests/formats/test_kept_files.py::"
 ALIKE = "tests/parity/test_settings_of_ranks.py::"
 STORAGES = "tests/models/test_storages.py::"
+CLOSED = "tests/models/test_closed_storages.py::"
 STORAGES_ON_A_DEVICE = "tests/fake_gpu/test_storages.py::"
 DCP = "tests/integrations/test_dcp.py::"
+DOORS = "tests/integrations/test_doors.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
 IDENTITY = "tests/integrations/test_identity.py::"
 FINETUNE = "tests/integrations/test_finetune.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
+CHANGES = "tests/parity/test_changes.py::"
+LIVE = "tests/parity/test_live_blocks.py::"
+DROPPED = "tests/parity/test_dropped_masters.py::"
+GATHERED = "tests/models/test_gathered.py::"
+COPIES = "tests/models/test_copies.py::"
+JOINT = "tests/crash/test_joint.py::test_a_crash_leaves_all_models_at_one_commit"
 CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
 
 FAULTS = [
     # Parameters
+    fault(
+        "functions that ask no class read memory that is away",
+        "runtime/units/unit.py",
+        "                section.access.close()\n",
+        "                pass\n",
+        CLOSED + "test_an_update_under_way_closes_the_memory_that_is_here",
+    ),
+    fault(
+        "functions that ask no class read old values beside an update",
+        "runtime/units/unit.py",
+        "        self.update = update\n        self.set_access()\n",
+        "        self.update = update\n",
+        CLOSED + "test_an_update_under_way_closes_the_memory_that_is_here",
+    ),
+    fault(
+        "memory that a device has exchanged under a closed storage is open",
+        "runtime/units/unit.py",
+        "        self.set_access()  # a device has exchanged memory under the storages\n",
+        "",
+        STORAGES_ON_A_DEVICE + "test_memory_that_is_away_raises",
+    ),
+    fault(
+        "a question about memory that is away ends the process",
+        "standins/guard.py",
+        '        **dict.fromkeys(named("is_shared", "is_pinned"), _ask_about_memory),\n',
+        "",
+        CLOSED + "test_questions_about_memory_that_is_away",
+    ),
     fault(
         "a forward uses a unit without waiting for its update",
         "runtime/prefetcher.py",
@@ -123,15 +161,15 @@ FAULTS = [
     fault(
         "the memory of a GPU's parameter, which a view shows, goes with the model",
         "storage/memory/resizable.py",
-        "_swap(storage, aliased(elements).untyped_storage())",
+        "point_at(aliased(elements).untyped_storage())",
         "at = elements.data_ptr(), elements.device, elements.nbytes\n"
-        "                _swap(storage, torch._C._construct_storage_from_data_pointer(*at))",
+        "                point_at(torch._C._construct_storage_from_data_pointer(*at))",
         STORAGES_ON_A_DEVICE + "test_a_view_from_a_forward_outlives_the_model",
     ),
     fault(
         "a parameter that is away from a GPU points at memory that others have by now",
         "storage/memory/resizable.py",
-        "            _swap(storage, elements.new_empty(0).untyped_storage())\n",
+        "            point_at(elements.new_empty(0).untyped_storage())\n",
         "            pass\n",
         STORAGES_ON_A_DEVICE + "test_storages_go_with_the_memory_and_come_with_it",
     ),
@@ -603,6 +641,34 @@ FAULTS = [
         "tests/parity/test_grad_handle.py::test_gradients_that_one_rank_alone_adds",
     ),
     fault(
+        "a gradient in the program's hands is clipped later than plain torch's",
+        "runtime/grads/section.py",
+        "            if index in self.exposed:\n                place = self.store.view(index)\n",
+        "            if False:\n                place = self.store.view(index)\n",
+        KEPT_GRADS,
+    ),
+    fault(
+        "a step reads a gradient that the program changes meanwhile",
+        "storage/shards/grad_store.py",
+        "            self._adopted[index] = before.clone()\n",
+        "            self._adopted[index] = before\n",
+        KEPT_GRADS,
+    ),
+    fault(
+        "a kept gradient has the memory of the next one",
+        "runtime/grads/gradients.py",
+        "            section.end_exposed(indices, keeps=False)\n",
+        "            for index in section.exposed.keys() & set(indices):\n                del section.exposed[index]\n",
+        "tests/parity/test_kept_grads.py::test_a_dropped_gradient_keeps_its_memory",
+    ),
+    fault(
+        "a change of an assigned tensor is missed in silence",
+        "runtime/grads/ledger.py",
+        "            if grad is not None and grad._version != version:\n",
+        "            if False:\n",
+        "tests/parity/test_kept_grads.py::test_an_assigned_tensor_that_changes_is_the_gradient_or_raises",
+    ),
+    fault(
         "an edit of a gradient does not renew its sum of squares",
         "runtime/grads/ledger.py",
         "        self.change(section, [index])\n        section.store.write",
@@ -671,6 +737,48 @@ FAULTS = [
         "            words[_OFFSET] = number\n",
         "            words[_OFFSET] = 0.0\n",
         "tests/integrations/test_quantized_files.py::test_state_dicts_and_folders",
+    ),
+    fault(
+        "a model that from_pretrained has dequantized is exported as codes, or under their names",
+        "integrations/file_names.py",
+        """ and vars(base).get("is_quantized") is not False:""",
+        ":",
+        DOORS + "test_dequantized_weights_are_written_as_they_are",
+    ),
+    fault(
+        "scales that bitsandbytes has put back in another order are offloaded",
+        "plan/quantized.py",
+        "        if _has_lost_scales(param.quant_state):\n",
+        "        if False:\n",
+        DOORS + "test_scales_that_were_repacked",
+    ),
+    fault(
+        "an export of GPTQ says the first form of zero points, which are in the second",
+        "integrations/pretrained.py",
+        '            words["quantization_config"] = zero_point_words(base, said)\n',
+        "            pass\n",
+        DOORS + "test_forms_of_zero_points_are_said_and_compared",
+    ),
+    fault(
+        "zero points of the first form of GPTQ are loaded into layers of the second",
+        "integrations/pretrained.py",
+        "        check_zero_points(model, Path(path))\n",
+        "",
+        DOORS + "test_forms_of_zero_points_are_said_and_compared",
+    ),
+    fault(
+        "an export of a model around another has the config of the inner one",
+        "integrations/pretrained.py",
+        "    if (inner := _owner_of_config(base)) is not None:\n",
+        "    if (inner := None) is not None:\n",
+        DOORS + "test_a_config_of_an_inner_model_is_not_written",
+    ),
+    fault(
+        "an export of a model that was read from GGUF says that it is quantized",
+        "integrations/pretrained.py",
+        "        if not contents.has_quantized:\n",
+        "        if False:\n",
+        DOORS + "test_words_of_a_quantization_go_with_its_weights",
     ),
     fault(
         "JSON of any depth goes to the libraries behind the gate",
@@ -1009,7 +1117,7 @@ FAULTS = [
     fault(
         "buffers are not restored",
         "model/checkpoints.py",
-        "        restore_buffers(model, _buffers(found), where)",
+        "        restore_buffers(model, buffers_in(found), where, device)",
         "        pass",
         KEPT + "test_one_rank_goes_on_with_the_same_bits",
     ),
@@ -1053,7 +1161,7 @@ FAULTS = [
     fault(
         "a load that ends too early is not noticed",
         "model/parts.py",
-        "            self._life.half_loaded = _HALF\n",
+        "            self._life.half_written = _HALF\n",
         "",
         DCP + "test_a_load_that_ends_too_early_leaves_nothing_to_use",
     ),
@@ -1081,9 +1189,45 @@ FAULTS = [
     fault(
         "a rank takes the first elements of a whole tensor for its own",
         "model/params.py",
-        "[begin + offset : end + offset]",
-        "[: end - begin]",
+        "return slice(begin + offset, end + offset) if begin < end else slice(0, 0)",
+        "return slice(0, end - begin)",
         DCP + "test_options_of_state_dicts",
+    ),
+    # Between steps, several ranks
+    fault(
+        "ranks write values that differ",
+        "model/params.py",
+        "        if not self._is_shared:\n            return []\n",
+        "        return []\n",
+        BETWEEN + "test_ranks_that_write_other_values",
+    ),
+    fault(
+        "each rank writes its own random numbers",
+        "model/params.py",
+        "            if is_drawn:\n",
+        "            if False:\n",
+        BETWEEN + "test_random_numbers_are_those_of_rank_0",
+    ),
+    fault(
+        "orthogonal_ and its kin draw on each rank",
+        "standins/brought.py",
+        "_Draws(has_drawn=draws_beside())",
+        "_Draws(has_drawn=False)",
+        BETWEEN + "test_random_numbers_are_those_of_rank_0",
+    ),
+    fault(
+        "the rank that fails to make room is alone with its error",
+        "model/params.py",
+        "            self.reserve(place.section.shard for place in places)\n            self.readers",
+        "            self.readers",
+        BETWEEN + "test_an_error_of_one_rank_is_that_of_all",
+    ),
+    fault(
+        "a generation of some ranks has a write block that broke off on another",
+        "model/params.py",
+        "        notice = Notice(is_broken, ",
+        "        notice = Notice(False, ",
+        BETWEEN + "test_a_block_that_breaks_off_on_one_rank",
     ),
     # Data of finetune
     fault(
@@ -1340,6 +1484,111 @@ FAULTS = [
         THAW + "test_bytes_are_those_of_the_live_block",
     ),
     fault(
+        "blocks that have changed places are committed under the names of before",
+        "model/runtime.py",
+        "            self.check_names(call, changed)\n",
+        "",
+        CHANGES + "test_generations_are_not_made_of_what_was",
+    ),
+    fault(
+        "a resume takes parameters by their places where a model has changed since",
+        "checkpoint/format.py",
+        "    return bool(found.changes) and saved != here",
+        "    return bool(found.changes) and len(saved) != len(here)",
+        CHANGES + "test_a_resume_says_what_became_of_each",
+    ),
+    fault(
+        "steps of a block that has moved are counted under the name of before",
+        "model/runtime.py",
+        "        self._states.change_names(gone, names)\n",
+        "",
+        CHANGES + "test_programs",
+    ),
+    fault(
+        "the room of a block that is gone is used before a generation is made without it",
+        "storage/shards/store.py",
+        "        self._retire(_extents_of(shard))\n",
+        "        self._retire(_extents_of(shard))\n        self._free_retired()\n",
+        CHANGES + "test_kills_in_the_first_commit_after_a_change",
+    ),
+    fault(
+        "memory goes that a graph through a removed block reads",
+        "model/changes.py",
+        "        for section in self.empty_sections(layout):\n            if section",
+        "        for section in ():\n            if section",
+        CHANGES + "test_a_view_of_what_is_to_go",
+    ),
+    fault(
+        "a switch of blocks asks for the room of both turns",
+        "model/runtime.py",
+        "            self._drop_deleted_states()  # what rests gives its room to what is trained\n",
+        "",
+        LIVE + "test_a_budget_for_one_turn_is_enough",
+    ),
+    fault(
+        "states of the turn before, which a generation has, count against no budget",
+        "model/thaw.py",
+        "if retired_bytes > (left",
+        "if 0 > (left",
+        LIVE + "test_states_that_a_generation_has_are_counted",
+    ),
+    fault(
+        "states that no generation has keep their room until one is made",
+        "storage/shards/store.py",
+        "if extents and component in shard.uncommitted:",
+        "if False:",
+        LIVE + "test_states_that_no_generation_has_give_their_room_at_once",
+    ),
+    fault(
+        "a read between steps shows what was there before an update",
+        "storage/shards/store.py",
+        "        self._kept.clear()\n        for lazy in list(self._lazy):",
+        "        for lazy in list(self._lazy):",
+        "tests/models/test_kept_chunks.py::test_what_is_kept_is_not_read_after_a_change",
+    ),
+    fault(
+        "a read between steps shows what was there before a write of a neighbour",
+        "storage/shards/store.py",
+        "                for component in kept.keys() & written.keys():",
+        "                for component in ():",
+        "tests/models/test_kept_chunks.py::test_what_is_kept_is_not_read_after_a_change",
+    ),
+    fault(
+        "a change of a parameter between steps reads chunks that it replaces whole",
+        "checkpoint/values.py",
+        "        if is_whole and numel == end - begin:",
+        "        if False:",
+        "tests/models/test_kept_chunks.py::test_an_average_reads_its_bytes_and_the_students",
+    ),
+    fault(
+        "masters of blocks that share a section with one that lives are not rounded when they are dropped",
+        "model/runtime.py",
+        "                self._states.round_masters(of_section)\n",
+        "                pass\n",
+        DROPPED + "test_blocks_that_share_a_section_round_theirs_alone",
+    ),
+    fault(
+        "the room of a cache has two owners when its section is frozen again",
+        "storage/shards/store.py",
+        "shard.slots, shard.cache, shard.current, shard.committed = (), None, 0, None",
+        "shard.slots, shard.current, shard.committed = (), 0, None",
+        DROPPED + "test_numbers_are_those_of_masters_that_are_rounded",
+    ),
+    fault(
+        "values of a section that is frozen again keep the memory of its masters",
+        "storage/shards/store.py",
+        "if layout.is_thawed and sizes.keys() > {Component.VALUE}:",
+        "if False:",
+        DROPPED + "test_memory_after_a_resume",
+    ),
+    fault(
+        "a turn between two generations leaves the room of its frozen values taken",
+        "storage/shards/store.py",
+        "        if before.committed is None:\n            self._free(_extents_of(before))",
+        "        if before.committed is None and not self._num_slots:\n            self._free(_extents_of(before))",
+        DROPPED + "test_turns_between_two_generations_take_no_more_room",
+    ),
+    fault(
         "the master of a section that thaws is zero",
         "model/thaw.py",
         "        out.copy_(store.read_chunk(before, Component.VALUE, begin // CHUNK_NUMEL))",
@@ -1366,5 +1615,124 @@ FAULTS = [
         '            words["architectures"] = [type(base).__name__]\n',
         "            pass\n",
         "tests/integrations/test_export.py::test_models_of_transformers",
+    ),
+    fault(
+        "a copy is made of rounded values, and not of masters",
+        "model/copies.py",
+        "read_master_chunk(self._store, shard, row).clone()",
+        "read_master_chunk(self._store, shard, row).to(shard.layout.dtype)",
+        COPIES + "test_a_copy_in_fp32_has_all_bits_of_the_masters",
+    ),
+    fault(
+        "a copy is read beside the update of its original",
+        "model/copies.py",
+        "        place.unit.wait_for_update()\n",
+        "",
+        COPIES + "test_an_update_that_is_under_way_is_in_the_copy",
+    ),
+    fault(
+        "a copy in fp32 casts its inputs as its original in 16 bits does",
+        "runtime/hooks.py",
+        "(_do_nothing, _cast_inputs, _cast_output, ",
+        "(_do_nothing, ",
+        COPIES + "test_hooks_of_the_program_are_copied_and_ours_are_not",
+    ),
+    fault(
+        "a copy takes the chunk that it has read last for another one",
+        "model/copies.py",
+        "(key := (shard.layout.index, row))",
+        "(key := (0, row))",
+        COPIES + "test_a_copy_is_the_deep_copy_of_a_plain_model",
+    ),
+    fault(
+        "a block for writing rounds masters of what it leaves as it is, where values are changed in place",
+        "model/gathered.py",
+        "    return place.section.buffer is None and place.section.layout.has_master_apart\n",
+        "    return False\n",
+        GATHERED + "test_values_that_a_write_leaves_as_they_are_keep_their_masters",
+    ),
+    fault(
+        "a deep copy takes the memory of a whole model before it looks at what is left",
+        "standins/guard.py",
+        "            owner.check_copies(param, memo)\n",
+        "            pass\n",
+        COPIES + "test_a_deep_copy_that_does_not_fit_raises_before_it_takes_memory",
+    ),
+    fault(
+        "a student is committed before its teacher is",
+        "checkpoint/joint.py",
+        "        self._joint.wait_for_others()\n",
+        "        pass\n",
+        JOINT,
+    ),
+    fault(
+        "a teacher gives up its old values before the commit point",
+        "checkpoint/joint.py",
+        "        self._joint.wait_for_lead()\n",
+        "        pass\n",
+        JOINT,
+    ),
+    fault(
+        "a teacher goes on from a commit that never came",
+        "checkpoint/format.py",
+        "if newest is not None and _is_unfinished(newest, directory) else None",
+        "if False else None",
+        JOINT,
+    ),
+    fault(
+        "a number that was given twice is taken for one commit",
+        "checkpoint/format.py",
+        "return found.number == lead.number and ",
+        "return False and ",
+        "tests/crash/test_also.py::test_a_number_that_was_given_again_is_another_commit",
+    ),
+    fault(
+        "a student goes on without its teacher",
+        "model/members.py",
+        "        _check_complete(each, members)\n",
+        "        pass\n",
+        "tests/crash/test_also.py::test_models_of_one_commit_do_not_go_on_alone",
+    ),
+    fault(
+        "a state dict is loaded in part before room ends",
+        "model/params.py",
+        "                self._states.reserve(place.section.shard for place in copied_in)\n",
+        "",
+        "tests/crash/test_frozen.py::test_room_for_a_written_section_is_made_sure_of_before_the_change",
+    ),
+    fault(
+        "a parameter that a class keeps in fp32 has 16 bits",
+        "plan/dtypes.py",
+        "        if any(map(is_kept, names)) and not named:\n",
+        "        if False:\n",
+        "tests/models/test_kept_in_fp32.py::test_as_the_plain_model",
+    ),
+    fault(
+        "a dtype that the program names does not count where a class keeps fp32",
+        "plan/dtypes.py",
+        "any(map(is_kept, names)) and not named",
+        "any(map(is_kept, names))",
+        "tests/models/test_kept_in_fp32.py::test_dtypes",
+    ),
+    fault(
+        "operations that promote are told as mixed dtypes",
+        "model/first_forward.py",
+        "    return name in _OF_ONE_DTYPE\n",
+        "    return True\n",
+        "tests/unit/model/test_first_forward.py::test_nothing_is_told_where_the_real_forward_runs",
+    ),
+    fault(
+        "a buffer of a weight's form is taken for one of its values",
+        "model/deferred/recorder.py",
+        "unread = op.tensors if op.reads_forms else filled",
+        "unread = filled",
+        "tests/models/test_deferred.py::test_values_that_need_no_skipped_ones_are_made",
+    ),
+    fault(
+        "an export unties what is tied beside a free head",
+        "integrations/pretrained.py",
+        "return any({name, other} <= written for name, other in tied.items())",
+        "return bool(tied)",
+        "tests/integrations/test_own_folders.py::test_ties_beside_a_head_that_is_free",
     ),
 ]

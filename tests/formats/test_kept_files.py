@@ -44,6 +44,12 @@ def check(way: Way, commit: str, folder: Path, pools: RankPools | None) -> None:
 ALONE, TOGETHER = ([way for way in ways() if (way.world_size > 1) is several] for several in (False, True))
 
 
+@pytest.mark.door(
+    "torch",
+    load="generations and checkpoints of earlier versions",
+    save="`zo.commit`, `zo.save_checkpoint`",
+    outcome="right",
+)
 @pytest.mark.parametrize("way", ALONE, ids=lambda way: way.name)
 def test_one_rank_goes_on_with_the_same_bits(way: Way, commit: str, folder: Path) -> None:
     check(way, commit, folder, None)
@@ -70,6 +76,9 @@ def test_every_file_verifies(commit: str, folder: Path, capsys: pytest.CaptureFi
             assert all(each["whole"] and each["blocks"] > 0 and each["ranks"] == run.world_size for each in found)
 
 
+@pytest.mark.door(
+    "torch", load="generations and checkpoints of earlier versions", save="`zero-offload export`", outcome="right"
+)
 def test_every_file_is_exported(commit: str, folder: Path) -> None:
     expected = expected_of(commit)
     for name, run in RUNS.items():

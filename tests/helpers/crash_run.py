@@ -11,7 +11,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -33,10 +33,13 @@ from zero_offload.base.types import Durability, StateKind, Tier
 from zero_offload.checkpoint import generation, run_files
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.checkpoint.joint import ALONE, CommitPart, JointCommit
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import SHARD_NUMEL, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.runs.locate import alone
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.memory.arena import Arena
@@ -66,15 +69,18 @@ class Setup:
     tiers: str = "mixed"
     directories: tuple[str, ...] = ("/drive/run",)
     existing: str = "resume"
+    num_models: int = 1
+    """Models that are committed together, of one rank each. They take turns as ranks do."""
 
     def __str__(self) -> str:
-        words = [self.durability.value, f"{self.world_size} rank" + "s" * (self.world_size > 1)]
+        words = [f"{self.num_models} models"] * (self.num_models > 1)
+        words += [self.durability.value, f"{self.world_size} rank" + "s" * (self.world_size > 1)]
         words += [f"every {self.interval} steps"] * (self.interval > 1) + ["caches"] * (self.tiers == "disk")
         words += [f"{len(self.directories)} directories"] * (len(self.directories) > 1)
         return ", ".join(words + ["discard"] * (self.existing == "discard"))
 
-    def config(self) -> OffloadConfig:
-        where = list(self.directories)
+    def config(self, model: int = 0) -> OffloadConfig:
+        where = [f"{each}{model or ''}" for each in self.directories]
         return OffloadConfig(nvme=where, params="nvme", durability=self.durability.value, existing=self.existing)
 
     @property
@@ -109,7 +115,7 @@ def mounted(fs: CrashFS, seed: int) -> Iterator[None]:
     with (
         mock.patch.object(run_files, "RunDirectory", directory),
         mock.patch.object(generation.uuid, "uuid4", lambda: SimpleNamespace(hex=f"{seeds.getrandbits(128):032x}")),
-        mock.patch.object(run_files, "open_engine", lambda *_: CrashEngine(fs, seeds.randrange(1 << 30))),
+        mock.patch.object(run_files, "open_engine", lambda *_, **__: CrashEngine(fs, seeds.randrange(1 << 30))),
     ):
         yield
 
@@ -117,9 +123,9 @@ def mounted(fs: CrashFS, seed: int) -> Iterator[None]:
 class Run:
     """One rank's run, from `open` on; what `offload` and a step do, without a model."""
 
-    def __init__(self, setup: Setup, ranks: CrewGroup, cleanup: ExitStack) -> None:
+    def __init__(self, setup: Setup, ranks: CommitGroup, cleanup: ExitStack, model: int = 0) -> None:
         self.setup, self.rank, self.step = setup, ranks.rank, 0
-        files = RunFiles.open(setup.config(), setup.layout, ranks, FirstError(), Counters())
+        files = RunFiles.open(setup.config(model), setup.layout, ranks, FirstError(), Counters())
         cleanup.callback(files.close)
         assert files.keeper is not None and files.swap is not None
         self.keeper: GenerationKeeper = files.keeper
@@ -138,6 +144,8 @@ class Run:
                     self.store.add_states(shard, ADAM_STATES)
                     self._replace(shard)
             self._staging = LazyRegion(self.store.arena, self.store.state_staging_bytes)
+        if setup.num_models > 1:
+            files.finish_resume(ranks)
 
     def _replace(self, shard: Shard) -> None:
         """Write a whole shard anew, as this step has it."""
@@ -168,8 +176,8 @@ class Run:
         self.store.close_chunks(chunk)
         self.store.finish_update(shard)
 
-    def commit(self) -> None:
-        self.keeper.commit(StepRecord(self.step, {}, [], None, {"step": self.step}, None, {}))
+    def commit(self, part: CommitPart = ALONE) -> None:
+        self.keeper.commit(StepRecord(self.step, {}, [], None, {"step": self.step}, None, {}), part=part)
 
     def wrong_arrays(self) -> list[str]:
         """Arrays that are not what this step's are, values that forward would not get, the record of another step."""
@@ -225,12 +233,60 @@ class History:
         return f"{self.errors or self.opened}"
 
 
+class _InTurns:
+    """The monitor of a commit of several models, which take turns."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self.lock = nullcontext()
+
+    def notify(self) -> None: ...
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._crew.pass_on()
+
+
+def _live_together(fs: CrashFS, setup: Setup, num_steps: int, seed: int, history: History, crew: Crew) -> None:
+    """As `play`, of several models."""
+    joints: dict[int, JointCommit] = {}
+    opened: list[int] = []
+    tokens: list[str] = []
+    order = random.Random(seed).sample(range(setup.num_models), setup.num_models)
+    monitor = _InTurns(crew)
+
+    def life(model: int) -> None:
+        with ExitStack() as cleanup:
+            # A program offloads one after the other.
+            monitor.wait_for(lambda: order[len(opened)] == model)
+            try:
+                run = Run(setup, alone(), cleanup, model)
+            finally:
+                opened.append(model)
+            found = run.keeper.found
+            history.opened.append((run.step, run.wrong_arrays()))
+            tokens.append("" if found is None or found.joint is None else found.joint.token)
+            monitor.wait_for(lambda: len(opened) == len(tokens) == setup.num_models)
+            assert len({*tokens}) == 1, "the models go on from different commits"
+            history.reported.append((len(fs.journal), run.step))
+            for _ in range(num_steps):
+                run.train()
+                if run.step % setup.interval == 0:
+                    joint = joints.setdefault(run.step, JointCommit(["model"] * setup.num_models, monitor))
+                    part = joint.part(model)
+                    with part.failing():
+                        run.commit(part)
+                    history.reported.append((len(fs.journal), run.step))
+
+    history.outcomes = crew.run(life)
+
+
 def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[Crew], None] | None = None) -> History:
     """Open, check, train so many steps more, close. An error ends a rank, as it ends a run.
 
     `watch` is told of the crew before anything happens.
     """
-    history, crew = History(fs, setup), Crew(setup.world_size, seed)
+    history, crew = History(fs, setup), Crew(setup.world_size * setup.num_models, seed)
     fs.before_call = crew.turn
     if watch is not None:
         watch(crew)
@@ -248,7 +304,10 @@ def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[
                     history.reported.append((len(fs.journal), run.step))
 
     with mounted(fs, seed):
-        history.outcomes = crew.run(life)
+        if setup.num_models > 1:
+            _live_together(fs, setup, num_steps, seed, history, crew)
+        else:
+            history.outcomes = crew.run(life)
     return history
 
 

@@ -62,6 +62,12 @@ class Crew:
         if len(self._batons) > 1 and self._rng.random() < HAND_ON:
             self._pass_on(self.rank)
 
+    def pass_on(self) -> None:
+        """Another one goes on, if there is one: this one waits for it."""
+        if not self._ready - {self.rank}:
+            raise RankError("all others are gone")
+        self._pass_on(self.rank)
+
     def meet(self, said: Any) -> list[Any]:
         """The words of every rank, once all have spoken. Raises RankError when one is gone."""
         rank, size = self.rank, len(self._batons)

@@ -94,7 +94,7 @@ def assign_data(params: Params) -> None:
 def assign_the_next(params: Params) -> None:
     first, *_, last = [param for param in params if param.dim() == 1]
     before = grad_of(first).clone()
-    first.grad = grad_of(last) if first.shape == last.shape else before * 2
+    first.grad = grad_of(last).clone() if first.shape == last.shape else before * 2
     last.grad = before if first.shape == last.shape else None
 
 

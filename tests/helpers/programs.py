@@ -365,11 +365,22 @@ def followed() -> Names:
     return {**plain(), "model": student, "student": student, "teacher": teacher}
 
 
+def changed() -> Names:
+    """A model that has been trained, and a class for further blocks."""
+    names = trained()
+
+    def block(width: int) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+
+    return {**names, "Block": block, "d": 32, "vocabulary": 70, "ends_with": step_of}
+
+
 GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "README.md": {"In Python": (lambda: {"MyTransformer": MyTransformer, "batch": batch},)},
     "docs/GUIDE.md": {
         "Precision": (precise,),
         "Parameters added later": (adapted,),
+        "Modules that are removed, moved or replaced": (changed,),
         "fp16": (scaled,),
         "Micro-batches": (trained,),
         "Models larger than memory": (plain,),
@@ -377,6 +388,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
         "Large vocabularies": (logits,),
         "Hugging Face folders": (adapted,),
         "Between steps": (followed,),
+        "Copies and averages": (trained,),
         "Trainers": (in_trainer,),
         "accelerate": (in_accelerate,),
         "Lightning": (in_lightning,),

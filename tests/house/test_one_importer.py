@@ -18,6 +18,9 @@ OWNERS: dict[str, frozenset[str]] = {
     "torch.cuda": frozenset({"hardware/accelerators.py"}),
     "matplotlib": frozenset({"runs/report/picture.py"}),
     "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/arena.py"}),
+    "ctypes.string_at": frozenset(
+        {"storage/memory/access.py", "storage/memory/exchange.py"}
+    ),  # objects of torch's, in C++
     "resource.getrusage": frozenset({"storage/memory/heap.py"}),  # page faults; its ru_maxrss is the launcher's too
     "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),
     "triton": frozenset(

@@ -148,6 +148,13 @@ def split(rank: int, world_size: int, loop: Loop, where: str, folder: Path) -> t
         return whole, run(loop, made, range(2, 4), Trained())
 
 
+@pytest.mark.door(
+    "accelerate",
+    load="`Accelerator.load_state`",
+    between="one and two ranks",
+    save="`Accelerator.save_state`",
+    outcome="right",
+)
 @pytest.mark.parametrize(
     ("where", "world_size", "kind"),
     [("nvme", 1, accelerate.Accelerator), ("cpu", 1, OffloadAccelerator), ("nvme", 2, OffloadAccelerator)],

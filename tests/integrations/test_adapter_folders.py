@@ -158,6 +158,13 @@ def _check(path: Path, config: Any, tmp_path: Path, no_merge: str | None = None)
     assert torch.equal(_seen(peft.PeftModel.from_pretrained(_plain(path), tmp_path / "again"))[0], expected)
 
 
+@pytest.mark.door(
+    "peft, transformers",
+    load="`PeftModel.save_pretrained`, read by `finetune`, `chat`",
+    between="LoRA with each init, DoRA, rsLoRA, patterns",
+    save="`zo.export_pretrained`, separate and merged",
+    outcome="right",
+)
 @pytest.mark.parametrize("name", LORAS)
 def test_loras(name: str, base: Path, tmp_path: Path) -> None:
     config = LoraConfig(**{"r": 4, "target_modules": LAYERS, "task_type": "CAUSAL_LM"} | LORAS[name])
@@ -169,17 +176,37 @@ def _config(kind: str) -> Any:
     return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**settings)
 
 
+@pytest.mark.door(
+    "peft, transformers",
+    load="`PeftModel.save_pretrained`, read by `finetune`, `chat`",
+    between="each other kind that is loaded",
+    outcome="right",
+)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_other_kinds(kind: str, base: Path, tmp_path: Path) -> None:
     zo.close(_check_read(base, _config(kind), tmp_path / "adapter")[0])
 
 
+@pytest.mark.door(
+    "peft, transformers",
+    load="`PeftModel.save_pretrained`, read by `finetune`, `chat`",
+    between="each other kind that is loaded",
+    save="`zo.export_pretrained`, separate and merged",
+    outcome="right",
+)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_other_kinds_are_merged_and_written(kind: str, base: Path, tmp_path: Path) -> None:
     _check(base, _config(kind), tmp_path, {"BEFT": "no bias", "LILY": "not supported"}.get(kind))
 
 
+@pytest.mark.door(
+    "peft",
+    load="`PeftModel.save_pretrained`, read by `finetune`, `chat`",
+    between="kinds that change the base, or of later versions",
+    outcome="refused: the kind",
+    instead="a merge by peft, in memory",
+)
 def test_every_kind_of_peft_is_loaded_or_refused_by_its_name(lora: Path) -> None:
     assert KINDS.keys() == LOADED_KINDS
     for kind in {each.value for each in PeftType} - LOADED_KINDS | {"A_KIND_OF_TOMORROW"}:

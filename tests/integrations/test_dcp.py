@@ -33,9 +33,8 @@ from tests.helpers.launched import run_program
 from tests.helpers.models import tokens_of
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools, wait_until
-from zero_offload.model import runtime
 from zero_offload.model.api import need_runtime
-from zero_offload.runtime.ranks import neighbours, watch
+from zero_offload.runtime.ranks import collectives, neighbours, watch
 
 COMPACT = zo.Precision(compute="bf16", states="compact")
 BF16 = Case({"precision": "bf16", "stage": 3}, num_steps=2)
@@ -142,6 +141,13 @@ def at(where: str, case: Case, path: Path) -> Case:
     return replace(case, settings=case.settings | placed)
 
 
+@pytest.mark.door(
+    "torch",
+    load="`dcp.load`",
+    between="two ranks, each precision and stage",
+    save="`dcp.save`, `dcp.async_save`",
+    outcome="right",
+)
 @in_pairs(
     where=["cpu", "nvme"],
     precision=["bf16", "fp32", "fp16", COMPACT],
@@ -210,6 +216,9 @@ def everything(model: nn.Module, optimizer: zo.AdamW) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.door(
+    "torch", load="`dcp.load`", between="saved on one rank, loaded on two", save="`dcp.save`", outcome="right"
+)
 @in_pairs(where=["cpu", "nvme"], precision=["bf16", "fp32", "fp16", COMPACT], stage=[3, 1, 0], way=[*WAYS])
 def test_ranks_keep_what_one_has_saved(
     where: str, precision: Any, stage: int, way: str, tmp_path: Path, pool: RankPool
@@ -287,6 +296,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.door(
+    "torch", load="`dcp.load` of a checkpoint of `fully_shard`", between="and back", save="`dcp.save`", outcome="right"
+)
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
 def test_checkpoints_of_fully_shard_load_and_ours_load_there(where: str, tmp_path: Path, pool: RankPool) -> None:
     case = at(where, FP32, tmp_path / "a")
@@ -298,6 +310,9 @@ def test_checkpoints_of_fully_shard_load_and_ours_load_there(where: str, tmp_pat
     assert all(same(each, expected) for each in found)
 
 
+@pytest.mark.door(
+    "torch", load="`dcp.load` of a checkpoint of `fully_shard`", between="fp32 values in a bf16 model", outcome="right"
+)
 def test_fp32_values_become_masters(tmp_path: Path, pool: RankPool) -> None:
     """A checkpoint of fp32 parameters has all bits of a bf16 model's masters, and no residuals."""
     path = str(tmp_path / "saved")
@@ -337,6 +352,7 @@ def save_divided(rank: int, world_size: int, path: str, again: str) -> None:
     zo.close(other)
 
 
+@pytest.mark.door("torch", load="`dcp.load`", between="tensor parallel parts", save="`dcp.save`", outcome="right")
 def test_tensor_parallel_parts(tmp_path: Path, pool: RankPool) -> None:
     paths = str(tmp_path / "saved"), str(tmp_path / "again")
     pool.succeed(save_divided, *paths)
@@ -445,7 +461,7 @@ def wait_alone(rank: int, world_size: int, what: str, done: Path) -> list[str]:
     limits = (
         mock.patch.object(neighbours, "time_limit", lambda: timedelta(seconds=2)),
         mock.patch.object(watch, "LISTEN_S", 0.5),
-        mock.patch.object(runtime, "WARN_S", 0.25),
+        mock.patch.object(collectives, "WARN_S", 0.25),
     )
     with limits[0], limits[1], limits[2], trained(FP32, rank, world_size) as (model, optimizer):
         if rank > 0:
@@ -470,7 +486,7 @@ def wait_alone(rank: int, world_size: int, what: str, done: Path) -> list[str]:
 def test_a_rank_that_waits_alone_says_so(what: str, instead: list[str], pool: RankPool, tmp_path: Path) -> None:
     (warning, error), _ = pool.succeed(wait_alone, what, tmp_path / "done")
     pool.renew()
-    assert "rank 0 has waited 0.25 s for the other ranks" in warning
+    assert "rank 0 has waited 0.25 s for rank 1 in " in warning
     assert "rank 1 (process " in error and "did not come to" in error and "timed out after 2 s" in error
     for text in (warning, error):
         assert f"{what}, which all ranks call" in text and all(each in text for each in instead)
@@ -563,6 +579,9 @@ def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
 # A base in its files
 
 
+@pytest.mark.door(
+    "torch", load="`dcp.load`", between="a frozen base that rests in its files", save="`dcp.save`", outcome="right"
+)
 @pytest.mark.parametrize("params", ["nvme", "cpu"])
 def test_a_load_over_a_base_makes_a_copy_of_our_own(params: str, tmp_path: Path) -> None:
     folder = bases.write_base(tmp_path / "base")

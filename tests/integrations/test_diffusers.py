@@ -81,7 +81,7 @@ def test_bf16_is_the_same_on_each_tier(name: str, lora: bool, nvme: Path) -> Non
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_bf16_computes_what_diffusers_computes(name: str, nvme: Path, tmp_path: Path) -> None:
-    """With the parameters in fp32 that diffusers keeps so. It rounds buffers too, and we do not."""
+    """With the parameters and buffers in fp32 that `from_pretrained` leaves so."""
     DENOISERS[name].build().save_pretrained(tmp_path / "in")
     plain = getattr(diffusers, DENOISERS[name].kind).from_pretrained(tmp_path / "in", torch_dtype=torch.bfloat16)
     inputs = {
@@ -89,16 +89,13 @@ def test_bf16_computes_what_diffusers_computes(name: str, nvme: Path, tmp_path: 
         for key, value in DENOISERS[name].inputs(0).items()
     }
     model = DENOISERS[name].build()
-    for path, buffer in model.named_buffers():
-        module, _, own = path.rpartition(".")
-        setattr(plain.get_submodule(module), own, buffer)
-    kept = set(model._keep_in_fp32_modules or ())
-    names = [each for each, _ in model.named_parameters() if kept & {*each.split(".")}]
-    precision = zo.Precision(modules=dict.fromkeys(names, "fp32"))
+    tables = [each for each, buffer in plain.named_buffers() if buffer.dtype == torch.float32]
+    precision = zo.Precision(buffers=dict.fromkeys(tables, "fp32"))
     zo.offload(model, replace(placed("bf16", ("nvme",) * 3, nvme), precision=precision))
     with torch.no_grad():
         assert torch.equal(model.eval()(**inputs).sample, plain.eval()(**inputs).sample)
-    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.parameters()}
+    found, expected = ({name: p.dtype for name, p in each.named_parameters()} for each in (model, plain))
+    assert found == expected
 
 
 def on_a_rank(rank: int, world_size: int, name: str, lora: bool, recompute: bool, out: Path) -> list[float]:
@@ -139,6 +136,13 @@ def built_away(name: str, folder: Path, config: zo.OffloadConfig) -> Any:
     return zo.offload(model, config).train()
 
 
+@pytest.mark.door(
+    "diffusers",
+    load="`zo.load_pretrained`",
+    between="one file, shards, variants",
+    save="`zo.export_pretrained`",
+    outcome="right",
+)
 @pytest.mark.parametrize("form", ["one file", "a variant", "shards of a variant", "shards", "a named file"])
 def test_folders_are_read_and_written(form: str, nvme: Path, tmp_path: Path) -> None:
     plain = DENOISERS["unet"].build()
@@ -163,6 +167,13 @@ def test_folders_are_read_and_written(form: str, nvme: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == expected
 
 
+@pytest.mark.door(
+    "diffusers, peft",
+    load="`zo.load_pretrained`",
+    between="LoRA by `add_adapter`",
+    save="`zo.export_pretrained`, separate and merged; `save_lora_adapter`",
+    outcome="right",
+)
 def test_an_adapter_over_a_folder_is_saved_and_merged_as_diffusers_does(nvme: Path, tmp_path: Path) -> None:
     denoiser = DENOISERS["flux"]
     denoiser.build().save_pretrained(tmp_path / "base")
@@ -230,6 +241,39 @@ def test_moving_averages_of_masters(lora: bool, nvme: Path) -> None:
         return average.shadow_params
 
     assert all(torch.equal(one, other) for one, other in zip(averages(True), averages(False), strict=True))
+
+
+@pytest.mark.door(
+    "diffusers",
+    load="`EMAModel(model.parameters())`",
+    between="moving averages",
+    save="`EMAModel.save_pretrained`",
+    outcome="right",
+)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_ema_model_takes_an_offloaded_model(foreach: bool, nvme: Path, tmp_path: Path) -> None:
+    """Steps, a swap for an evaluation and back, and a folder."""
+    seen = []
+    for away in (False, True):
+        model = made("unet", lora=False, recompute=False)
+        if away:
+            zo.offload(model, placed("fp32", ("nvme",) * 3, nvme))
+        kept = {"model_cls": type(model), "model_config": model.config}
+        average = EMAModel(model.parameters(), decay=0.9, foreach=foreach, use_ema_warmup=True, **kept)
+        for _ in range(3):
+            train(model, "unet", 1)
+            average.step(model.parameters())
+        average.store(model.parameters())
+        average.copy_to(model.parameters())
+        swapped = values_of(model)
+        average.restore(model.parameters())
+        average.save_pretrained(str(tmp_path / f"average-{away}"))
+        loaded = EMAModel.from_pretrained(str(tmp_path / f"average-{away}"), type(model))
+        seen.append([*average.shadow_params, *swapped.values(), *values_of(model).values(), *loaded.shadow_params])
+        if away:
+            zo.close(model)
+    assert len(seen[0]) == len(seen[1])
+    assert all(torch.equal(one.detach(), other.detach()) for one, other in zip(*seen, strict=True))
 
 
 @pytest.mark.parametrize("name", ["diffusion_full", "diffusion_lora"])

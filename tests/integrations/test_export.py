@@ -74,6 +74,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.door(
+    "transformers",
+    load="`zo.offload`",
+    between="heads of words and classes, tied and untied",
+    save="`zero-offload export`",
+    outcome="right",
+)
 @in_turn(kind=[*MODELS], dtype=[None, "fp32"])
 def test_models_of_transformers(kind: str, dtype: str | None, tmp_path: Path, capsys: Capture) -> None:
     """A run of the user's own loop: config, class, dtype, ties and values are those of the model."""
@@ -108,6 +115,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.door(
+    "peft, transformers",
+    load="`from_pretrained`, then `get_peft_model`",
+    between="LoRA, rsLoRA, DoRA, whole modules",
+    save="`zo.export_pretrained`, `zero-offload export`, separate and merged",
+    outcome="right",
+)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_of_an_own_loop(kind: str, tmp_path: Path) -> None:
     """Apart they are what peft saves; merged, what it leaves of the base."""
@@ -139,6 +153,13 @@ def test_what_adapters_cannot_be(tmp_path: Path, capsys: Capture) -> None:
     assert "and generation 1 (step 1" in capsys.readouterr().err
 
 
+@pytest.mark.door(
+    "peft, transformers",
+    load="`PeftModel.save_pretrained`, read by `finetune`",
+    between="PiSSA, OLoRA, EVA",
+    save="`zero-offload export`, separate and merged",
+    outcome="right",
+)
 @pytest.mark.parametrize("init", ["pissa", "olora", "eva"])
 def test_a_run_of_an_adapter_whose_beginning_is_computed(init: str, tmp_path: Path) -> None:
     """Both folders have the logits of the trained model: the generation has the base as the adapter left it."""
@@ -250,6 +271,7 @@ def test_a_run_of_finetune(lora: bool, tmp_path: Path) -> None:
     assert main(["verify", str(run)]) == main(["verify", str(out)]) == 0
 
 
+@pytest.mark.door("transformers", load="checkpoint of `OffloadTrainer`", save="`zero-offload export`", outcome="right")
 def test_a_checkpoint_of_a_trainer(tmp_path: Path) -> None:
     spec = Spec(tmp_path / "out", None, args={"save_strategy": "steps", "save_steps": 2, "max_steps": 2})
     train(spec)

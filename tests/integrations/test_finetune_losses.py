@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import tests.helpers.tools as tools  # before transformers  # isort: skip
 from tests.helpers import folders
@@ -45,6 +47,26 @@ def test_micro_batches_of_encoders_do_not_add_up(tmp_path: Path, method: str) ->
             assert [row[name] for row in parts] == pytest.approx([row[name] for row in whole], rel=1e-4)
     else:  # other words are masked
         assert [row["loss"] for row in parts] == pytest.approx([math.log(folders.VOCAB)] * 2, rel=0.1)
+
+
+def test_a_folder_gets_another_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `from_pretrained` of another class: the base is loaded, and the plan names what is drawn."""
+    model, data = folders.write_folder(tmp_path / "bert", "bert"), labelled(tmp_path / "rows.jsonl", 8)
+    flags = ["--steps", 1, "--batch", 2, "--lr", 1e-12]
+    finetune(model, data, tmp_path / "mlm", "--method", "mlm", *flags)
+    capsys.readouterr()
+    finetune(tmp_path / "mlm", data, tmp_path / "classify", "--method", "classify", *flags)
+    assert "in no file, and so drawn by the seed: bert.pooler.dense, classifier" in capsys.readouterr().out
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("mlm", "classify"))
+    base = {name for name in before if name.startswith("bert.")}
+    assert base and all(torch.allclose(before[name], after[name], rtol=0.01, atol=1e-9) for name in base)
+    # The head of words is then as new.
+    finetune(tmp_path / "classify", data, tmp_path / "again", "--method", "mlm", *flags)
+    assert "drawn by the seed: cls.predictions" in capsys.readouterr().out
+    # A head of random numbers tells nothing.
+    given = ["evaluate", tmp_path / "mlm", "--data", data, "--method", "classify"]
+    assert main([*map(str, given)]) != 0
+    assert 'with class="BertForMask' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -277,6 +277,12 @@ def test_classes_that_cannot_be_trained(words: dict[str, Any], message: str, tmp
         open_folder(tmp_path, "classify", needs_weights=False, needs_tokenizer=False)
 
 
+@pytest.mark.door(
+    "transformers",
+    load="`finetune`, `chat`, `evaluate` of a GGUF file",
+    outcome="refused: the format",
+    instead="the folder that it was made of",
+)
 def test_places_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "Qwen3-0.6B", "runs/chat-lora16"):

@@ -154,7 +154,7 @@ def test_a_rehearsal_keeps_what_a_step_keeps(folder: ModelFolder, lora: Lora | N
     from trl.trainer.utils import add_fused_lm_head
 
     rows, seq = 2, 64
-    found = rehearse(folder, lora, torch.bfloat16, rows, seq, recompute=recompute)
+    found = rehearse(folder, lora, OffloadConfig(), rows, seq, recompute=recompute)
     model: Any = folders.model("llama", num_hidden_layers=4, dtype="bfloat16")
     if lora is not None:
         model = build._with_lora(model, folder, lora, build._file_names(folder, model))
@@ -174,15 +174,15 @@ def test_a_rehearsal_keeps_what_a_step_keeps(folder: ModelFolder, lora: Lora | N
 
 def test_recompute_and_fewer_rows_take_less(folder: ModelFolder) -> None:
     def peak(rows: int, seq: int, *, recompute: bool) -> int:
-        return rehearse(folder, None, torch.bfloat16, rows, seq, recompute=recompute).peak_bytes
+        return rehearse(folder, None, OffloadConfig(), rows, seq, recompute=recompute).peak_bytes
 
     assert peak(1, 64, recompute=True) < peak(4, 64, recompute=True) < peak(4, 64, recompute=False)
     assert peak(4, 64, recompute=True) < peak(4, 128, recompute=True)
 
 
 def test_very_many_rows_are_told_by_few(folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = rehearse(folder, None, torch.bfloat16, 32, 64, recompute=True)
-    found = rehearse(folder, None, torch.bfloat16, 8, 64, recompute=True).of_rows(32)
+    whole = rehearse(folder, None, OffloadConfig(), 32, 64, recompute=True)
+    found = rehearse(folder, None, OffloadConfig(), 8, 64, recompute=True).of_rows(32)
     assert (found.rows, found.seq, [*found.saved_bytes]) == (32, 64, [*whole.saved_bytes])
     sizes = [(whole.peak_bytes, found.peak_bytes)]
     sizes += [(nbytes, found.saved_bytes[name]) for name, nbytes in whole.saved_bytes.items()]
@@ -266,7 +266,7 @@ def test_what_the_run_gets_leaves_room_for_activations(folder: ModelFolder, tmp_
     limit = plan.offload.budget_bytes(Tier.CPU)
     assert limit is not None
     assert limit + sum(plan.activations.values()) + plan.program_bytes < plan.host_bytes
-    assert plan.activations[Tier.DEVICE] == rehearse(folder, None, torch.bfloat16, 2, 64, recompute=True).peak_bytes
+    assert plan.activations[Tier.DEVICE] == rehearse(folder, None, OffloadConfig(), 2, 64, recompute=True).peak_bytes
 
 
 # Plans that do not fit
@@ -312,6 +312,7 @@ def test_tiers_are_changed_where_that_alone_does_not_help(large: ModelFolder, tm
     assert [way.flags for way in plan.alternatives] == [
         ("--optimizer-tier", "auto"),
         ("--optimizer-tier", "auto", "--states", "compact"),
+        ("--optimizer-tier", "auto", "--live-blocks", "1"),
         ("--lora", "16"),
     ]
 

@@ -224,6 +224,13 @@ def test_a_second_fit_begins_with_new_states(tmp_path: Path) -> None:
 # Checkpoints
 
 
+@pytest.mark.door(
+    "lightning",
+    load="checkpoint of a plain `Trainer`, and of `OffloadStrategy`, by the latter",
+    between="in the midst of an epoch",
+    save="`OffloadStrategy`",
+    outcome="right",
+)
 @pytest.mark.parametrize(("where", "saved_by"), [("cpu", "ours"), ("nvme", "ours"), ("nvme", "plain")])
 def test_a_fit_goes_on_from_a_checkpoint(where: str, saved_by: str, tmp_path: Path) -> None:
     """Of this strategy, or of a plain run, as a plain run goes on: in the midst of an epoch too."""
@@ -473,6 +480,7 @@ def _go_on(rank: int, world_size: int, folder: str, where: str | None, manual: b
         return module.losses + module.checks, module.norms, values
 
 
+@pytest.mark.door("lightning", load="checkpoint of two ranks, on one", save="`OffloadStrategy`", outcome="right")
 @pytest.mark.parametrize(
     ("where", "manual", "settings", "limit"),
     [

@@ -114,6 +114,12 @@ CASES = [
 ]
 
 
+@pytest.mark.door(
+    "bitsandbytes, torchao, transformers",
+    load="`zo.load_pretrained(quantize=)`",
+    between="nf4, nf4-double, int8, fp8",
+    outcome="right",
+)
 @pytest.mark.parametrize("kind, quantize", CASES)
 def test_tensors_are_those_of_the_library(models: Callable[[str], Path], kind: str, quantize: str) -> None:
     """Biases, a tied head, layers that hold their weights transposed, experts; each tensor is made, in any order."""

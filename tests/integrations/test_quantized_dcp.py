@@ -64,6 +64,13 @@ def load(rank: int, world_size: int, kind: str, where: str, folder: str) -> tupl
     return losses, found
 
 
+@pytest.mark.door(
+    "bitsandbytes, torch",
+    load="`dcp.load`",
+    between="nf4, nf4 nested, fp4, int8, with LoRA",
+    save="`dcp.save`",
+    outcome="right",
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", BITSANDBYTES)
 def test_a_run_goes_on_from_it(kind: str, world_size: int, pools: RankPools, tmp_path: Path) -> None:
@@ -92,6 +99,14 @@ def ask(rank: int, world_size: int, kind: str, path: str) -> list[str]:
     return found
 
 
+@pytest.mark.door(
+    "torchao, torch",
+    load="`dcp.load`",
+    between="torchao int8, fp8",
+    save="`dcp.save`",
+    outcome="refused: the weights",
+    instead="`zo.save_checkpoint`, `zo.load_checkpoint`",
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_weights_of_torchao_are_one_error(kind: str, world_size: int, pools: RankPools, tmp_path: Path) -> None:

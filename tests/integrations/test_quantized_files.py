@@ -52,6 +52,13 @@ def zeroed(model: nn.Module) -> None:
             tensor.data.zero_()
 
 
+@pytest.mark.door(
+    "bitsandbytes, transformers",
+    load="`from_pretrained`; `zo.load_pretrained` after `zo.offload`",
+    between="nf4, nf4 nested, fp4, int8",
+    save="`zo.export_pretrained`, `state_dict`",
+    outcome="right",
+)
 @pytest.mark.parametrize("kind", BITSANDBYTES)
 def test_state_dicts_and_folders(kind: str, tmp_path: Path) -> None:
     folder, state = quantized_folder(kind, tmp_path)
@@ -72,6 +79,13 @@ def test_state_dicts_and_folders(kind: str, tmp_path: Path) -> None:
     assert is_same(loaded(tmp_path / "out").state_dict(), state)
 
 
+@pytest.mark.door(
+    "bitsandbytes, transformers",
+    load="`from_pretrained`",
+    between="nf4 nested, int8; two ranks",
+    save="`zo.export_pretrained`",
+    outcome="right",
+)
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
 def test_two_ranks_export(kind: str, tmp_path: Path, pools: RankPools) -> None:
     folder, _ = quantized_folder(kind, tmp_path)
@@ -87,6 +101,13 @@ def export(rank: int, world_size: int, folder: str, out: str) -> None:
     zo.close(model)
 
 
+@pytest.mark.door(
+    "bitsandbytes, transformers",
+    load="`zo.load_pretrained`",
+    between="a folder of fp4 into a model of nf4",
+    outcome="refused: unknown names",
+    instead="the model built from the folder's config",
+)
 def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -> None:
     (mine, state), (other, _) = (quantized_folder(kind, tmp_path / kind) for kind in ("nf4", "fp4"))
     model = loaded(mine)
@@ -100,6 +121,14 @@ def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -
     zo.close(model)
 
 
+@pytest.mark.door(
+    "bitsandbytes, peft",
+    load="`zo.offload`",
+    between="LoRA over a quantized base, merged",
+    save='`zo.export_pretrained(adapters="merged")`',
+    outcome="refused: the merge",
+    instead="`merge_and_unload` into a base that is not quantized",
+)
 @pytest.mark.parametrize("kind", BITSANDBYTES)
 def test_adapters_that_come_later_train_and_are_written(kind: str, tmp_path: Path) -> None:
     """A second zo.offload adopts them; a resume makes the same calls."""

@@ -122,6 +122,12 @@ def test_losses_are_those_of_from_pretrained(folder: Folder, tmp_path: Path, kin
     zo.close(ours)
 
 
+@pytest.mark.door(
+    "bitsandbytes, transformers",
+    load="`zo.load_pretrained`",
+    between="folders of nf4, nf4-double, fp4, int8",
+    outcome="right",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_are_those_of_the_files(folder: Folder, kind: str) -> None:
     expected = dict(offloaded_tensors(in_memory(folder(kind))))
@@ -165,6 +171,13 @@ def deferred(folder: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
+@pytest.mark.door(
+    "transformers",
+    load="`zo.load_pretrained`, `zero-offload plan`",
+    between="folders of GPTQ, AWQ, compressed-tensors, torchao",
+    outcome="refused: the method",
+    instead="the folder that was quantized, with `quantize=`",
+)
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "torchao"])
 def test_other_libraries_folders_are_refused(
     folder: Folder, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]

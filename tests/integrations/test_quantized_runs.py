@@ -34,6 +34,13 @@ def trained(kind: str, run: Path, precision: str = "fp32", **settings: Any) -> n
     return model
 
 
+@pytest.mark.door(
+    "bitsandbytes, transformers",
+    load="generation of a run",
+    between="nf4, nf4 nested, fp4, int8",
+    save="`zero-offload export`",
+    outcome="right",
+)
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("kind", BITSANDBYTES)
 def test_export_writes_what_export_pretrained_does(kind: str, dtype: str | None, tmp_path: Path) -> None:
@@ -48,6 +55,14 @@ def test_export_writes_what_export_pretrained_does(kind: str, dtype: str | None,
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
+@pytest.mark.door(
+    "torchao, transformers",
+    load="`from_pretrained`, then `zo.offload`",
+    between="torchao int8, fp8",
+    save="`zo.export_pretrained`, `zero-offload export`",
+    outcome="refused: the weights",
+    instead="`torch.save(model.state_dict(), FILE)`",
+)
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_weights_of_torchao_are_one_error_that_names_what_works(kind: str, tmp_path: Path, capsys: Capture) -> None:
     model = trained(kind, tmp_path / "run")
@@ -64,6 +79,13 @@ def test_weights_of_torchao_are_one_error_that_names_what_works(kind: str, tmp_p
     assert torch.equal(plain(**{name: tensor[None] for name, tensor in Tokens()[0].items()}).logits, values)
 
 
+@pytest.mark.door(
+    "torchao, transformers",
+    load="`zo.load_pretrained`",
+    between="into weights of torchao",
+    outcome="refused: the weights",
+    instead="`from_pretrained`, then `zo.offload`",
+)
 def test_folders_are_not_read_into_weights_of_torchao(tmp_path: Path) -> None:
     base_model("llama", "plain").save_pretrained(tmp_path / "base")
     model = base_model("llama", "torchao fp8")

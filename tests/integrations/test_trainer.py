@@ -129,6 +129,13 @@ def test_goes_on_after_a_kill(tmp_path: Path, ranks: int, death: tuple[str, int]
     assert again[0].rows == []
 
 
+@pytest.mark.door(
+    "transformers",
+    load="checkpoint of `OffloadTrainer`, by itself",
+    between="one and two ranks",
+    save="`OffloadTrainer`",
+    outcome="right",
+)
 @pytest.mark.parametrize(("ranks", "where"), [(1, "cpu"), (1, "nvme"), (2, "nvme")])
 def test_resumes_from_a_checkpoint(tmp_path: Path, ranks: int, where: str) -> None:
     args = SAVES | {"logging_steps": 3}
@@ -224,6 +231,12 @@ def test_a_path_is_taken_though_a_generation_is_newer(tmp_path: Path) -> None:
     assert len(train(spec(tmp_path, "nvme", args=args), tmp_path / "out" / "checkpoint-2").rows) == 8
 
 
+@pytest.mark.door(
+    "transformers",
+    load="checkpoint of `Trainer`, by `OffloadTrainer`",
+    between="in shards and in one file",
+    outcome="right",
+)
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_goes_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path, is_sharded: bool) -> None:
     args = SAVES | UNCLIPPED
@@ -381,6 +394,13 @@ def adapted(spec: Spec) -> Any:
     return runs.make(spec, model)
 
 
+@pytest.mark.door(
+    "peft, transformers",
+    load="checkpoint of `Trainer`, by `OffloadTrainer`",
+    between="LoRA",
+    save="`OffloadTrainer`",
+    outcome="right",
+)
 def test_checkpoints_of_adapters_are_adapters(tmp_path: Path) -> None:
     args = SAVES | UNCLIPPED
     plain = train(Spec(tmp_path / "plain", args=args, is_plain=True), None, adapted)

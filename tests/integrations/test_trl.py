@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.experimental.utils import create_reference_model
 
 import zero_offload as zo
 from tests.helpers.launched import run_program
@@ -122,11 +123,14 @@ def test_sft(tmp_path: Path, name: str, where: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["reference", "adapters", "precomputed"])
+@pytest.mark.parametrize("kind", ["reference", "adapters", "precomputed", "followed", "followed in memory"])
 def test_dpo(tmp_path: Path, kind: str) -> None:
     data = Dataset.from_dict({"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED})
     given: dict[str, Any] = {"train_dataset": data}
-    if kind == "reference":
+    if kind.startswith("followed"):
+        given["settings"] = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
+        given["make_reference"] = tools.llama
+    if kind in ("reference", "followed"):
         given["make_reference"] = tools.llama
         given["offload_reference"] = tools.config("nvme", tmp_path / "reference", **SCRATCH)
     if kind == "adapters":
@@ -170,6 +174,7 @@ def test_reward(tmp_path: Path) -> None:
 def _on_two_ranks(tmp_path: Path) -> bool:
     test_sft(tmp_path / "sft", "packing", "nvme")
     test_dpo(tmp_path / "dpo", "reference")
+    test_dpo(tmp_path / "followed", "followed")
     return True
 
 
@@ -177,17 +182,42 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert in_processes(2, _on_two_ranks, tmp_path) == [True, True]
 
 
-def test_a_reference_that_changes_is_refused(tmp_path: Path) -> None:
-    data = Dataset.from_dict({"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED})
-    with pytest.raises(zo.ConfigError, match="sync_ref_model copies"):
-        OffloadDPO(
-            model=tools.llama(),
-            ref_model=tools.llama(),
-            args=DPOConfig(output_dir=str(tmp_path), sync_ref_model=True, **SETTINGS),
-            train_dataset=data,
-            processing_class=tokenizer(),
-            offload=zo.OffloadConfig(precision="fp32"),
-        )
+@pytest.mark.parametrize("reference", ["copied", "in memory", "offloaded"])
+def test_a_reference_follows_in_the_trainer_of_trl(reference: str, tmp_path: Path) -> None:
+    """A model that is offloaded already, in TRL's own class."""
+    seen = []
+    for away in (False, True):
+        model = tools.llama()
+        other: Any = tools.llama().requires_grad_(False)
+        if away:
+            zo.offload(model, tools.config("nvme", tmp_path / "model"))
+            if reference == "copied":
+                other = zo.copy(model, tools.config("nvme", tmp_path / "reference", **SCRATCH), kind="frozen")
+            if reference == "offloaded":
+                zo.offload(other, tools.config("cpu", tmp_path / "reference", **SCRATCH))
+        settings = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
+        trainer = DPOTrainer(
+            model=model, ref_model=other, processing_class=tokenizer(),
+            args=DPOConfig(output_dir=str(tmp_path / f"out-{away}"), **SETTINGS, **settings),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}),
+            optimizers=(zo.AdamW(model.parameters(), lr=1e-3), None),
+        )  # fmt: skip
+        trainer.train()
+        logs = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        seen.append((logs, tools.values_of(model), tools.values_of(other)))
+    assert seen[1][0] == seen[0][0] and len(set(seen[0][0])) > 1
+    assert tools.distance(seen[1][1], seen[0][1]) == tools.distance(seen[1][2], seen[0][2]) == 0
+    assert tools.distance(seen[0][2], tools.values_of(tools.llama())) > 1e-5
+    zo.close(model)
+
+
+def test_a_reference_model_of_trl_is_an_ordinary_copy(tmp_path: Path) -> None:
+    model = zo.offload(tools.llama(), tools.config("nvme", tmp_path))
+    found = create_reference_model(model)
+    assert not any(param.requires_grad for param in found.parameters())
+    assert tools.distance(tools.values_of(found), tools.values_of(tools.llama())) == 0
+    assert all(type(param) is nn.Parameter for param in found.parameters())
+    zo.close(model)
 
 
 def test_the_example_goes_on_where_it_stopped(tmp_path: Path) -> None:

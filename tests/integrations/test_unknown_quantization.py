@@ -55,6 +55,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("folders") / "llama")
 
 
+@pytest.mark.door(
+    "transformers",
+    load="`zo.load_pretrained`, `zero-offload plan`",
+    between="a `quant_method` that transformers does not know",
+    outcome="refused: the method",
+    instead="the folder that was quantized, with `quantize=`",
+)
 @pytest.mark.parametrize("named", UNKNOWN)
 def test_a_method_that_nobody_knows(named: str, tmp_path: Path) -> None:
     folder = _folder(tmp_path / "m", {"quantization_config": UNKNOWN[named]})
@@ -81,6 +88,13 @@ def test_words_where_transformers_does_not_look(place: str, tmp_path: Path) -> N
     assert "from_pretrained" not in str(raised.value)
 
 
+@pytest.mark.door(
+    "transformers",
+    load="`zo.load_pretrained`, `zero-offload plan`",
+    between="ModelOpt's `hf_quant_config.json` alone",
+    outcome="refused: the method",
+    instead="the folder that was quantized, with `quantize=`",
+)
 def test_modelopt_beside_a_config_that_is_silent(llama: Path, tmp_path: Path, capsys: Any) -> None:
     for file in llama.iterdir():
         (tmp_path / file.name).hardlink_to(file)

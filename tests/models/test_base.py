@@ -317,7 +317,7 @@ def test_tensors_that_files_have_in_parts(folder: Path, plain: list[float], tmp_
     (tmp_path / "parts").mkdir()
     save_file(parts, tmp_path / "parts" / "model.safetensors")
     model, optimizer = opened(None, settings(tmp_path / "run"))
-    load_weights(model, tmp_path / "parts", FileNames(known, joined=joined))
+    load_weights(model, tmp_path / "parts", FileNames(known, made=joined))
     assert all(shard.base is not None for shard in frozen(model))
     assert max(len(shard.base.spans) for shard in frozen(model)) > len(weights) // 4
     assert steps(model, optimizer, 0, 6) == plain

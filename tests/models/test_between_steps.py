@@ -285,7 +285,6 @@ def test_a_change_of_form_raises_and_changes_nothing(nvme: Path) -> None:
         Tensor.t_,
         lambda w: w.unsqueeze_(0),
         lambda w: w.resize_(3),
-        lambda w: setattr(w, "data", torch.zeros(3)),
         lambda w: setattr(w, "data", torch.zeros(4 * NARROW, NARROW, dtype=torch.float64)),
         lambda w: setattr(w.data, "data", torch.zeros(4 * NARROW, NARROW)),
         lambda w: w.data.requires_grad_(),
@@ -357,8 +356,6 @@ def test_a_parametrization_is_removed(tier: str, nvme: Path) -> None:
     model = zo.offload(nn.Sequential(layer), zo.OffloadConfig(precision="fp32", **settings_of(tier, nvme)))
     parametrize.remove_parametrizations(layer, "weight")
     assert torch.equal(model.state_dict()["0.weight"], expected)
-    with pytest.raises(zo.ZeroOffloadError):
-        layer.weight.set_(torch.zeros(2, 2))
     with pytest.raises(zo.ZeroOffloadError):
         layer.weight.set_()
     assert torch.equal(model.state_dict()["0.weight"], expected)

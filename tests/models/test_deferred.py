@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_offload as zo
@@ -19,6 +20,8 @@ from tests.helpers.pretrained import write_weights
 from tests.helpers.ranks import UNEVEN, Case, Outcome, RankPool, read_params, steps
 from tests.helpers.reference import param_groups, placed, read_masters
 from zero_offload.finetune.gpt import GPT, preset
+from zero_offload.integrations.file_names import FileNames
+from zero_offload.integrations.pretrained import plan_weights
 from zero_offload.model.deferred.recipe import RecordedRecipe
 
 THREE = [name for name in ARCHITECTURES if name in ("bert", "mamba", "wav2vec2")]
@@ -261,6 +264,55 @@ def test_skipped_values_are_missed(use: Callable[[Any, Path], Any], config: zo.O
         use(model, tmp_path)
     assert not os.path.lexists(tmp_path / "out")
     zo.close(model)
+
+
+class WithTable(nn.Module):
+    """A table that a computation fills, and buffers of the form of a weight."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = nn.Embedding(6, 4)
+        table = torch.empty(6, 4)
+        table[:, ::2], table[:, 1::2] = torch.arange(12.0).view(6, 2).sin(), torch.arange(12.0).view(6, 2).cos()
+        with torch.no_grad():
+            self.table.weight.copy_(table)
+        table.mul_(0)  # the copy has been made
+        self.shift = nn.Parameter(torch.full_like(self.linear.bias, scale))
+        self.register_buffer("steps", torch.zeros_like(self.linear.weight))
+        self.register_buffer("ones", self.linear.weight.new_ones(3))
+
+
+def test_values_that_need_no_skipped_ones_are_made(tmp_path: Path) -> None:
+    """Of a table in no file, and of a form alone."""
+    torch.manual_seed(0)
+    plain = WithTable()
+    save_file(
+        {"linear.weight": plain.linear.weight.detach(), "linear.bias": plain.linear.bias.detach()},
+        tmp_path / "f.safetensors",
+    )
+    with zo.deferred_init(values="skip"):
+        model = WithTable()
+    plan_weights(
+        model, tmp_path / "f.safetensors", FileNames(fresh=frozenset(("table.weight", "shift", "steps", "ones")))
+    )
+    zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    found, expected = model.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    zo.close(model)
+
+
+class OfValues(WithTable):
+    """A buffer of a weight's values, which are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scaled", self.linear.weight.detach() * 2)
+
+
+def test_values_of_skipped_ones_are_missed() -> None:
+    with pytest.raises(zo.ConfigError, match="buffer scaled of OfValues"), zo.deferred_init(values="skip"):
+        OfValues()
 
 
 def test_skipped_values_beside_real_ones(config: zo.OffloadConfig, folder: Path) -> None:

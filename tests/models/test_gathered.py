@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -213,3 +214,88 @@ def test_names_come_in_the_order_of_the_model(kind: str) -> None:
     zo.offload(model, zo.OffloadConfig())
     with zo.gathered(model, kind=kind) as values:
         assert list(values) == [name for name, _ in model.named_parameters()]
+
+
+class Filters(nn.Module):
+    """A filter that lies in another order than its dimensions say, beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = Model()
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.lm(tokens)
+        return (
+            loss
+            + self.conv(tokens.view(2, 1, 3, 3).expand(2, 2, 3, 3).to(self.conv.weight.dtype)).float().square().mean()
+        )
+
+
+@pytest.mark.parametrize("way", ["block", "copied", "assigned"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_values_that_a_write_leaves_as_they_are_keep_their_masters(
+    place: str, precision: str, way: str, nvme: Path
+) -> None:
+    model = zo.offload(build(Filters), zo.OffloadConfig(precision=precision, **settings_of(place, nvme)))
+    list(train(model, zo.AdamW(model.parameters(), lr=1e-2 if precision != "fp16" else 1e-4), range(2)))
+    before = read_masters(model)
+    kept = {name: param.detach().clone() for name, param in model.named_parameters()}
+    changed = {"lm.blocks.0.up.weight": 3, "conv.weight": 1, "lm.embedding.weight": 0}
+    with torch.no_grad():
+        if way == "block":
+            with zo.gathered(model, mode="write") as given:
+                for name, row in changed.items():
+                    given[name][row].fill_(0.37)
+                given["lm.blocks.1.norm.bias"].data = kept["lm.blocks.1.norm.bias"].clone()
+        for name, param in model.named_parameters() if way != "block" else ():
+            if name in changed:
+                kept[name][changed[name]] = 0.37
+            if way == "copied":
+                param.copy_(kept[name])
+            else:
+                param.data = kept[name]
+    after, expected = read_masters(model), before
+    for name, row in changed.items():
+        expected[name][row] = kept[name].new_full((), 0.37).float()
+    assert same(after, expected)
+    assert all(
+        torch.equal(param.detach().clone(), after[name].to(param.dtype)) for name, param in model.named_parameters()
+    )
+    list(train(model, zo.AdamW(model.parameters(), lr=1e-4), range(2, 4)))
+    zo.close(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_swap_and_back_says_what_it_costs(precision: str, nvme: Path) -> None:
+    model, _ = trained(precision, **settings_of("nvme", nvme))
+    before, stored = read_masters(model), [param.detach().cpu().clone() for param in model.parameters()]
+
+    def swap() -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.data.copy_(torch.zeros(param.shape))
+            model(tokens_of(0))
+            for param, values in zip(model.parameters(), stored, strict=True):
+                param.data.copy_(values)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        swap()
+        swap()
+    said = [str(each.message) for each in caught if "16-bit values that are not its own" in str(each.message)]
+    after = read_masters(model)
+    if precision == "fp32":
+        assert said == [] and same(after, before)
+    else:
+        assert len(said) == 1 and "zo.copy(model, config)" in said[0] and "embedding.weight" in said[0]
+        assert same(after, {name: value.bfloat16().float() for name, value in before.items()})
+    # With masters in the place of values nothing is lost.
+    with zo.gathered(model, kind="master") as masters:
+        backup = {name: value.clone() for name, value in masters.items()}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.zero_().copy_(backup[name])
+    assert same(read_masters(model), after)
+    zo.close(model)

@@ -67,7 +67,9 @@ def test_masters_and_buffers_are_the_files(dtype: str, config: zo.OffloadConfig,
     zo.load_pretrained(model, tmp_path / "in")
     _same(read_masters(model), _expected(weights_of(theirs, DTYPES[dtype]), config))
     for name in ("mean", "calls", "mask"):
-        assert torch.equal(getattr(model, name), getattr(theirs, name)), name
+        buffer, read = getattr(model, name), getattr(theirs, name)
+        assert torch.equal(buffer, read.to(buffer.dtype)), name
+    assert model.mean.dtype == getattr(torch, config.compute_dtype_name)
     assert torch.equal(model.scratch, scratch)
     zo.close(model)
 
@@ -87,6 +89,9 @@ def test_an_index_and_shards(config: zo.OffloadConfig, tmp_path: Path) -> None:
     zo.close(model)
 
 
+@pytest.mark.door(
+    "torch", load="`zo.load_pretrained`", between="a tied weight, under any of its names", outcome="right"
+)
 @pytest.mark.parametrize("names", [["embedding.weight"], ["head.weight"], ["embedding.weight", "head.weight"]])
 def test_a_tie_under_any_name(names: list[str], fp32_config: zo.OffloadConfig, tmp_path: Path) -> None:
     weights = weights_of(_theirs())
@@ -202,6 +207,13 @@ def _unchanged(model: nn.Module, path: Path, kind: type[Exception], words: str, 
     _same(read_masters(model) | dict(model.named_buffers()), before)
 
 
+@pytest.mark.door(
+    "torch",
+    load="`zo.load_pretrained`",
+    between="files of another model",
+    outcome="refused: each name, shape and dtype",
+    instead="the model that the files belong to",
+)
 def test_all_problems_at_once_and_nothing_changed(config: zo.OffloadConfig, tmp_path: Path) -> None:
     weights = weights_of(_theirs())
     del weights["norm.weight"], weights["mean"]
@@ -219,6 +231,13 @@ def test_all_problems_at_once_and_nothing_changed(config: zo.OffloadConfig, tmp_
     zo.close(model)
 
 
+@pytest.mark.door(
+    "torch",
+    load="`zo.load_pretrained`",
+    between="two values in the files for tied weights",
+    outcome="refused: the tie",
+    instead="the model built without the tie",
+)
 def test_ties_that_differ(tmp_path: Path) -> None:
     weights = weights_of(_theirs())
     save_file(weights | {"head.weight": weights["embedding.weight"] + 1}, tmp_path / "in.safetensors")

@@ -115,7 +115,7 @@ def test_values_of_another_shape_are_an_error_and_the_others_are_written(place: 
         block.up.weight.data = torch.ones(3)
         block.up.bias.fill_(1.0)
     after = read_masters(model)
-    assert torch.equal(after[NAME], before[NAME].to(block.up.weight.dtype)) and after["blocks.0.up.bias"].eq(1).all()
+    assert torch.equal(after[NAME], before[NAME]) and after["blocks.0.up.bias"].eq(1).all()
     list(train(model, zo.AdamW(model.parameters()), range(2)))
 
 

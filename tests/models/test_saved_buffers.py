@@ -188,7 +188,7 @@ def test_buffers_of_any_dtype_come_back() -> None:
     for name in expected:
         getattr(module, name).zero_()
     with pytest.warns(UserWarning, match="does not have the buffers sparse:"):
-        restore_buffers(module, saved, "here")
+        restore_buffers(module, saved, "here", torch.device("cpu"))
     assert all(torch.equal(getattr(module, name), value) for name, value in expected.items())
 
 

@@ -25,6 +25,7 @@ TOOLS_TESTS = (
     "tests/fake_gpu/test_distributed_checkpoint.py",
     "tests/fake_gpu/test_generate.py",
     "tests/fake_gpu/test_programs_of_tools.py",
+    "tests/zoo",
 )
 """As in the Makefile."""
 LONG = ("-o", "faulthandler_timeout=3600")

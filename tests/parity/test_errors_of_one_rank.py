@@ -70,23 +70,23 @@ def clip_value(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) -> No
 
 
 @contextmanager
-def half_loaded(model: Any, fails: bool) -> Iterator[None]:
+def half_written(model: Any, fails: bool) -> Iterator[None]:
     """A load has broken off on one rank."""
     life = runtime_of(model).life  # type: ignore[union-attr]
-    life.half_loaded = "a checkpoint" if fails else ""
+    life.half_written = "a checkpoint" if fails else ""
     try:
         yield
     finally:
-        life.half_loaded = ""
+        life.half_written = ""
 
 
 def step(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) -> None:
-    with half_loaded(model, fails):
+    with half_written(model, fails):
         optimizer.step()
 
 
 def read_parameters(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) -> None:
-    with half_loaded(model, fails), zo.gathered(model):
+    with half_written(model, fails), zo.gathered(model):
         pass
 
 

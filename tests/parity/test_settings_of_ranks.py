@@ -41,6 +41,11 @@ DIFFER: dict[str, tuple[Settings, Settings, str]] = {
         {"precision": zo.Precision(modules={"*norm*": "fp32"})},
         "precision.modules is {'torch.nn.modules.normalization.LayerNorm': 'fp32'} on rank 0 and {'*norm*': 'fp32'}",
     ),
+    "buffers": (
+        {"precision": zo.Precision(buffers={"mean": "fp32"})},
+        {},
+        "precision.buffers is {'mean': 'fp32'} on rank 0 and {} on rank 1",
+    ),
     "order of modules": (
         {"precision": zo.Precision(modules={"blocks.*": "fp32", "*.up": "bf16"})},
         {"precision": zo.Precision(modules={"*.up": "bf16", "blocks.*": "fp32"})},
@@ -92,6 +97,12 @@ def config_of(settings: Settings, folder: str) -> zo.OffloadConfig:
     return zo.OffloadConfig(**{name: places.get(str(value), value) for name, value in settings.items()})
 
 
+def with_mean() -> nn.Module:
+    model = TinyLM()
+    model.register_buffer("mean", torch.zeros(2))
+    return model
+
+
 def error_of(call: Callable[[], object]) -> str:
     try:
         call()
@@ -104,7 +115,7 @@ def offload_each(rank: int, world_size: int, folder: str) -> dict[str, str]:
     found = {}
     for name, values in DIFFER.items():
         config = config_of(values[rank], folder)
-        found[name] = error_of(lambda config=config: zo.offload(build(TinyLM), config))  # type: ignore[misc]
+        found[name] = error_of(lambda config=config: zo.offload(build(with_mean), config))  # type: ignore[misc]
     return found
 
 

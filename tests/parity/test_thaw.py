@@ -124,21 +124,10 @@ def test_a_resume_trains_what_was_trained(tier: str, tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import sys
 from pathlib import Path
-from tests.helpers.thawing import SWITCH, TIERS, run
-from zero_offload.storage.files.swap_file import SwapFile
-count, write = int(sys.argv[3]), SwapFile.launch_write
-def count_down(*args):
-    global count
-    count -= 1
-    if count < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*args)
-def before(step):
-    if step == SWITCH:
-        SwapFile.launch_write = count_down
-run(Path(sys.argv[1]), range(6), before=before, **TIERS[sys.argv[2]])
+from tests.helpers.thawing import SWITCH, TIERS, killed_at, run
+run(Path(sys.argv[1]), range(6), before=killed_at(SWITCH, int(sys.argv[3])), **TIERS[sys.argv[2]])
 """
 
 
@@ -158,17 +147,32 @@ def test_the_room_of_frozen_values_is_free_after_the_next_commit(nvme: Path) -> 
     """The generation before names it until then."""
     config = zo.OffloadConfig(precision="bf16", params="nvme", optimizer="nvme", nvme=nvme)
     model = zo.offload(build(frozen), config)
-    owner = runtime(model)
+    owner, optimizer = runtime(model), zo.AdamW(model.parameters())
     weight, disk = model.blocks[0].up.weight, owner.store.disk
     shard = owner.places[weight].section.shard
+    list(train(model, optimizer, tokens_of, lambda _: None, range(1)))
+    zo.commit(model, optimizer)
+    owner.drain()
     (extent,) = shard.slots[0].values()
-    assert shard.committed is None
+    assert shard.committed == 0
     sizes = shard.layout.block_sizes(torch.bfloat16)
     weight.requires_grad_(True)
     assert disk.allocate("now", sizes).spans_in(0) != extent.spans_in(0)
-    list(train(model, zo.AdamW(model.parameters()), tokens_of, lambda _: None, range(1)))
+    list(train(model, optimizer, tokens_of, lambda _: None, range(1)))
+    zo.commit(model, optimizer)
     zo.close(model)
     assert disk.allocate("then", sizes).spans_in(0) == extent.spans_in(0)
+
+
+def test_the_room_of_values_that_no_generation_has_is_free_at_once(nvme: Path) -> None:
+    model = zo.offload(build(frozen), zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=nvme))
+    owner, weight = runtime(model), model.blocks[0].up.weight
+    shard = owner.places[weight].section.shard
+    (extent,), sizes = shard.slots[0].values(), shard.layout.block_sizes(torch.bfloat16)
+    assert shard.committed is None
+    weight.requires_grad_(True)
+    assert owner.store.disk.allocate("now", sizes).spans_in(0) == extent.spans_in(0)
+    zo.close(model)
 
 
 # Several ranks

@@ -106,10 +106,11 @@ def by_value(every: Sequence[tuple[int, str]]) -> list[tuple[str, str]]:
     found: dict[str, list[int]] = {}
     for rank, value in every:
         found.setdefault(value, []).append(rank)
-    return [(value, _ranks(ranks)) for value, ranks in found.items()]
+    return [(value, name_ranks(ranks)) for value, ranks in found.items()]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "ranks 1, 2 and 5"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -147,6 +147,11 @@ class OffloadConfig:
         return {key: TORCH_NAMES[name] for key, name in self.numerics.modules.items()}
 
     @property
+    def buffer_exceptions(self) -> dict[ModuleKey, str]:
+        """Buffers that have a dtype of their own, and its name in torch."""
+        return {key: TORCH_NAMES[name] for key, name in self.numerics.buffers.items()}
+
+    @property
     def effective_durability(self) -> Durability:
         """Without a directory there is nowhere to keep a generation: then `scratch`."""
         return Durability(self.durability) if self.nvme_dirs else Durability.SCRATCH
@@ -173,8 +178,8 @@ class OffloadConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and TOML, of which `from_dict` makes an equal config. Raises for classes as keys."""
-        if classes := [key.__name__ for key in self.numerics.modules if isinstance(key, type)]:
-            raise ConfigError(list_problems("OffloadConfig has", [_no_classes(classes)]))
+        if problems := list(_classes_in(self.numerics)):
+            raise ConfigError(list_problems("OffloadConfig has", problems))
         return asdict(self) | {"nvme": [str(path) for path in self.nvme_dirs]}
 
     @classmethod
@@ -187,9 +192,7 @@ class OffloadConfig:
             names = [field.name for field in fields(Precision)]
             problems += unknown_names(precision, names, prefix="precision.")
             settings["precision"] = Precision(**{name: precision[name] for name in names if name in precision})
-            modules = settings["precision"].modules
-            if isinstance(modules, Mapping) and (classes := [str(key) for key in modules if not isinstance(key, str)]):
-                problems.append(_no_classes(classes))
+            problems += _classes_in(settings["precision"])
         if problems:
             raise ConfigError(list_problems("OffloadConfig has", problems + _find_problems(settings)))
         return cls(**settings)
@@ -238,8 +241,12 @@ _CHOICES = {
 }
 
 
-def _no_classes(names: Sequence[str]) -> str:
-    return f"precision.modules has {', '.join(names)}; where plain values are wanted, use patterns of module names"
+def _classes_in(precision: Precision) -> Iterator[str]:
+    """Problems where plain values are wanted."""
+    for name, keys in (("modules", precision.modules), ("buffers", precision.buffers)):
+        known = keys if isinstance(keys, Mapping) else ()
+        if found := [getattr(key, "__name__", str(key)) for key in known if not isinstance(key, str)]:
+            yield f"precision.{name} has {', '.join(found)}; where plain values are wanted, use patterns of names"
 
 
 def _read_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -422,5 +429,5 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
     precision = settings["precision"]
     if isinstance(precision, str):
         precision = Precision(compute=_plain(precision))
-    values["precision"] = replace(precision, modules=dict(precision.modules))
+    values["precision"] = replace(precision, modules=dict(precision.modules), buffers=dict(precision.buffers))
     return values

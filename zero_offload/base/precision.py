@@ -29,6 +29,9 @@ class Precision:
     modules: Mapping[ModuleKey, str] = field(default_factory=dict, hash=False)
     """Other compute dtypes for some modules and all below them: {"*.router": "fp32", nn.LayerNorm: "fp32"}. The
     innermost module that a key matches decides; of several keys for one module, the last. See `plan/dtypes.py`."""
+    buffers: Mapping[ModuleKey, str] = field(default_factory=dict, hash=False)
+    """Dtypes of floating buffers: {"*.betas": "fp32", NoiseSchedule: "fp32"}. A pattern matches names of buffers, a
+    class the modules that hold them; of several keys for one buffer the last counts. Others go with the parameters."""
 
 
 STATE_FORMATS = {format.name.lower(): format for format in StateFormat}
@@ -48,13 +51,14 @@ def precision_problems(precision: object) -> Iterator[str]:
         yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32', 'bf16' or 'fp16'"
     if precision.states not in tuple(STATE_FORMATS):
         yield f"Precision(states={precision.states!r}) is unknown; use 'fp32', 'bf16' or 'compact'"
-    yield from _check_module_dtypes(precision.modules)
+    yield from _check_dtypes("modules", precision.modules, "*.router")
+    yield from _check_dtypes("buffers", precision.buffers, "*.betas")
 
 
-def _check_module_dtypes(modules: object) -> Iterator[str]:
-    if not isinstance(modules, Mapping) or not all(isinstance(key, str | type) for key in modules):
-        yield f"Precision(modules={modules!r}) does not map patterns of names or classes; write {{'*.router': 'fp32'}}"
+def _check_dtypes(name: str, asked: object, example: str) -> Iterator[str]:
+    if not isinstance(asked, Mapping) or not all(isinstance(key, str | type) for key in asked):
+        yield f"Precision({name}={asked!r}) does not map patterns of names or classes; write {{{example!r}: 'fp32'}}"
         return
-    for key, name in modules.items():
-        if name not in tuple(TORCH_NAMES):
-            yield f"Precision(modules=) has {name!r} for {key!r}, no compute dtype; use 'fp32', 'bf16' or 'fp16'"
+    for key, dtype in asked.items():
+        if dtype not in tuple(TORCH_NAMES):
+            yield f"Precision({name}=) has {dtype!r} for {key!r}, no compute dtype; use 'fp32', 'bf16' or 'fp16'"

@@ -10,7 +10,7 @@ import difflib
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,9 +28,9 @@ def warn_user(message: str) -> None:
 
 
 @contextmanager
-def warning_after(seconds: float, message: str) -> Iterator[None]:
+def warning_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     """Warn, from another thread, if the block takes longer."""
-    timer = threading.Timer(seconds, warnings.warn, [message])
+    timer = threading.Timer(seconds, lambda: warnings.warn(message(), stacklevel=2))
     timer.daemon = True
     timer.start()
     try:

@@ -2,13 +2,17 @@
 
 Buffers (running statistics, ...) are what a state dict has beside parameters. They are small and change without us, so
 a generation has them in its manifest: of several ranks rank 0's, which all get back. They are compressed, since those
-that are large are masks. Generators are Python's, numpy's, torch's and the devices'.
+that are large are masks. A program may change a buffer's shape (a queue, a replay memory). So a generation has, too,
+the form in which each was offloaded: two models are the same if these are. Generators are Python's, numpy's, torch's
+and the devices'.
 
 Values that JSON has no form for are wrapped, so that they come back as they were. Schedulers have such: numbers and
 tuples as keys (milestones), infinities (a best loss), tensors of one number (learning rates). Tuples and NumPy's
 numbers are wrapped too. Values that come back equal those that were given. A class derived from dict, list, tuple, text
-or number comes back as the plain one. The calls: `capture_buffers`, `capture_rng`, `to_json` when a step is complete;
-`check_buffers` before anything is replaced, `restore_buffers`, `restore_rng`, `from_json` after.
+or number comes back as the plain one.
+
+The calls: `note_forms` of a model that was just offloaded. `forms_of`, `capture_buffers`, `capture_rng`, `to_json` when
+a step is complete. `check_buffers` before anything is replaced, `restore_buffers`, `restore_rng`, `from_json` after.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import base64
 import math
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -27,11 +31,17 @@ from torch import nn
 from zero_offload.base.errors import CheckpointError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.problems import warn_user
-from zero_offload.checkpoint.format import dtype_of
+from zero_offload.checkpoint.format import Generation, dtype_of
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.plan.quantized import ordinary_buffers_of
 
 Saved = Mapping[str, Mapping[str, Any]]
+Form = tuple[str, list[int]]
+"""The dtype and shape of a buffer."""
+
+Forms = Mapping[str, Form]
+NotedForms = MutableMapping[nn.Module, Forms]
+"""By module and by the names of its own buffers."""
 _LEVEL = 1
 """The fastest: `zo.commit` waits for it."""
 
@@ -46,12 +56,43 @@ _KEYS = (str, bool, int, float, tuple, np.generic)
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Those that are not offloaded, by the first name that a state dict has for each, without what torch.compile puts
     before it."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    return {
+        name: module.get_buffer(own)
+        for name, (module, own) in _holders(model).items()
+        if own not in module._non_persistent_buffers_set
+    }
+
+
+def _holders(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Of each such buffer its module, and its name there. A persistent holder and another one count apart."""
+    found: dict[tuple[int, bool], tuple[str, tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
-        for name, buffer in ordinary_buffers_of(module):
-            if name not in module._non_persistent_buffers_set:
-                found.setdefault(id(buffer), ((f"{path}.{name}" if path else name), buffer))
-    return {name.replace("_orig_mod.", ""): buffer for name, buffer in found.values()}
+        for own, buffer in ordinary_buffers_of(module):
+            is_persistent = own not in module._non_persistent_buffers_set
+            found.setdefault((id(buffer), is_persistent), (f"{path}.{own}" if path else own, (module, own)))
+    return {name.replace("_orig_mod.", ""): holder for name, holder in found.values()}
+
+
+def note_forms(model: nn.Module, noted: NotedForms) -> None:
+    """Note the forms that the buffers of modules without a note have now."""
+    for module in model.modules():
+        noted.setdefault(module, {own: _form_of(buffer) for own, buffer in ordinary_buffers_of(module)})
+
+
+def forms_of(model: nn.Module, noted: NotedForms) -> dict[str, Form]:
+    """The noted form of each buffer, or the present one."""
+    return {
+        name: noted.get(module, {}).get(own, _form_of(module.get_buffer(own)))
+        for name, (module, own) in _holders(model).items()
+    }
+
+
+def _form_of(buffer: torch.Tensor) -> Form:
+    return _name_of(buffer.dtype), list(buffer.shape)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def capture_buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -65,8 +106,9 @@ def capture_buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _encoded(buffer: torch.Tensor) -> dict[str, Any]:
     memory = buffer.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    dtype, shape = str(buffer.dtype).removeprefix("torch."), list(buffer.shape)
-    return {"dtype": dtype, "shape": shape, "data": base64.b64encode(zlib.compress(memory, _LEVEL)).decode()}
+    data = base64.b64encode(zlib.compress(memory, _LEVEL)).decode()
+    dtype, shape = _form_of(buffer)
+    return {"dtype": dtype, "shape": shape, "data": data}
 
 
 def decoded(saved: Mapping[str, Any]) -> torch.Tensor:
@@ -80,29 +122,54 @@ def decoded(saved: Mapping[str, Any]) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype_of(saved["dtype"])).reshape(saved["shape"])
 
 
-def check_buffers(model: nn.Module, saved: Saved, where: str) -> None:
-    """Raise CheckpointError where one has another shape or dtype."""
-    for name, buffer in persistent_buffers(model).items():
-        if name in saved:
-            there = decoded(saved[name])
-            if (there.shape, there.dtype) != (buffer.shape, buffer.dtype):
-                raise CheckpointError(
-                    f"{where} holds another model: its buffer {name!r} is {list(there.shape)} {there.dtype}, this "
-                    f"model's {list(buffer.shape)} {buffer.dtype}. Build the same model, or use another directory"
-                )
+def check_buffers(model: nn.Module, forms: Forms, found: Generation, where: str) -> None:
+    """Raise CheckpointError where one was offloaded in another form than `forms` has, or is damaged."""
+    saved, then = buffers_in(found), found.buffer_forms or {}
+    for name in persistent_buffers(model).keys() & saved.keys():
+        there, here = then.get(name, _form_of(decoded(saved[name]))), forms[name]
+        # Before a generation had forms, floating buffers kept their dtype: such a run goes on so.
+        is_older = name not in then and all(dtype_of(dtype).is_floating_point for dtype, _ in (there, here))
+        if list(there) != list(here) and not (is_older and there[1] == here[1]):
+            raise CheckpointError(
+                f"{where} holds another model: its buffer {name!r} is {there[1]} torch.{there[0]}, this model's "
+                f"{here[1]} torch.{here[0]}. Build the same model, or use another directory"
+            )
 
 
-def restore_buffers(model: nn.Module, saved: Saved, where: str) -> None:
-    """Give buffers the values that they had. Warns of those that keep their own."""
+def buffers_in(found: Generation) -> Saved:
+    buffers: Saved = found.payload.get("buffers", {})
+    return buffers
+
+
+def restore_buffers(model: nn.Module, saved: Saved, where: str, device: torch.device) -> None:
+    """Give buffers the values, shapes and dtypes that they had; also those that are None until a forward makes them.
+    Warns of those that keep their own, and of those that the model does not have."""
     buffers = persistent_buffers(model)
     if left := sorted(buffers.keys() - saved.keys()):
         warn_user(
             f"{where} does not have the buffers {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: they keep the "
             "values that they have now. zo.commit and zo.save_checkpoint write the buffers that a model has then"
         )
+    modules, lost = {path.replace("_orig_mod.", ""): module for path, module in model.named_modules()}, []
     with torch.no_grad():
-        for name in buffers.keys() & saved.keys():
-            buffers[name].copy_(decoded(saved[name]))
+        for name in sorted(saved):
+            value, (path, _, own) = decoded(saved[name]), name.rpartition(".")
+            if name in buffers:
+                buffer = buffers[name]
+                if _form_of(buffer) == _form_of(value):
+                    buffer.copy_(value)
+                else:
+                    buffer.data = value.to(buffer.device)
+            elif path in modules and own in modules[path]._buffers:
+                setattr(modules[path], own, value.to(device))
+            else:
+                lost.append(name)
+    if lost:
+        warn_user(
+            f"{where} has the buffers {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}, which this model does "
+            "not have: their values are not restored. Register them before zo.resume, with None where a forward "
+            "makes them"
+        )
 
 
 def _text_of(state: torch.Tensor) -> str:

@@ -146,6 +146,12 @@ class FileList:
         except IntegrityError as error:
             self._damage = error
 
+    @property
+    def run_id(self) -> str:
+        """Of the earlier run; empty where none is known."""
+        found = self._said.get("run_id")
+        return found if isinstance(found, str) else ""
+
     def announced(self, what: str = "files") -> list[str]:
         """The texts of `run.json` under a key."""
         return _texts(self._said, what)
@@ -201,7 +207,8 @@ class FileList:
         return [path for path in dict.fromkeys(paths) if not any(path.samefile(each) for each in own)]
 
     def remove_all(self) -> None:
-        """Delete the files of an earlier run that its manifest names, in the directories that it names.
+        """Delete the files of an earlier run that its manifest names, in the directories that it names; `announce`
+        follows.
 
         Raises IntegrityError when it is damaged, and LockError when another run has one of the directories.
         """
@@ -217,12 +224,11 @@ class FileList:
         with contextlib.ExitStack() as held:
             others = [held.enter_context(hold_directory(path)) for path in self.other_paths(None)]
             # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
-            # files goes last: unknown names would keep the next run from making its own.
+            # files stays until `announce` replaces it: unknown names would keep the next run from making its own.
             self._unlist(GENERATION_NAMES)
             self._home.remove(GENERATION_NAMES)
             self.flush_names()
             self._remove([name for name in names if name != RUN_NAME], [*others, *self._recorded(())])
-            self._home.remove([RUN_NAME])
             self._said = {}
 
     def _unlist(self, names: Collection[str]) -> None:

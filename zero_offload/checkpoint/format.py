@@ -18,14 +18,16 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError, ZeroOffloadError
-from zero_offload.base.precision import STATE_FORMATS
+from zero_offload.base.precision import STATE_FORMATS, TORCH_NAMES
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
@@ -36,6 +38,8 @@ from zero_offload.storage.files.manifest import read_manifest
 RUN_NAME = "run.json"
 COMMITTED = "generations"
 """The key in `run.json` of the names of the generations' manifests that were made and not deleted by a run."""
+JOINT = "joint"
+"""The key, in manifests, of the models that a generation was committed with."""
 BASE = "base"
 """The key, in `run.json` and in manifests, of the files that frozen parts rest in."""
 FORMAT = 4
@@ -76,6 +80,52 @@ UNENDED = "not ended"
 
 
 @dataclass(frozen=True)
+class Change:
+    """How a model's parameters have changed after it was offloaded."""
+
+    step: int
+    """After this one."""
+    renamed: Mapping[str, str]
+    """New names by the old ones."""
+    removed: Sequence[str]
+    replaced: Sequence[str]
+    """Parameters that are others under the same name."""
+    added: Sequence[str]
+
+    def __str__(self) -> str:
+        renamed = Counter(map(_moved, self.renamed, self.renamed.values()))
+        parts = [f"{before} is {now}{_of_many(count)}" for (before, now), count in renamed.items()]
+        for what, names in (("removed", self.removed), ("replaced", self.replaced), ("new", self.added)):
+            parts += [f"{name} is {what}{_of_many(count)}" for name, count in Counter(map(_block, names)).items()]
+        more = f", and {len(parts) - _TOLD} further changes" if len(parts) > _TOLD else ""
+        return f"after step {self.step} {', '.join(parts[:_TOLD])}{more}"
+
+
+_TOLD = 12
+CHANGES_MAX = 16
+"""A generation lists the last changes of its model."""
+
+
+def _of_many(count: int) -> str:
+    return f" ({count} parameters)" if count > 1 else ""
+
+
+def _moved(before: str, now: str) -> tuple[str, str]:
+    """The two names of a module that has moved with this parameter."""
+    old, new = before.split("."), now.split(".")
+    while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
+        del old[-1], new[-1]
+    return ".".join(old), ".".join(new)
+
+
+def _block(name: str) -> str:
+    """The numbered block that a parameter is in; without one, its module."""
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
+    return ".".join(parts[: number + 1]) or name
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """All of a commit but the tensors; JSON values, taken on the control thread at the step's end."""
 
@@ -99,6 +149,14 @@ class StepRecord:
     """Sections whose states have gone."""
     ended_by: str = ""
     """How the program ends an iteration, of which `step` is the count; empty of earlier versions."""
+    changes: Sequence[Change] = ()
+    """How the model has changed since it was offloaded, the last ones: then a resume finds parameters by name."""
+    buffer_forms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Of each buffer, persistent or not, the dtype and shape that it was offloaded with."""
+    joint: Mapping[str, Any] = field(default_factory=dict)
+    """Of a generation that is committed again: `Generation.joint`."""
+    beside: Mapping[str, int] = field(default_factory=dict)
+    """Iterations of the other models of the program at this step, by the run that each makes generations of."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
@@ -107,8 +165,43 @@ class StepRecord:
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
         return cls(
             generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {}),
-            generation.about, generation.thawed, generation.resting, generation.ended_by,
+            generation.about, generation.thawed, generation.resting, generation.ended_by, generation.changes,
+            generation.buffer_forms or {},
+            given.get(JOINT, {}), given.get("beside", {}),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Partner:
+    """A generation of another model, which has one commit point with this one."""
+
+    model: str
+    """Its class and its directory, for messages."""
+    home: str
+    """The directory of its manifests."""
+    beside: str
+    """The same, from this one's: for models that have moved together."""
+    run_id: str
+    number: int
+
+
+@dataclass(frozen=True)
+class CommittedWith:
+    """The models whose generations were committed together; see `checkpoint/joint.py`."""
+
+    token: str
+    """The same in all of them, and in no others."""
+    lead: Partner | None
+    """The model that has the commit point; None in its own generation."""
+    also: Sequence[Partner]
+    """In the lead's generation, the others."""
+
+    @classmethod
+    def parse(cls, payload: Mapping[str, Any]) -> CommittedWith:
+        lead = payload["lead"]
+        return cls(
+            payload["token"], None if lead is None else Partner(**lead), [Partner(**each) for each in payload["also"]]
+        )
 
 
 @dataclass(frozen=True)
@@ -134,6 +227,12 @@ class Generation:
         return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
 
     @property
+    def buffer_forms(self) -> Mapping[str, Any] | None:
+        """As `StepRecord.buffer_forms`; None of earlier versions."""
+        found = self.payload.get("buffer_forms")
+        return found if isinstance(found, dict) else None
+
+    @property
     def ended_by(self) -> str:
         """As `StepRecord.ended_by`."""
         found = self.payload.get("ended_by")
@@ -144,10 +243,11 @@ class Generation:
         """Why `step` may not count iterations; or empty. Earlier versions added up steps of several optimizers."""
         if self.ended_by == UNENDED:
             return f"{self} is of a program with several optimizers, which called neither zo.commit nor RunLog.step"
-        steps: Mapping[str, int] = self.payload.get("param_steps", {})
-        most, groups = max(steps.values(), default=0), self.payload.get("optimizer", [])
-        trained = {name for group in groups for name in group.get("params", ())}
-        others = {name: count for name, count in steps.items() if count and name not in trained}
+        with reading(str(self)):
+            steps: Mapping[str, int] = self.payload.get("param_steps", {})
+            most, groups = max(steps.values(), default=0), self.payload.get("optimizer", [])
+            trained = {name for group in groups for name in group.get("params", ())}
+            others = {name: count for name, count in steps.items() if count and name not in trained}
         if self.ended_by or not others or self.step <= most:
             return ""
         here = max((count for name, count in steps.items() if name in trained), default=0)
@@ -192,6 +292,45 @@ class Generation:
         found = self.payload.get("resting")
         return [each for each in found if type(each) is int] if isinstance(found, list) else []
 
+    def resting_in(self, layout: ShardLayout) -> list[int]:
+        """Sections of a layout whose parameters all rest in such sections."""
+        resting = set(self.resting)
+        names = {entry["name"] for entry in self.params if entry["section"] in resting}
+        return [
+            section.index
+            for section in layout.sections
+            if names and section.params and all(piece.spec.name in names or piece.is_gone for piece in section.params)
+        ]
+
+    @property
+    def changes(self) -> list[Change]:
+        """How the model has changed, before it was made; the last one last."""
+        found = self.payload.get("changes")
+        with reading(str(self)):
+            return [Change(**each) for each in found or ()]
+
+    @property
+    def joint(self) -> CommittedWith | None:
+        """The models that it was committed with; None if it was committed alone."""
+        found = self.payload.get(JOINT)
+        with reading(str(self)):
+            return CommittedWith.parse(found) if found else None
+
+    @property
+    def beside(self) -> Mapping[str, int]:
+        """As `StepRecord.beside`; empty of earlier versions."""
+        found = self.payload.get("beside")
+        with reading(str(self)):
+            return {str(run_id): int(step) for run_id, step in (found or {}).items()}
+
+    @property
+    def params(self) -> list[dict[str, Any]]:
+        """As `fingerprint` lists them. Raises IntegrityError."""
+        params = self.payload.get("params")
+        if not isinstance(params, list) or not all(isinstance(entry, dict) for entry in params):
+            raise IntegrityError(f"{self}: the list of parameters is damaged")
+        return params
+
     @property
     def names(self) -> list[str]:
         """The names of its parameters, section by section."""
@@ -235,6 +374,8 @@ class History:
     """Generations by the name of their manifest, the newest first."""
     damaged: Mapping[str, ZeroOffloadError]
     """The error of each manifest that cannot be read, or is missing."""
+    unfinished: Generation | None = None
+    """The newest one, if the model that it was to be committed with has not come to the commit point."""
 
     @classmethod
     def read(cls, directory: RunDirectory) -> History:
@@ -260,7 +401,8 @@ class History:
         if missing := [name for name in GENERATION_NAMES[:2] if _is_missing(directory, name, found, damaged, newest)]:
             damaged |= dict.fromkeys(missing, _loss(directory, missing))
         newest_first = sorted(found.items(), key=lambda item: -item[1].number)
-        return cls(str(directory.path), dict(newest_first), damaged)
+        unfinished = newest if newest is not None and _is_unfinished(newest, directory) else None
+        return cls(str(directory.path), dict(newest_first), damaged, unfinished)
 
     @property
     def is_empty(self) -> bool:
@@ -268,7 +410,7 @@ class History:
 
     @property
     def newest(self) -> Generation | None:
-        return next(iter(self.generations.values()), None)
+        return next((each for each in self.generations.values() if each is not self.unfinished), None)
 
     def choose(self, number: int | None) -> Generation | None:
         """Generation `number`, or the newest; None when there is none at all.
@@ -292,12 +434,38 @@ class History:
 
     def is_newest(self, chosen: Generation) -> bool:
         """True if nothing here can be newer."""
-        return chosen is self.newest and not self.damaged
+        return chosen is next(iter(self.generations.values()), None) and not self.damaged
 
     def remedy(self, bad: Generation) -> str:
         """The remedy to type when this generation turns out to be damaged; empty when there is no other."""
-        other = next((each for each in self.generations.values() if each is not bad), None)
+        other = next((each for each in self.generations.values() if each not in (bad, self.unfinished)), None)
         return _remedy(other) if other is not None else ""
+
+
+def _is_unfinished(newest: Generation, directory: RunDirectory) -> bool:
+    """True if a generation was written to be committed with another model's, and that one's commit point never came.
+
+    Where nothing is known of the other, it counts as committed: `zo.resume` compares both.
+    """
+    joint = newest.joint
+    if joint is None or joint.lead is None:
+        return False
+    lead = joint.lead
+    # Beside it first: of a copy, the recorded path is the original's.
+    for path in (directory.path / lead.beside, Path(lead.home)):
+        with contextlib.suppress(ZeroOffloadError, OSError), RunDirectory.look(path, directory.system) as home:
+            if (read_manifest(home, RUN_NAME) or {}).get("run_id") != lead.run_id:
+                continue
+            payloads = [payload for name in GENERATION_NAMES if (payload := read_manifest(home, name)) is not None]
+            found = max((Generation.parse(each, lead.home) for each in payloads), key=_number_of, default=None)
+            if found is None or found.number < lead.number:
+                return True
+            return found.number == lead.number and (found.joint is None or found.joint.token != joint.token)
+    return False
+
+
+def _number_of(generation: Generation) -> int:
+    return generation.number
 
 
 def _is_missing(
@@ -360,6 +528,7 @@ def reading(where: str) -> Iterator[None]:
         ) from error
 
 
+_SECTIONS_MAX = 2**24
 _THAWED = "thawed"
 """The key, in an entry of a parameter, of a section that was frozen at first."""
 _KINDS = ("shape", "dtype", "trainable")
@@ -387,14 +556,64 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
         | ({_THAWED: True} if section.is_thawed else {})
         for section in layout.sections
         for piece in section.params
+        if not piece.is_gone
     ]
 
 
 def thawed_as(found: Generation, layout: ShardLayout) -> ShardLayout:
-    """A layout with the sections thawed that were so in a generation."""
-    params = found.payload.get("params")
-    thawed = {entry["section"] for entry in params if entry.get(_THAWED)} if isinstance(params, list) else set()
-    return layout.thawed({each.index for each in layout.sections if each.index in thawed and not each.trainable})
+    """A layout with the sections thawed of which a generation has a thawed parameter."""
+    thawed = {entry["name"] for entry in found.params if entry.get(_THAWED)}
+    return layout.thawed(
+        {
+            section.index
+            for section in layout.sections
+            if not section.trainable and any(piece.spec.name in thawed for piece in section.params)
+        }
+    )
+
+
+def lies_elsewhere(found: Generation, layout: ShardLayout) -> bool:
+    """True if a generation of a model that has changed has parameters in other places than a layout: they are found by
+    their names."""
+    saved, here = (
+        [[each.get(key) for key in _PLACE] for each in params] for params in (found.params, fingerprint(layout))
+    )
+    return bool(found.changes) and saved != here
+
+
+def check_found_by_name(found: Generation, layout: ShardLayout, where: str) -> None:
+    """Raise CheckpointError, with what became of a changed model, unless the layout has the same parameters."""
+    here = {entry["name"]: entry for entry in fingerprint(layout)}
+    saved = {entry["name"]: entry for entry in found.params}
+    problems = []
+    for names, has in ((saved.keys() - here.keys(), "lacks"), (here.keys() - saved.keys(), "has others than that one")):
+        if names:
+            blocks = Counter(map(_block, (name for name in (*saved, *here) if name in names)))
+            problems.append(f"this model {has}: {', '.join(n + _of_many(c) for n, c in [*blocks.items()][:_TOLD])}")
+    for name in (name for name in here if name in saved):
+        mine, there = here[name], saved[name]
+        keys = (mine.keys() | there.keys()) - {"section", "begin", _THAWED}
+        # A section thaws with the first of its parameters.
+        keys -= {"trainable"} if mine.get(_THAWED) else set()
+        problems += [
+            f"{name} has {key}={there.get(key)!r}, and here {mine.get(key)!r}"
+            for key in keys
+            if mine.get(key) != there.get(key)
+        ][:1]
+    if problems:
+        history = "; ".join(map(str, found.changes))
+        raise CheckpointError(
+            f"{where}: {found} is of a model that had changed since it was offloaded: {history}. "
+            f"{'; '.join(problems[:_TOLD])}. Build the model as it was when the generation was made, with all that was "
+            "adopted, and call zo.offload once; or start over with existing='discard'"
+        )
+
+
+def told_changes(found: Generation) -> str:
+    """The history of the parameters of a model that has changed."""
+    new = {name for change in found.changes for name in (*change.added, *change.replaced, *change.renamed.values())}
+    kept = sum(name not in new for name in found.names)
+    return f"{'; '.join(map(str, found.changes))}. The other {kept} of {len(found.names)} parameters are as they were"
 
 
 def check_fingerprint(
@@ -442,6 +661,9 @@ def check_fingerprint(
             )
         if different:
             key = different[0]
+            known = next((name for name, each in TORCH_NAMES.items() if each == there.get("dtype")), None)
+            if key == "dtype" and known is not None:
+                hint = f". Precision(modules={ {mine['name']: known} }) gives this one the dtype of that run{hint}"
             raise CheckpointError(
                 f"{where} holds another model: its parameter {there.get('name')!r} has "
                 f"{key}={there.get(key)!r}, this model's {mine['name']!r} has {key}={mine.get(key)!r}. "
@@ -495,7 +717,13 @@ def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
             )
             pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
             kinds[index] = (dtype, trainable)
-        states = state_format_of(generation)
-        return tuple(SectionLayout(0, i, *kinds[i], 1, tuple(pieces[i]), 0, 1, states) for i in range(len(pieces)))
+        states, empty = state_format_of(generation), (torch.float32, False)
+        # Of a model that has changed, some may have no parameter.
+        count = generation.payload.get("num_sections", len(pieces))
+        if not len(pieces) <= count <= _SECTIONS_MAX or max(pieces, default=0) >= count:
+            raise IntegrityError(f"{generation}: the list of parameters is damaged ({count} sections)")
+        return tuple(
+            SectionLayout(0, i, *kinds.get(i, empty), 1, tuple(pieces.get(i, ())), 0, 1, states) for i in range(count)
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{generation}: the list of parameters is damaged ({error!r})") from error

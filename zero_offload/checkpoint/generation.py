@@ -14,7 +14,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,15 @@ from zero_offload.checkpoint.format import (
     BASE,
     FORMAT,
     GENERATION_NAMES,
+    JOINT,
     Generation,
     History,
     StepRecord,
     check_fingerprint,
+    check_found_by_name,
     fingerprint,
     generation_name,
+    lies_elsewhere,
     rank_manifest_name,
     reading,
     sections_of,
@@ -45,6 +48,7 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
     thawed_as,
 )
+from zero_offload.checkpoint.joint import ALONE, CommitPart
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.base_file import check_in_place
@@ -101,6 +105,10 @@ class GenerationKeeper:
         self._history: History | None = None
         self._calls: list[int] = []
         """How many sections there were before each further call of zo.offload."""
+        self._has_changed = False
+        """True if the model has lost or renamed parameters since the generation found."""
+        self.lies_elsewhere = False
+        """True if the generation found has parameters in other places than the model."""
         self.edition = 0
         """How often the run was cut anew; names its swap files."""
         self.run_id = uuid.uuid4().hex
@@ -132,6 +140,8 @@ class GenerationKeeper:
         self._history = History.read(self._home)
         found = self._history.choose(number)
         if found is None:
+            # It goes on with the run that is there, if only by name: others may have been committed with it.
+            self.run_id = self.files.run_id or self.run_id
             return self.files.check_strangers()
         if existing is Existing.REFUSE:
             raise ConfigError(
@@ -140,7 +150,11 @@ class GenerationKeeper:
             )
         with reading(str(self._home.path)):
             self.layout = thawed_as(found, self.layout)
-            check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path), found.calls)
+            self.lies_elsewhere = lies_elsewhere(found, self.layout)
+            if self.lies_elsewhere:
+                check_found_by_name(found, self.layout, str(self._home.path))
+            else:
+                check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path), found.calls)
         if found.world_size % self._ranks.num_columns:
             raise CheckpointError(
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
@@ -155,6 +169,8 @@ class GenerationKeeper:
             self.weights = stripe_weights_of(found, len(self._directories))
 
     def _is_cut_otherwise(self, found: Generation) -> bool:
+        if self.lies_elsewhere:
+            return True
         if found.payload.get("format") != FORMAT or state_format_of(found) is not self.layout.state_format:
             return True
         if (found.world_size, found.num_shards) != (self._ranks.world_size, self.layout.num_shards):
@@ -174,7 +190,7 @@ class GenerationKeeper:
     @property
     def awaited(self) -> list[str]:
         """Parameters of the generation found that the model has not got yet: a further zo.offload adopts them."""
-        if self.found is None or self._number != self.found.number:
+        if self.found is None or self._number != self.found.number or self._has_changed or self.lies_elsewhere:
             return []
         return self.found.names[sum(len(section.params) for section in self.layout.sections) :]
 
@@ -195,6 +211,11 @@ class GenerationKeeper:
 
     def relayout(self, layout: ShardLayout) -> None:
         """Sections of the store are laid out anew: the next generation has them so."""
+        self.layout = layout
+
+    def change(self, layout: ShardLayout) -> None:
+        """The model has changed."""
+        self._has_changed = True
         self.layout = layout
 
     def shrink(self, layout: ShardLayout) -> None:
@@ -343,8 +364,9 @@ class GenerationKeeper:
 
     # Commit
 
-    def commit(self, record: StepRecord, snapshot: Snapshot | None = None) -> None:
-        """Make the states of a snapshot, by default the shards' now, the next generation.
+    def commit(self, record: StepRecord, snapshot: Snapshot | None = None, part: CommitPart = ALONE) -> None:
+        """Make the states of a snapshot, by default the shards' now, the next generation; `part` of those of several
+        models.
 
         Raises StorageError. The generation before stays if the error came before the global manifest was renamed.
         """
@@ -352,13 +374,14 @@ class GenerationKeeper:
         spans = self._store.counters.spans
         opened = spans.open(Track.COMMIT, f"step {record.step}")
         with self._store.counters.timed("commit_s"):
-            self._commit(record, snapshot or self._store.snapshots.take())
+            self._commit(record, snapshot or self._store.snapshots.take(), part)
         spans.close(opened)
         self._store.snapshots.end()
 
-    def _commit(self, record: StepRecord, snapshot: Snapshot) -> None:
+    def _commit(self, record: StepRecord, snapshot: Snapshot, part: CommitPart) -> None:
         assert self._store is not None and self._swap is not None
         ranks, number = self._ranks, self._number + 1
+        part.begin(self._home.path, self.run_id, number)
         with ranks.together():
             self._store.snapshots.write(snapshot)
             if self._durability is Durability.COMMIT:
@@ -376,10 +399,12 @@ class GenerationKeeper:
                 "call step() and zo.commit equally often on every rank. The generation before stays"
             )
         with ranks.together():
+            joint = part.before_point() or record.joint
             if ranks.rank == 0:
-                payload = self._global_payload(number, digests, record)
+                payload = self._global_payload(number, digests, record) | ({JOINT: joint} if joint else {})
                 write_manifest(self._home, generation_name(number), payload, self._durability)
                 self.files.note_committed(payload[BASE])
+        part.after_point()
         self._number = number
         self._store.mark_committed(snapshot.slots)
 
@@ -404,6 +429,7 @@ class GenerationKeeper:
 
     def _global_payload(self, number: int, digests: Sequence[str], record: StepRecord) -> dict[str, Any]:
         assert self._store is not None
+        changed = {"num_sections": len(self.layout.sections), "changes": [asdict(each) for each in record.changes]}
         return {
             "run_id": self.run_id,
             "format": FORMAT,
@@ -418,7 +444,9 @@ class GenerationKeeper:
             "weights": list(self.weights) or [1 / len(self._directories)] * len(self._directories),
             "params": fingerprint(self.layout),
             BASE: base_record(self._store),
-            "calls": self._calls,
+            # A model that has changed is resumed in one call, whatever calls there were.
+            "calls": [] if record.changes else self._calls,
+            **(changed if record.changes else {}),
             "param_steps": record.param_steps,
             **({"thawed": list(record.thawed)} if record.thawed else {}),
             **({"resting": list(record.resting)} if record.resting else {}),
@@ -426,6 +454,8 @@ class GenerationKeeper:
             "extra": record.extra,
             "scaler": record.scaler,
             "buffers": record.buffers,
+            "buffer_forms": record.buffer_forms,
+            **({"beside": dict(record.beside)} if record.beside else {}),
             "about": record.about,
             "ended_by": record.ended_by,
             "ranks": [

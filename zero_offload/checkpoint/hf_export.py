@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -49,6 +49,22 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class FileForm:
+    """How files have the tensors of a model: here under its names, as they are."""
+
+    def entries(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Of the files, for those of the model. The first call; then `parts` for all values."""
+        return list(entries)
+
+    def parts(self, name: str, begin: int, values: torch.Tensor) -> Iterable[tuple[str, int, torch.Tensor]]:
+        """Parts that may be written now: elements of the model's tensor `name`, from `begin` on, have come."""
+        return [(name, begin, values)]
+
+
+AS_NAMED = FileForm()
+"""That of models which no library has a form for."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +181,9 @@ def _fail(doing: str, path: Path, error: OSError) -> NoReturn:
 class FolderWriter:
     """The files of a plan, open for writing in an existing directory."""
 
-    def __init__(self, folder: Path, plans: Sequence[FilePlan]) -> None:
+    def __init__(self, folder: Path, plans: Sequence[FilePlan], form: FileForm = AS_NAMED) -> None:
         """Makes every file at its full size. Raises StorageError when the disk is too small for them."""
-        self._folder = folder
+        self._folder, self._form = folder, form
         self._plans = tuple(plans)
         self._fds: dict[str, int] = {}
         self._places: dict[str, tuple[str, int, TensorEntry]] = {}
@@ -204,12 +220,13 @@ class FolderWriter:
             offset += entry.nbytes
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
-        """Elements of tensor `name` from `begin` on, in row-major order: (n,) of its dtype, host."""
-        file, offset, entry = self._places[name]
-        assert values.dtype == entry.dtype and begin * entry.dtype.itemsize + values.nbytes <= entry.nbytes
-        raw = values.detach().contiguous().view(torch.uint8).numpy().data
-        self._write(file, raw, offset + begin * entry.dtype.itemsize)
-        self._missing_nbytes -= values.nbytes
+        """Elements of the model's tensor `name` from `begin` on, in row-major order: (n,) of its dtype, host."""
+        for known_as, first, part in self._form.parts(name, begin, values):
+            file, offset, entry = self._places[known_as]
+            assert part.dtype == entry.dtype and first * entry.dtype.itemsize + part.nbytes <= entry.nbytes
+            raw = part.detach().contiguous().view(torch.uint8).numpy().data
+            self._write(file, raw, offset + first * entry.dtype.itemsize)
+            self._missing_nbytes -= part.nbytes
 
     def _write(self, file: str, data: bytes | memoryview, offset: int) -> None:
         left = memoryview(data)
@@ -245,8 +262,9 @@ def export_saved(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     complete: Callable[[Path, Sequence[TensorEntry]], None] = lambda folder, entries: None,
+    form: FileForm = AS_NAMED,
 ) -> int:
-    """Write every parameter, and every persistent buffer as it is, to a new folder `path`; returns their number.
+    """Write every parameter, and every persistent buffer as it is, to a new folder `path`; returns how many tensors.
 
     `dtype` is what floating parameters are rounded to, from the fp32 masters; None is the compute dtype. Quantized
     weights are written as they are, with the records that their library reads. `complete` writes what belongs beside
@@ -281,9 +299,9 @@ def export_saved(
     with reading(str(saved.generation)):
         buffers |= _records(saved)
     kept = [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
-    plans = plan_files([*entries.values(), *kept], max_shard_bytes)
+    written = form.entries([*entries.values(), *kept])
     # Values go through chunk by chunk, so one chunk is in memory.
-    with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
+    with new_folder(path) as folder, FolderWriter(folder, plan_files(written, max_shard_bytes), form) as writer:
         for section in saved.sections:
             for piece, entry in ((piece, entries[piece]) for piece in section.params if piece in entries):
                 for begin in range(piece.begin, piece.end, CHUNK_NUMEL):
@@ -294,7 +312,7 @@ def export_saved(
             writer.write(name, 0, buffer.reshape(-1))
         writer.finish()
         complete(folder, [*entries.values(), *kept])
-    return len(entries) + len(buffers)
+    return len(written)
 
 
 def saved_buffers(saved: SavedGeneration) -> dict[str, torch.Tensor]:

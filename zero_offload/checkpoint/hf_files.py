@@ -37,6 +37,7 @@ STEMS = ("model", "diffusion_pytorch_model")
 """How names of files begin: those of transformers, and those of diffusers."""
 SINGLE_NAME = f"{STEMS[0]}.safetensors"
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
+GGUF = ".gguf"
 _VARIANTS = re.compile(rf"({'|'.join(STEMS)})\.(safetensors\.index\.\w+\.json|\w+\.safetensors)")
 """The same weights in another form beside them, or alone: `model.fp16.safetensors`."""
 DTYPES: dict[str, torch.dtype] = {
@@ -251,6 +252,10 @@ def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
 def _files_of(path: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Files by their names, and the name of each tensor's file; the latter is empty where there is no index."""
     file = path if path.is_file() else _main_file(path)
+    if file.suffix == GGUF:
+        raise CheckpointError(
+            f"{file} is a GGUF file, which lacks parts of a model: give the folder of safetensors that it was made of"
+        )
     if file.suffix != ".json":
         return {file.name: file}, {}
     weight_map, folder = _read_index(file), file.parent
@@ -285,8 +290,9 @@ def _what_else(path: Path) -> str:
     """The weights that a folder has instead."""
     if not path.is_dir():
         return ""
-    found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-    return f", but {', '.join(found[:3])} (pickled weights are not loaded)" if found else ""
+    endings = (".safetensors", ".bin", ".pt", ".pth", GGUF)
+    found = sorted(entry.name for entry in path.iterdir() if entry.suffix in endings)
+    return f", but {', '.join(found[:3])} (pickled weights and GGUF are not loaded)" if found else ""
 
 
 _NAME_LETTERS = 255
@@ -407,7 +413,7 @@ def match(
     unknown = [name for name in stored if prefix + name not in known]
     pairs = [(want.tensor, named[name], name) for want in wanted for name in want.names if name in named]
     shapes = [f"{n} {list(t.shape)} (model: {list(w.shape)})" for w, t, n in pairs if t.shape != tuple(w.shape)]
-    dtypes = [f"{n} {t.dtype_name} (model: {w.dtype})" for w, t, n in pairs if not _convertible(t.dtype, w.dtype)]
+    dtypes = [f"{n} {t.dtype_name} (model: {w.dtype})" for w, t, n in pairs if not converts(t.dtype, w.dtype)]
     problems = [
         *_listed("missing in the files", missing),
         *_listed("unknown to the model", unknown),
@@ -419,7 +425,13 @@ def match(
         differ = [" and ".join(want.names) for want, here in ties if not all(same_values(here[0], t) for t in here[1:])]
         problems = _listed("tied in the model, with different values in the files", differ)
     if problems:
-        remedy = _prefix_hint(missing, unknown, prefix) or "Build the model that the files belong to, or name its files"
+        remedy = (
+            _prefix_hint(missing, unknown, prefix)
+            or _loss_hint(wanted, missing, unknown, pairs)
+            or "Build the model that the files belong to, or name its files"
+        )
+        if len(problems) == 1 and not (missing or unknown or shapes or dtypes):
+            remedy = "Build the model without the tie, as by config.tie_word_embeddings = False"
         raise CheckpointError("\n".join([f"{where} does not fit this model; nothing was changed:", *problems, remedy]))
     return [here[0] if here else None for here in found]
 
@@ -435,8 +447,43 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"  {len(names)} {what}: {', '.join(names[:NAMES_SHOWN])}{', ...' * (len(names) > NAMES_SHOWN)}"]
 
 
-def _convertible(source: torch.dtype | None, target: torch.dtype) -> bool:
+def converts(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """True if values of a file's dtype are values in the model's."""
     return source == target or (source in FLOATS and target in FLOATS)
+
+
+_CODE_PARTS = ("_scale_inv", "_blocks", "_scales", ".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".absmax")
+"""How names end of tensors that belong to a quantized weight."""
+_SCALES = ".absmax"
+"""Of bitsandbytes: one dimension, if no forward has repacked them."""
+
+
+def _loss_hint(
+    wanted: Sequence[Wanted],
+    missing: Sequence[str],
+    unknown: Sequence[str],
+    pairs: Sequence[tuple[torch.Tensor, FileTensor, str]],
+) -> str | None:
+    """The door to take where a library has lost something when it wrote the files."""
+    if any(name.endswith(_SCALES) and len(tensor.shape) > 1 for _, tensor, name in pairs):
+        return (
+            "bitsandbytes has saved this model after a forward in eval on a CPU, which reorders its scales: quantize "
+            "it again, and save it before such a forward"
+        )
+    if codes := [name for name in unknown if name.endswith(_CODE_PARTS)]:
+        return (
+            f"{codes[0]} is a part of a quantized weight, which this model does not have: give the folder of the model "
+            "that was quantized. A dequantized model that transformers has saved has such parts too, and no "
+            "quantization_config: load it again from its own folder, and write it by zo.export_pretrained"
+        )
+    params = {want.names[0]: want.tensor for want in wanted if isinstance(want.tensor, torch.nn.Parameter)}
+    trained = {name for name, param in params.items() if param.requires_grad}
+    if missing and not unknown and trained and trained.isdisjoint(missing) and params.keys() >= {*missing}:
+        return (
+            "Only frozen parameters are missing: zero_to_fp32 of DeepSpeed leaves them out at stage 1. Add them from "
+            "the folder that the run began with: safetensors.torch.save_file(load_file(BASE) | load_file(FILE), OUT)"
+        )
+    return None
 
 
 def _prefix_hint(missing: Sequence[str], unknown: Sequence[str], prefix: str) -> str | None:

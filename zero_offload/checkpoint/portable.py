@@ -71,7 +71,8 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1, base=store.base)
-            copy.lay_out(copy.shards, [shard.layout.index for shard in store.shards if shard.base is not None])
+            empty = [shard.layout.index for shard in store.shards if shard.base is not None or not shard.layout.params]
+            copy.lay_out(copy.shards, empty)
             for source, target in zip(store.shards, copy.shards, strict=True):
                 copy.add_states(target, source.states)
                 target.base = source.base
@@ -79,7 +80,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
             cleanup.callback(swap.close)
             cleanup.callback(engine.close)  # before its files, whose numbers would soon stand for others
             for source, target in zip(store.shards, copy.shards, strict=True):
-                if target.base is not None:
+                if target.layout.index in empty:
                     continue
                 if shares and _cloned(source, target):
                     copy.finish_update(target)

@@ -12,6 +12,7 @@ import json
 import logging
 import zlib
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
@@ -21,7 +22,7 @@ from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.base_record import base_sections
-from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
+from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name, told_changes
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.saved_generation import SavedGeneration, open_in_turn, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
@@ -153,6 +154,7 @@ class RunFiles:
             self._reader = open_engine(num_drives=len(places))
             first_rank = ranks.first_of_column(found.world_size)
             saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain, first_rank)
+            saved.look_in(keeper.layout)
             if keeper.goes_back:
                 # Its slots are those that the newer generation's updates have not written over; or have.
                 require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
@@ -168,6 +170,10 @@ class RunFiles:
         return self.keeper is not None and bool(self.keeper.awaited)
 
     @property
+    def _lies_elsewhere(self) -> bool:
+        return self._earlier is not None and self._earlier.lies_elsewhere
+
+    @property
     def found(self) -> Generation | None:
         return None if self.keeper is None else self.keeper.found
 
@@ -179,7 +185,8 @@ class RunFiles:
         Sections `later`, and those that the generation found has in a base, get their place when they are written.
         """
         if self.swap is not None and not (awaited and self.found is not None and self._earlier is None):
-            in_base = base_sections(self.found) if awaited and self.found is not None else {}
+            is_found = awaited and self.found is not None and not self._lies_elsewhere
+            in_base = base_sections(self.found) if is_found and self.found is not None else {}
             store.lay_out(shards, {each.layout.index for each in shards if each.layout.index in later} | set(in_base))
 
     def create(self, store: ShardStore, durability: Durability, later: Container[int] = ()) -> None:
@@ -206,12 +213,13 @@ class RunFiles:
             self.keeper.restore(shards, shard_index)
             return
         self._earlier.tell_conversion(self.keeper.layout)
-        resting = self._earlier.base_places(self.base)
+        # Found by name, values of a base go to files of this run.
+        resting = {} if self._lies_elsewhere else self._earlier.base_places(self.base)
         for shard in shards:
             if (spans := resting.get(shard.layout.index)) is not None:
                 store.rest_in_base(shard, spans, shard_index)
                 continue
-            store.add_states(shard, self._earlier.states(shard.layout.index))
+            store.add_states(shard, self._earlier.states(shard.layout))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
     def finish_resume(self, ranks: CommitGroup) -> None:
@@ -226,7 +234,10 @@ class RunFiles:
             same_ranks = found.world_size == ranks.world_size
             with ranks.together():
                 keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
-            keeper.commit(StepRecord.of(found, keeper.rng))
+            record = StepRecord.of(found, keeper.rng)
+            keeper.commit(replace(record, resting=found.resting_in(keeper.layout)))
+            if self._lies_elsewhere and ranks.rank == 0:
+                warn_user(f"{found} is of a model that had changed since it was offloaded: {told_changes(found)}")
         self._close_earlier()  # or the disk space of what is deleted now would not be free
         with ranks.together():
             if ranks.rank == 0:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError, LockError, ZeroOffloadError
-from zero_offload.base.host import host_empty
+from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
 from zero_offload.checkpoint.base_record import base_sections, files_of, open_base
@@ -31,6 +31,8 @@ from zero_offload.checkpoint.format import (
     Generation,
     History,
     check_fingerprint,
+    check_found_by_name,
+    lies_elsewhere,
     reading,
     sections_of,
     state_format_of,
@@ -238,6 +240,8 @@ class SavedGeneration:
         self._ranks: dict[int, RankFiles] = {}
         self._staging: Region | None = None
         self._in_base = base_sections(generation)
+        self._names: dict[str, tuple[int, int]] = {}
+        """Where parameters are: section, and element of it. Empty where they are where the model has them."""
         self._base = BaseFiles()
 
     @classmethod
@@ -253,11 +257,15 @@ class SavedGeneration:
         def read(generation: Generation, directories: list[RunDirectory], cleanup: contextlib.ExitStack) -> T:
             with ranks.together():
                 with reading(str(path)):
-                    check_fingerprint(generation.payload.get("params"), layout, str(path), thaws=True)
+                    if lies_elsewhere(generation, layout):
+                        check_found_by_name(generation, layout, str(path))
+                    else:
+                        check_fingerprint(generation.payload.get("params"), layout, str(path), thaws=True)
                 engine = open_engine(num_drives=len(directories))
                 cleanup.callback(engine.close)
                 first_rank = ranks.first_of_column(generation.world_size)
                 saved = cls(generation, directories, engine, first_rank=first_rank)
+                saved.look_in(layout)
                 cleanup.callback(saved.close)
             cleanup.callback(engine.close)  # before its files
             result = use(saved)
@@ -266,6 +274,15 @@ class SavedGeneration:
             return result
 
         return read_generation(path, ranks, None, read)
+
+    def look_in(self, layout: ShardLayout) -> None:
+        """Let `source` and `states` find parameters by name, where the layout has them in other places."""
+        if lies_elsewhere(self.generation, layout):
+            self._names = {p.spec.name: (section.index, p.begin) for section in self.sections for p in section.params}
+
+    @property
+    def lies_elsewhere(self) -> bool:
+        return bool(self._names)
 
     def payload(self, rank: int) -> dict[str, Any]:
         """A rank's manifest. Raises IntegrityError."""
@@ -294,6 +311,8 @@ class SavedGeneration:
         return self._ranks[rank]
 
     def _shard_of(self, section: SectionLayout, rank: int) -> SectionLayout:
+        if not section.params:
+            return section  # the model had none of it any more
         entry = self.payload(rank)["sections"][section.index]
         numel = entry.get("shard_numel") if isinstance(entry, dict) else None
         if type(numel) is not int or not 0 < numel <= 2**48:
@@ -307,7 +326,7 @@ class SavedGeneration:
         records = entry.get("components")
         with reading(str(self.directories[0].path)):
             kept = set(map(Component, records))
-        if section.index in self._in_base:
+        if section.index in self._in_base or not section.params:
             return
         for component in Component:
             if component in kept or component in master_components(section):
@@ -316,10 +335,13 @@ class SavedGeneration:
                 (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
                 yield (section.index, component), extent
 
-    def states(self, index: int) -> list[Component]:
-        """The states of a section that optimizers keep."""
-        extents, master = self.rank(self._first_rank).extents, master_components(self.sections[index])
-        return [component for section, component in extents if section == index and component not in master]
+    def states(self, layout: SectionLayout) -> list[Component]:
+        """The states of a section of a model that optimizers keep."""
+        extents = self.rank(self._first_rank).extents
+        names = [piece.spec.name for piece in layout.params if not piece.is_gone]
+        indices = {self._names[name][0] for name in names} if self._names else {layout.index}
+        kept = (each for section, each in extents if section in indices)
+        return list(dict.fromkeys(each for each in kept if is_state(each)))
 
     def read(self, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
         """Fill `out` with elements of a section from `begin` on; what was never saved becomes zero: padding, and states
@@ -362,25 +384,47 @@ class SavedGeneration:
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
         """Feeds `ShardStore.write_components` with elements of the shard `shard_index` of a section."""
-        offset, saved = shard_index * layout.shard_numel, self.sections[layout.index]
+        offset = shard_index * layout.shard_numel
+
+        def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            values = self._elements(layout, component, offset + begin, offset + end)
+            return encode_array(layout, component, values) if is_state(component) else values
+
+        return source
+
+    def _elements(self, layout: SectionLayout, component: Component, begin: int, end: int) -> torch.Tensor:
+        """(end - begin,) elements of a section of a model, host; states in fp32."""
+        if not self._names:
+            return self._converted(layout, self.sections[layout.index], component, begin, end)
+        dtype = torch.float32 if is_state(component) else component_dtype(layout, component)
+        out = host_zeros(end - begin, dtype)
+        for piece in layout.params:
+            low, high = max(piece.begin, begin), min(piece.end, end)
+            if low < high and not piece.is_gone:
+                index, first = self._names[piece.spec.name]
+                at, ahead = self.sections[index], first - piece.begin
+                out[low - begin : high - begin] = self._converted(layout, at, component, low + ahead, high + ahead)
+        return out
+
+    def _converted(
+        self, layout: SectionLayout, saved: SectionLayout, component: Component, begin: int, end: int
+    ) -> torch.Tensor:
+        """Elements of a saved section, as one of `layout` has them."""
 
         def read(component: Component, begin: int, end: int) -> torch.Tensor:
             dtype = torch.float32 if is_state(component) else component_dtype(saved, component)
             out = host_empty(end - begin, dtype)
-            self.read(layout.index, component, offset + begin, out)
+            self.read(saved.index, component, begin, out)
             return out
 
-        def source(component: Component, begin: int, end: int) -> torch.Tensor:
-            if is_state(component):
-                return encode_array(layout, component, read(component, begin, end))
-            if not saved.trainable and layout.trainable:  # it has thawed since: its value is the master
-                return master_parts(layout, read(Component.VALUE, begin, end).float())[component]
-            if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
-                return read(component, begin, end)
-            # The same master with a residual of another dtype.
-            return master_parts(layout, master_of(saved, lambda each: read(each, begin, end)))[component]
-
-        return source
+        if is_state(component):
+            return read(component, begin, end)
+        if not saved.trainable and layout.trainable:  # it has thawed since: its value is the master
+            return master_parts(layout, read(Component.VALUE, begin, end).float())[component]
+        if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
+            return read(component, begin, end)
+        # The same master with a residual of another dtype.
+        return master_parts(layout, master_of(saved, lambda each: read(each, begin, end)))[component]
 
     def tell_conversion(self, layout: ShardLayout) -> None:
         """Say so, if states do not rest as they did."""

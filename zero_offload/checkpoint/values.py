@@ -33,18 +33,21 @@ ReadElements = Callable[[int, int], torch.Tensor]
 def read_master(store: ShardStore, shard: Shard, span: tuple[int, int] | None = None) -> torch.Tensor:
     """(shard_numel,) fp32 master of a trainable shard, or the value of a frozen one, or of elements `span`; a copy."""
     dtype = torch.float32 if shard.layout.trainable else shard.layout.dtype
-    return _gather(shard.layout, span, dtype, lambda row, begin, end: read_master_chunk(store, shard, row))
+    return _gather(shard.layout, span, dtype, lambda row, keeps: read_master_chunk(store, shard, row, keeps=keeps))
 
 
 def read_values(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch.Tensor:
     """(end - begin,) of the values of elements `span`, the compute dtype; a copy."""
     layout = shard.layout
-    return _gather(layout, span, layout.dtype, lambda row, begin, end: store.read_chunk(shard, Component.VALUE, row))
+    return _gather(
+        layout, span, layout.dtype, lambda row, keeps: store.read_chunk(shard, Component.VALUE, row, keeps=keeps)
+    )
 
 
-def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor:
-    """(end - begin,) fp32 master, or value of a frozen shard, of chunk `row`; host, valid until the next read."""
-    return master_of(shard.layout, lambda component: store.read_chunk(shard, component, row))
+def read_master_chunk(store: ShardStore, shard: Shard, row: int, *, keeps: bool = False) -> torch.Tensor:
+    """(end - begin,) fp32 master, or value of a frozen shard, of chunk `row`; host, valid until the next read. `keeps`
+    as in `ShardStore.read_chunk`."""
+    return master_of(shard.layout, lambda component: store.read_chunk(shard, component, row, keeps=keeps))
 
 
 def master_of(layout: SectionLayout, read: Callable[[Component], torch.Tensor]) -> torch.Tensor:
@@ -79,12 +82,12 @@ def read_master_part(store: ShardStore, shard: Shard, span: tuple[int, int]) -> 
     layout = shard.layout
     dtype = master_part(layout)[Component.MASTER if layout.dtype == torch.float16 else Component.RESIDUAL]
 
-    def read(row: int, begin: int, end: int) -> torch.Tensor:
-        master = read_master_chunk(store, shard, row)
+    def read(row: int, keeps: bool) -> torch.Tensor:
+        master = read_master_chunk(store, shard, row, keeps=keeps)
         if layout.dtype == torch.float16:
             return master
-        residual = host_reserved([end - begin], dtype)
-        split_master(master, host_reserved([end - begin], layout.dtype), residual)
+        residual = host_reserved([master.numel()], dtype)
+        split_master(master, host_reserved([master.numel()], layout.dtype), residual)
         return residual
 
     return _gather(layout, span, dtype, read)
@@ -122,7 +125,8 @@ def read_state(
     """(shard_numel,) fp32 of an optimizer's state, or (end - begin,) of elements `span`; a copy."""
     layout = shard.layout
 
-    def read(row: int, begin: int, end: int) -> torch.Tensor:
+    def read(row: int, _: bool) -> torch.Tensor:
+        begin, end = layout.chunks()[row]
         return decode_array(layout, component, store.read_chunk(shard, component, row), end - begin)
 
     return _gather(layout, span, torch.float32, read)
@@ -132,15 +136,16 @@ def _gather(
     layout: SectionLayout,
     span: tuple[int, int] | None,
     dtype: torch.dtype,
-    read: Callable[[int, int, int], torch.Tensor],
+    read: Callable[[int, bool], torch.Tensor],
 ) -> torch.Tensor:
-    """Elements `span` of a shard, a copy; `read(row, begin, end)` has those of a chunk."""
+    """Elements `span` of a shard, a copy; `read(row, keeps)` has those of a chunk. It keeps a chunk of which a part is
+    wanted: a neighbour in memory has the rest, and is often wanted next."""
     first, last = span or (0, layout.shard_numel)
     out = host_reserved([last - first], dtype)  # in the heap, what comes and goes would leave holes of its size
     for row, (begin, end) in enumerate(layout.chunks()):
         low, high = max(begin, first), min(end, last)
         if low < high:
-            out[low - first : high - first] = read(row, begin, end)[low - begin : high - begin]
+            out[low - first : high - first] = read(row, (low, high) != (begin, end))[low - begin : high - begin]
     return out
 
 
@@ -230,13 +235,22 @@ class Edited:
         """The elements of a component that change."""
         return [(begin, end) for begin, end, _ in self._edits.get(component, ())]
 
+    def _array(self, component: Component, begin: int, end: int) -> torch.Tensor:
+        """A copy of a chunk's array as it is. Where all of it changes it is memory alone, unless a state is packed."""
+        layout, numel = self._shard.layout, array_numel(self._shard.layout, component, end - begin)
+        is_whole = any(low <= begin and end <= high for low, high in self.spans(component))
+        if is_whole and numel == end - begin:
+            return host_reserved([numel], component_dtype(layout, component))
+        keeps = component not in self._shard.states  # a load of all states would keep as much again
+        return self._store.read_chunk(self._shard, component, begin // CHUNK_NUMEL, keeps=keeps).clone()
+
     def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
         layout, row = self._shard.layout, begin // CHUNK_NUMEL
         if row != self._row:
             # All at once: the memory that a chunk is read into is that which it is written from.
             self._row = row
             needed = self._edits if self._store.writes_in_place(self._shard) else self._shard.components
-            self._arrays = {each: self._store.read_chunk(self._shard, each, row).clone() for each in needed}
+            self._arrays = {each: self._array(each, begin, end) for each in needed}
         array = self._arrays[component]
         for low, high, values in self._edits.get(component, ()):
             first, last = max(low, begin), min(high, end)

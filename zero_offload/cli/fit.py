@@ -31,7 +31,7 @@ from zero_offload.plan.shapes import SHAPES
 
 _OF_RUNS = (
     *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
-    *("packing", "lora_targets", "group_size"),
+    *("packing", "lora_targets", "group_size", "live_blocks", "live_order", "live_every", "live_master"),
 )
 """Settings of `finetune` whose flags `plan` has for folders alone."""
 _SHARED = ("accumulate", "recompute")
@@ -120,9 +120,10 @@ def _job(
         needs_weights=False,
         needs_tokenizer=args.finetune_data is not None,
     )
-    check_training(opened, has_adapter=config.lora > 0 or opened.adapter is not None, merge=config.merge)
+    has_adapter, in_turns = config.lora > 0 or opened.adapter is not None, bool(config.live_blocks)
+    check_training(opened, has_adapter=has_adapter, merge=config.merge, in_turns=in_turns)
     if opened.has_weights:
-        note += check_outputs(opened)
+        note += check_outputs(opened, trains=True)
     else:
         note.append(f"{args.folder or args.model} has no weights yet: the plan follows from its config.json")
     # Measured rates are remembered for the plan that follows.
@@ -137,8 +138,7 @@ def _job(
 
         prepared = prepare(config.data, opened, **config.of_data())
         note.append(prepared.note)
-        is_adapter = config.lora > 0 or opened.adapter is not None
-        learning = Learning.of(config.with_method(prepared.method, is_adapter=is_adapter), prepared, args.ranks)
+        learning = Learning.of(config.with_method(prepared.method, is_adapter=has_adapter), prepared, args.ranks)
     job = replace(
         FolderJob.of(config, opened, prepared, args.ranks),
         nodes=args.nodes,

@@ -12,6 +12,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.finetune.settings import RECOMPUTE, TASKS, FinetuneConfig
 from zero_offload.integrations.quantize import QUANTIZATIONS
+from zero_offload.plan.turns import PERIODS
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 
@@ -119,6 +120,10 @@ def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
     return number
 
 
+def _count_or_auto(text: str) -> float | str:
+    return text if text == "auto" else _above_zero(int)(text)
+
+
 def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | None = None) -> None:
     """One for each setting of `finetune`, or for these; `finetune_` stands before the names of their values."""
 
@@ -170,6 +175,16 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
         nargs="+",
         metavar="NAME",
     )
+    add(
+        "--live-blocks",
+        "blocks trained at a time, the others resting without states; auto: as many as fit (default: all)",
+        type=_count_or_auto,
+        metavar="N",
+    )
+    orders = ", ".join(f"{order} {steps}" for order, steps in PERIODS.items())
+    add("--live-order", f"order of such blocks: {', '.join(PERIODS)}", metavar="ORDER")
+    add("--live-every", f"steps until others live (default: {orders})", type=_above_zero(int), metavar="STEPS")
+    add("--live-master", "drop: round masters of blocks that rest, and free their room (default: keep)", metavar="WHAT")
     add("--quantize", f"make the frozen linear layers {', '.join(QUANTIZATIONS)}; with --lora", metavar="KIND")
     add("--group-size", "frozen experts fetched together (default: as many as 256 MiB hold)", type=_above_zero(int))
     add("--recompute", f"activations in backward: {' (computed again) or '.join(RECOMPUTE)} (kept)")

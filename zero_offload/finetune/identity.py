@@ -121,10 +121,11 @@ def check_folder(run: Path, folder: ModelFolder, now: Mapping[str, Any], *, gene
     yield from version_notes(description, "the run was last started")
 
 
-def check_outputs(folder: ModelFolder) -> list[str]:
+def check_outputs(folder: ModelFolder, *, trains: bool = False) -> list[str]:
     """Lines to say of a folder that a run has left, on its base as that is now; none of other folders.
 
-    Generation configs are the command's matter. Raises ConfigError where it is not as the run left it.
+    A run that `trains` a whole model may give it another head. Generation configs are the command's matter. Raises
+    ConfigError where it is not as the run left it.
     """
     out = folder.adapter or folder.path
     description = {} if (out / RUN_FILE).is_symlink() else described(out)  # a link is of a cache of downloads
@@ -133,6 +134,7 @@ def check_outputs(folder: ModelFolder) -> list[str]:
     if not isinstance(before, dict):
         return []
     leaves_out = (GENERATION, *([] if folder.tokenizer is not None else [TOKENIZER]))  # of a plan it may be missing
+    leaves_out += ("class",) if trains and folder.adapter is None else ()
     if found := _difference(before, made_of(folder), folder, description, leaves_out):
         raise ConfigError(
             f"{out} is what a run left, with {_text(found, folder)}: its numbers would be others. Put back what was "

@@ -66,6 +66,8 @@ from zero_offload.storage.files.directory import RunDirectory
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
 SHRINKS = "warmup_shrinks"
 """The entry of `run.json` that says by which rule the run's warm-up is counted, in the words of `FinetuneContext`."""
+LIVE = "live_blocks"
+"""The entry that says how many blocks live at a time, which a plan may have chosen."""
 COUNTS = "tokens"
 """The entry that has the counts of its data."""
 MAY_CHANGE = ("epochs", "patience", "samples", "merge")
@@ -108,7 +110,7 @@ def finetune(
             ranks.wait()  # the first one has made the directory
             config, folder = _open(config)
             _refuse_strangers(run_dir)
-            for line in check_outputs(folder):
+            for line in check_outputs(folder, trains=True):
                 progress.note(line)
             made = made_of(folder, config.adapters()) | data_of(config)
             check_ranks(ranks.of_first(made), made, folder)
@@ -129,7 +131,11 @@ def finetune(
                 return FinetuneResult(Ending.FINISHED, outputs["last_step"], outputs["best"], config.out)
             begins = existing is not Existing.RESUME
             context = replace(context, shrinks=begins or described(config.out).get(SHRINKS) is True)
+            if not begins and context.live is not None:
+                context = context.with_live(described(config.out).get(LIVE))
             plan, offload = _plan(context, progress if begins or dry_run else None)
+            if begins and plan["live"] is not None:
+                context = context.with_live(plan["live"]["blocks"])
             learning = context.learning.to_dict()
             if begins:
                 context.learning.check()
@@ -154,7 +160,8 @@ def finetune(
 def _open(config: FinetuneConfig) -> tuple[FinetuneConfig, ModelFolder]:
     task = TASKS.get(config.method, TASKS["sft"])
     folder = open_folder(config.model, task, quantize=config.quantize or None, group_size=config.group_size)
-    check_training(folder, has_adapter=_is_adapter(config, folder), merge=config.merge)
+    in_turns = bool(config.live_blocks)
+    check_training(folder, has_adapter=_is_adapter(config, folder), merge=config.merge, in_turns=in_turns)
     if task == CAUSAL and _generates(config):
         folder.check_generation(do_sample=False)
     return config.with_length(folder.num_positions), folder
@@ -221,7 +228,7 @@ def _read(
     if prepared.labels:
         folder = folder.with_labels(prepared.labels)
     config = config.with_method(prepared.method, is_adapter=_is_adapter(config, folder))
-    return FinetuneContext(config, folder, prepared, ranks, made)
+    return FinetuneContext(config, folder, prepared, ranks, made, config.turns())
 
 
 def _look(context: FinetuneContext, run_dir: RunDir, existing: Existing) -> Existing:
@@ -269,7 +276,7 @@ def _plan(context: FinetuneContext, progress: Progress | None) -> tuple[dict[str
     found: tuple[dict[str, Any], OffloadConfig] | None = None
     if context.ranks.is_first:
         plan = plan_job(
-            FolderJob.of(config, context.folder, context.prepared, context.ranks.size),
+            replace(FolderJob.of(config, context.folder, context.prepared, context.ranks.size), live=context.live),
             config.out,
             tries=progress is not None,
         )
@@ -296,7 +303,9 @@ def _train(
     baseline_bytes = peak_resident_bytes()
     with (
         beside as reference,
-        closed_on_error(build_model(context.folder, offload, config.adapters(), config.seed)) as model,
+        closed_on_error(
+            build_model(context.folder, offload, config.adapters(), config.seed, live=context.live)
+        ) as model,
     ):
         if config.recompute == "block":
             recompute_blocks(model)
@@ -318,6 +327,7 @@ def _train(
                 MADE_OF: context.made_of,
                 COUNTS: context.counts,
                 SHRINKS: context.shrinks,
+                LIVE: context.live and context.live.num_live,
                 "planned": planned,
             },
             warn=progress.note,

@@ -24,9 +24,10 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
-from zero_offload.base.types import Existing, user_path
-from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, MASKED, Lora
+from zero_offload.base.types import Existing, StateKind, user_path
+from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, MASKED, LiveChoice, Lora
 from zero_offload.integrations.quantize import QUANTIZATIONS
+from zero_offload.plan.turns import MASTERS, PERIODS
 from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
 
 TABLE = "finetune"
@@ -82,6 +83,15 @@ class FinetuneConfig:
     """Targets of adapters, as `Targets` takes them. () is all linear layers but the output's, and of mixtures that peft
     knows experts and routers.
     """
+    live_blocks: int | str = 0
+    """Blocks that are trained at a time, while the others rest without states; 0 trains all. "auto" is as many as fit.
+    """
+    live_order: str = "random"
+    """One of `PERIODS`: with "random" what is around the blocks is always trained, else it is frozen."""
+    live_every: int = 0
+    """Steps of a turn; 0: as many as `PERIODS` says."""
+    live_master: str = "keep"
+    """One of `MASTERS`: with "drop" masters of blocks that rest are rounded, and give up their room."""
     quantize: str = ""
     """The form that the frozen linear layers take, one of `QUANTIZATIONS`; "" leaves them as they are."""
     group_size: int = 0
@@ -176,6 +186,12 @@ class FinetuneConfig:
         warmup = self.warmup_of(num_steps, shrinks=shrinks)
         return int(warmup) if warmup >= 1 else math.ceil(num_steps * warmup)
 
+    def turns(self) -> LiveChoice | None:
+        """None where all is trained at once."""
+        if not self.live_blocks:
+            return None
+        return LiveChoice(self.live_blocks, self.live_order, self.live_every, self.seed, self.live_master)
+
     def adapters(self) -> Lora | None:
         if not self.lora:
             return None
@@ -183,7 +199,12 @@ class FinetuneConfig:
 
     def arguments(self) -> dict[str, Any]:
         """Plain values that decide the run, flat; two runs are the same run where these are equal."""
-        return self._plain() | {f"offload.{name}": value for name, value in self._places().items()}
+        values = self._plain()
+        if not self.live_blocks:  # as in the files of runs from before these settings
+            values = {name: value for name, value in values.items() if not name.startswith("live_")}
+        elif self.live_master == FinetuneConfig.live_master:
+            del values["live_master"]
+        return values | {f"offload.{name}": value for name, value in self._places().items()}
 
     def to_toml(self) -> str:
         """Both tables, of which `from_tables` makes an equal config."""
@@ -202,6 +223,29 @@ class FinetuneConfig:
         places = self.offload.to_dict() | {"nvme": [str(path.absolute()) for path in self.offload.nvme_dirs]}
         # How a run starts is not part of what it is.
         return {name: value for name, value in places.items() if name not in _HOW_IT_STARTS}
+
+
+def _live_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
+    """Settings that do not go with blocks that take turns."""
+    if config.live_order not in PERIODS:
+        yield f"live_order={config.live_order!r} is unknown; use {', '.join(PERIODS)}"
+    if config.live_master not in MASTERS:
+        yield f"live_master={config.live_master!r} is unknown; use {' or '.join(MASTERS)}"
+    if config.lora:
+        yield f"live_blocks trains the blocks' own weights in turns, and lora={config.lora} freezes them; leave one out"
+    if config.group_size:
+        yield f"group_size={config.group_size} is of experts that stay frozen, and blocks take turns; leave one out"
+    if config.quantize:
+        yield f"live_blocks trains the blocks' weights, and quantize={config.quantize} freezes them; leave one out"
+    if not isinstance(config.offload, OffloadConfig):
+        return
+    for kind in (StateKind.GRADS, StateKind.OPTIMIZER):
+        given = config.offload.placement_of(kind)
+        if not isinstance(given, str) and len([share for share in given.values() if share]) > 1:
+            yield (
+                f"{kind.value} is divided over tiers, by units that are trained at the start, and blocks take turns "
+                f"later; give one tier, such as --{kind.value}-tier cpu"
+            )
 
 
 def usual_rate(method: str, *, is_adapter: bool) -> float:
@@ -276,7 +320,8 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
     for name in ("batch", "accumulate"):
         if not is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
-    for name in ("steps", "seq", "seed", "lora", "group_size", "eval_every", "patience", "samples"):
+    counts = ("steps", "seq", "seed", "lora", "live_every", "group_size", "eval_every", "patience", "samples")
+    for name in counts:
         if not is_count(value := getattr(config, name), least=0):
             yield f"{name}={value!r} is not a whole number from 0 up"
     for name, most in (("epochs", 2.0**63), ("clip", sys.float_info.max)):
@@ -297,6 +342,17 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
         yield f"patience={config.patience!r} counts evaluations; give --eval-data, or --split 0.05"
     if config.eval_every and not (config.eval_data or config.split):
         yield f"eval_every={config.eval_every!r} counts steps between evaluations; give --eval-data, or --split 0.05"
+    if config.live_blocks != "auto" and not is_count(config.live_blocks, least=0):
+        yield f"live_blocks={config.live_blocks!r} is neither a whole number from 0 up nor auto"
+    elif config.live_blocks:
+        yield from _live_problems(config)
+    elif any(
+        getattr(config, name) != getattr(FinetuneConfig, name) for name in ("live_order", "live_every", "live_master")
+    ):
+        yield (
+            "live_order, live_every and live_master are of blocks that take turns; give --live-blocks N, such as "
+            "--live-blocks 2"
+        )
     if config.quantize not in ("", *QUANTIZATIONS):
         yield f"quantize={config.quantize!r} is unknown; use {', '.join(QUANTIZATIONS)}"
     if not config.lora and (config.lora_alpha or config.lora_targets):

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ from zero_offload.checkpoint.format import History
 from zero_offload.finetune.data.prepare import Prepared
 from zero_offload.finetune.data.rendering import Renderer
 from zero_offload.finetune.learning import Learning
-from zero_offload.finetune.model.folder import CAUSAL, ModelFolder
+from zero_offload.finetune.model.build import blocks_of
+from zero_offload.finetune.model.folder import CAUSAL, LiveChoice, ModelFolder
 from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.finetune.outputs import Weights
 from zero_offload.finetune.scores import has_loss, loss_of_labels, mean_loss
@@ -67,8 +68,15 @@ class FinetuneContext:
     ranks: Ranks
     made_of: Mapping[str, Any]
     """Everything beside the settings that decides numbers; see identity.py."""
+    live: LiveChoice | None = None
+    """Blocks that take turns, if some do; their number may be "auto" until there is a plan."""
     shrinks: bool = True
     """True if warm-up of less than a step is none; False of a run that began when it was one, of rate 0."""
+
+    def with_live(self, num_live: object) -> FinetuneContext:
+        """With so many blocks alive at a time, as a plan or the run's first start has it."""
+        assert self.live is not None
+        return replace(self, live=replace(self.live, num_live=num_live)) if isinstance(num_live, int) else self
 
     @property
     def weights(self) -> Weights:
@@ -109,12 +117,42 @@ class FinetuneMixin(OffloadMixin):
         """The figures of the last step, until they are written."""
         self._tokens_before = 0
         self._num_non_finite = 0
+        self._live: zo.LiveBlocks | None = None
         super().__init__(*args, **kwargs)
+        if (live := context.live) is not None:
+            blocks = blocks_of(self.model)
+            turns, self._block_names = live.of(len(blocks)), list(blocks)
+            self._live = zo.LiveBlocks(
+                blocks.values(),
+                turns.num_live,
+                order=turns.order,
+                every=turns.every,
+                seed=turns.seed,
+                master=turns.master,
+            )
+            self.add_callback(_SwitchesBlocks(self._live))
         self.remove_callback(PrinterCallback)
         self.add_callback(_EvaluatesAtTheEnd())
 
     def _check_same(self, said: Any, where: str) -> None:
         """The run has compared more, and said what changed, before the model was built."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Trainer leaves out what is frozen now; here blocks that rest are parts of the groups."""
+        if self._live is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        of_blocks = {id(param) for block in self._live.blocks for param in block.parameters()}
+        decayed = {*self.get_decay_parameter_names(self.model)}
+        named = [
+            (name, each) for name, each in self.model.named_parameters() if each.requires_grad or id(each) in of_blocks
+        ]
+        groups = [
+            {"params": [each for name, each in named if (name in decayed) is decays], "weight_decay": weight_decay}
+            for decays, weight_decay in ((True, self.args.weight_decay), (False, 0.0))
+        ]
+        kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer: Any = kind(groups, **settings)
+        return self.optimizer
 
     # The order of a start and of a step
 
@@ -144,6 +182,8 @@ class FinetuneMixin(OffloadMixin):
             self._tokens_before += tokens
             named = {_RENAMED.get(name, name): value for name, value in logs.items() if name not in _LEFT_OUT}
             self._row = {**named, "tokens": tokens}
+            if self._live is not None:
+                self._row["live"] = [self._block_names[index] for index in self._live.at(self.state.global_step - 1)]
 
     def _commit(self) -> None:
         row, self._row = self._row, {}
@@ -297,6 +337,16 @@ def _in_a_line(text: str) -> str:
     """Make one line of a young model's text, which must not steer a terminal."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
+
+
+class _SwitchesBlocks(TrainerCallback):
+    """Lets the blocks of each step live, before its first micro-batch."""
+
+    def __init__(self, live: zo.LiveBlocks) -> None:
+        self._live = live
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._live.begin_step(state.global_step, optimizer)
 
 
 class _EvaluatesAtTheEnd(TrainerCallback):

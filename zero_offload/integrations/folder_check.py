@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, StoredTensor, open_weights
+from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, StoredTensor, converts, open_weights
 from zero_offload.integrations.file_names import transformers_names
+from zero_offload.integrations.generation_models import config_model
 from zero_offload.integrations.pretrained import state_names
 from zero_offload.storage.files.system import read_file
 
@@ -137,8 +138,8 @@ def _against_model(
         return
     try:
         with torch.device("meta"):
-            model = kind._from_config(kind.config_class.from_dict(config))
-        of_files, joined = transformers_names(model, state_names(model), stored, path)
+            model = config_model(kind, config)
+        of_files, made = transformers_names(model, state_names(model), stored, path)
     except ZeroOffloadError as error:
         yield str(error)
         return
@@ -146,7 +147,7 @@ def _against_model(
         yield f"{CONFIG_NAME} does not make a {name}: {type(error).__name__}: {error}"
         return
     # A tied tensor is there under any of its names.
-    there = {*of_files.values(), *joined}
+    there = {*of_files.values(), *made}
     state = dict(model.state_dict(keep_vars=True))
     tied: dict[int, list[str]] = {}
     for each, tensor in state.items():
@@ -159,6 +160,17 @@ def _against_model(
     if others:
         shown = [f"{each} {list(shapes[each])}, not {list(state[each].shape)}" for each in others]
         yield f"{len(others)} tensors have another shape than in {name}: {_few(shown)}"
+    codes = {
+        new: stored[old].dtype_name
+        for old, new in of_files.items()
+        if new in state and not converts(stored[old].dtype, state[new].dtype)
+    }
+    if codes:
+        shown = [f"{each} {dtype}" for each, dtype in codes.items()]
+        yield (
+            f"{len(codes)} tensors hold codes, and {CONFIG_NAME} has no quantization_config: {_few(shown)}. Write the "
+            "model by zo.export_pretrained"
+        )
 
 
 def _few(names: list[str]) -> str:

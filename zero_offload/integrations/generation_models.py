@@ -21,6 +21,7 @@ from zero_offload.base.host import host_empty
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
 from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.integrations.adapter_kinds import BASE_INITS, FILE_INITS, plain_init
+from zero_offload.integrations.file_names import file_form
 from zero_offload.integrations.peft import base_names, merge_layer, merged_tensors, write_adapters
 from zero_offload.integrations.pretrained import saved_tensors, usual_dtype
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
@@ -76,8 +77,21 @@ def meta_model(about: Mapping[str, Any]) -> nn.Module:
     """The model with its adapters, on meta. Raises ConfigError where transformers or peft have no such classes."""
     kind = _class_of(about)
     with torch.device("meta"):
-        base = kind._from_config(kind.config_class.from_dict(dict(about["config"])))
+        base = config_model(kind, about["config"])
         return _with_adapters(base, about["adapters"]) if about.get("adapters") else base
+
+
+def config_model(kind: Any, words: Mapping[str, Any]) -> Any:
+    """A model of a class of transformers by the words of its config."""
+    return kind._from_config(kind.config_class.from_dict(_with_floats(words)))
+
+
+def _with_floats(words: Any) -> Any:
+    """A config's words with numbers for the objects that transformers writes for infinite ones."""
+    if isinstance(words, Mapping):
+        number = words.get("__float__") if len(words) == 1 else None
+        return {key: _with_floats(value) for key, value in words.items()} if number is None else float(number)
+    return [_with_floats(each) for each in words] if isinstance(words, list) else words
 
 
 def _with_adapters(base: Any, adapters: Mapping[str, Mapping[str, Any]]) -> nn.Module:
@@ -203,8 +217,9 @@ def write_merged(
             layers.setdefault(*place)
             merged[name] = id(tensor)
     # Unmerged values go through in chunks, then layers to merge one at a time: one layer is in memory.
-    plans = plan_files([*entries.values(), *kept], max_shard_bytes)
-    with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
+    form = file_form(model)
+    written = form.entries([*entries.values(), *kept])
+    with new_folder(path) as folder, FolderWriter(folder, plan_files(written, max_shard_bytes), form) as writer:
         for key in entries.keys() - set(merged.values()):
             for begin, part in values.chunks(name_of[key], dtype):
                 writer.write(entries[key].name, begin, part.to(entries[key].dtype))
@@ -226,4 +241,4 @@ def write_merged(
             writer.write(entry.name, 0, buffer.reshape(-1))
         writer.finish()
         complete(folder, [*entries.values(), *kept])
-    return len(entries) + len(kept)
+    return len(written)

@@ -27,6 +27,7 @@ from torch import nn
 from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.host import host_empty
+from zero_offload.base.problems import warn_user
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.hf_export import (
     FolderWriter,
@@ -39,7 +40,6 @@ from zero_offload.checkpoint.hf_export import (
 from zero_offload.checkpoint.hf_files import (
     STEMS,
     FileTensor,
-    JoinedTensor,
     NumberTensor,
     StoredTensor,
     Wanted,
@@ -58,7 +58,14 @@ from zero_offload.checkpoint.values import (
     read_master_chunk,
 )
 from zero_offload.integrations.adapter_kinds import ResidualRecipe, TakenOut, residuals
-from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
+from zero_offload.integrations.file_names import (
+    AdapterFile,
+    FileNames,
+    computed_names,
+    file_form,
+    transformers_names,
+    untie,
+)
 from zero_offload.integrations.peft import (
     base_names,
     check_adapters,
@@ -71,11 +78,13 @@ from zero_offload.integrations.peft import (
 )
 from zero_offload.integrations.quantize import (
     PartRecipe,
+    check_zero_points,
     need_library,
     quantize_layers,
     refuse_unknown_method,
     stored_layers,
     stored_quantization,
+    zero_point_words,
 )
 from zero_offload.model.api import need_runtime, runtime_of
 from zero_offload.model.deferred.from_files import FileRecipe, PlannedFiles
@@ -136,6 +145,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "", quanti
                 "'with zo.deferred_init(values=\"skip\"):'"
             )
         refuse_unknown_method(Path(path))
+        check_zero_points(model, Path(path))
         load_weights(model, path, names)
         return
     with contextlib.ExitStack() as undo:
@@ -164,8 +174,11 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
 
     Raises what `load_pretrained` raises, before anything is changed.
     """
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
         stored = opened.enter_context(open_weights(Path(path)))
+        names = _as_transformers_does(model, stored, names, Path(path))
+        if names.known is not None and not is_peft(model):
+            undo.enter_context(untie(model, names.known, stored, Path(path)))
         sources, buffers = _sources(model, stored, names, Path(path))
         taken_out: Mapping[int, TakenOut] = {}
         if names.adapter is not None:
@@ -180,6 +193,7 @@ def plan_weights(model: nn.Module, path: str | Path, names: FileNames) -> None:
             for buffer, source in buffers:
                 buffer.copy_(source.read(0, source.numel).view(source.shape))
         files = PlannedFiles(model, opened.pop_all())
+        undo.pop_all()
     for _, tensor in offloaded_tensors(model):
         recipe: Any = recipe_of(tensor)
         is_part = isinstance(recipe, PartRecipe)
@@ -338,8 +352,11 @@ def export_pretrained(
     # Collective reads come between the blocks in which each rank works by itself.
     contents.read_records(model)
     with owner.together("zo.export_pretrained"):
+        form = file_form(model)
         plans = plan_files(
-            [*contents.params.values(), *contents.buffers], parse_bytes(max_shard_size), STEMS[_is_of_diffusers(model)]
+            form.entries([*contents.params.values(), *contents.buffers]),
+            parse_bytes(max_shard_size),
+            STEMS[_is_of_diffusers(model)],
         )
     ranks, is_writer = owner.ranks, owner.ranks.rank == 0
     with contextlib.ExitStack() as files:
@@ -347,7 +364,7 @@ def export_pretrained(
         with ranks.together():
             if is_writer:
                 folder = files.enter_context(new_folder(Path(path)))
-                writer = files.enter_context(FolderWriter(folder, plans))
+                writer = files.enter_context(FolderWriter(folder, plans, form))
                 _save_configs(model, folder, contents)
         for unit in owner.units:
             contents.write_unit(unit, writer)
@@ -367,7 +384,7 @@ def _check_whole(model: nn.Module, owner: ModelRuntime, call: str) -> None:
             f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
             "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
         )
-    offloaded = {id(param) for unit in owner.units for param in unit.params}
+    offloaded = {id(place.param) for place in owner.places.listed()}
     given = {id(param) for _, param in offloaded_tensors(model)}
     if given - offloaded or (offloaded - given and not is_peft(model)):
         raise ConfigError(
@@ -414,7 +431,7 @@ def _sources(
             "then"
         )
     base_name = base_names(model)
-    names = _joining_experts(model, stored, names, path)
+    names = _as_transformers_does(model, stored, names, path)
 
     def as_files_say(named: Iterable[Wanted]) -> list[Wanted]:
         """Under the names of the base model's files; without what is an adapter's own."""
@@ -430,8 +447,7 @@ def _sources(
     sources: dict[str, FileTensor] = dict(stored)
     if names.known is not None:
         sources = {known: stored[name] for name, known in names.known.items()}
-        for known, joined in names.joined.items():
-            sources[known] = JoinedTensor.of([stored[name] for name in joined.names], joined.per_entry)
+        sources |= {known: made.source(stored) for known, made in names.made.items()}
     _take_records(model, sources, lambda name: (base_name(name) or "").removeprefix(names.prefix), path)
     found = [
         (each.tensor, source) for each, source in zip(wanted, match(wanted, sources, names.prefix, path), strict=True)
@@ -440,17 +456,19 @@ def _sources(
     return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
 
 
-def _joining_experts(model: nn.Module, stored: Iterable[str], names: FileNames, path: Path) -> FileNames:
-    """With what transformers keeps in one parameter, where the files have it in parts."""
+def _as_transformers_does(
+    model: nn.Module, stored: Mapping[str, StoredTensor], names: FileNames, path: Path
+) -> FileNames:
+    """The names of a model of transformers, where nothing else is said."""
     base: Any = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
     transformers = sys.modules.get("transformers")
     if names.known is not None or names.prefix or transformers is None:
         return names
     if not isinstance(base, transformers.PreTrainedModel):
         return names
-    known = filter(None, map(base_names(model), state_names(model)))
-    of_files, joined = transformers_names(base, known, stored, path)
-    return replace(names, known=of_files, joined=joined) if joined else names
+    known = list(filter(None, map(base_names(model), state_names(model))))
+    of_files, made = transformers_names(base, known, stored, path)
+    return replace(names, known=of_files, made=made, fresh=names.fresh | computed_names(base, known))
 
 
 def _take_records(
@@ -625,6 +643,11 @@ class _Contents:
                 packed = record.pack(0.0 if number is None else self._owner.access.read_number(number))
                 self.buffers[TensorEntry(known_as, packed.dtype, tuple(packed.shape))] = packed
 
+    @property
+    def has_quantized(self) -> bool:
+        """True if tensors of quantized weights are among them."""
+        return bool(self._kept)
+
     def rounded(self) -> list[TensorEntry]:
         """Those of parameters that the compute dtype applies to."""
         return [entry for key, entry in self.params.items() if key not in self._kept]
@@ -745,6 +768,13 @@ def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
             model.save_config(folder)  # type: ignore[operator]
         return
     base = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+    if (inner := _owner_of_config(base)) is not None:
+        warn_user(
+            f"the config of this {type(base).__name__} is that of its {inner!r}, and is not written: from_pretrained "
+            "would look for that model's names, and find none. zo.load_pretrained reads the folder into the same "
+            "class; on one rank the class's own save writes its own folder"
+        )
+        return
     for attribute in CONFIGS:
         save = getattr(getattr(base, attribute, None), "save_pretrained", None)
         if callable(save):
@@ -756,20 +786,30 @@ def _save_configs(model: nn.Module, folder: Path, contents: _Contents) -> None:
         if "model_type" in words:
             words["architectures"] = [type(base).__name__]
         words["dtype" if "dtype" in words else "torch_dtype"] = str(dtype).removeprefix("torch.")
-        if words.get("tie_word_embeddings") and _are_both_written(model, contents):
+        if words.get("tie_word_embeddings") and _are_both_written(base, contents):
             words["tie_word_embeddings"] = False
+        if isinstance(said := words.get("quantization_config"), dict):
+            words["quantization_config"] = zero_point_words(base, said)
+        if not contents.has_quantized:
+            words.pop("quantization_config", None)  # a model read from GGUF keeps it, whose weights are plain ones
         with naming_errors("write", file):
             file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
 
 
-def _are_both_written(model: Any, contents: _Contents) -> bool:
-    """True if the input's and the output's embedding are two tensors in the files, as adapters may leave tied ones."""
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        ends = model.get_input_embeddings(), model.get_output_embeddings()
-        base_name, written = base_names(model), {entry.name for entry in contents.params.values()}
-        paths = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-        return len(paths) == 2 and all(f"{base_name(path)}.weight" in written for path in paths)
-    return False
+def _owner_of_config(base: nn.Module) -> str | None:
+    """The model of transformers inside of another one, whose config the outer one shows as its own."""
+    transformers, config = sys.modules.get("transformers"), getattr(base, "config", None)
+    if transformers is None or config is None or isinstance(base, transformers.PreTrainedModel):
+        return None
+    models = ((path, each) for path, each in base.named_modules() if isinstance(each, transformers.PreTrainedModel))
+    return next((path for path, each in models if each.config is config), None)
+
+
+def _are_both_written(base: Any, contents: _Contents) -> bool:
+    """True if both ends of a tie of the class are tensors in the files, as adapters may leave them."""
+    written = {entry.name for entry in contents.params.values()}
+    tied = getattr(base, "all_tied_weights_keys", None) or {}
+    return any({name, other} <= written for name, other in tied.items())
 
 
 Pieces = Iterator[tuple[int, torch.Tensor]]

@@ -287,6 +287,45 @@ def stored_layers(
         _defer(layer, _way_of(layer, quantizer.quantization_config)(original), _in_files)
 
 
+def zero_point_words(model: nn.Module, words: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of a config about a quantization, with the form in which layers of gptqmodel have zero points.
+
+    gptqmodel adds one to those of the first form when it loads them, and leaves the words as they were.
+    """
+    form = _zero_point_form(model)
+    return {**words} if form is None else {**words, **dict.fromkeys(_FORM_KEYS, form)}
+
+
+def check_zero_points(model: nn.Module, path: Path) -> None:
+    """Raise ConfigError for a folder of GPTQ whose zero points have another form than those of the model."""
+    form = _zero_point_form(model)
+    words = _quantization_words(path)[0] if form is not None else None
+    said = words if isinstance(words, dict) else {}
+    found = next((said[key] for key in _FORM_KEYS if key in said), _FORMS[1])
+    if form not in (None, found):
+        raise ConfigError(
+            f"{path} has zero points in the form {found}, and the layers of this model in the form {form}: one is one "
+            "higher than the other. from_pretrained converts them, and frozen weights stay: leave this load out"
+        )
+
+
+def _zero_point_form(model: nn.Module) -> str | None:
+    """None where no layer of gptqmodel is. Raises ConfigError where layers have several forms."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "qzero_format")]
+    forms = {layer.qzero_format() for layer in layers}
+    if len(forms) > 1:
+        raise ConfigError(
+            "layers of this model have zero points in two forms, and a folder has one; load it with one backend, as by "
+            'GPTQConfig(backend="gptq_torch")'
+        )
+    return _FORMS[forms.pop()] if forms else None
+
+
+_FORMS = {1: "gptq", 2: "gptq_v2"}
+_FORM_KEYS = ("checkpoint_format", "format")
+"""Keys of a config that say the form; the first is read, where both are there."""
+
+
 def _parts_of(quantized: Callable[[Tensor], nn.Parameter], values: Tensor) -> dict[str, Tensor]:
     """The tensors of a quantized weight by their names."""
     return {slot.name: slot.tensor.detach() for slot in slots(_holder(quantized(values)))}

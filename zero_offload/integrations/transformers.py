@@ -151,8 +151,6 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._offload_model(self.model)
         self._made_of = _made_of(self.model)
-        if getattr(self.args, "sync_ref_model", False):
-            raise ConfigError("sync_ref_model copies the parameters of the model while they are away; leave it out")
         if offload_reference is not None and getattr(self, "_reference", None) is None:
             raise ConfigError(
                 f"{type(self).__name__} has no reference model that offload_reference= could offload; leave it out "
@@ -259,7 +257,17 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 source = folder
                 Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(self._generation["state"]), encoding="utf-8")
             self._seen = _position_at(source) if isinstance(source, str) else None
+            if self._seen is not None and self._syncs_reference:
+                warn_user(
+                    "sync_ref_model: no generation and no checkpoint keeps the reference model, with TRL as here. It "
+                    "begins again with the weights that it was given, and losses are others than without the break"
+                )
             return super().train(source, *args, **kwargs)
+
+    @property
+    def _syncs_reference(self) -> bool:
+        """True if TRL moves the reference model towards the model."""
+        return bool(getattr(self.args, "sync_ref_model", False))
 
     def _found(self) -> dict[str, Any] | None:
         """Trainer's record in the generation that zo.offload has found."""

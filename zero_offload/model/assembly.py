@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from zero_offload.base.stats import StatsKeeper
@@ -67,6 +68,8 @@ def assemble(base: Foundation) -> Assembly:
         is_first_rank=base.ranks.rank == 0,
         resumes=base.config.existing == Existing.RESUME,
     )
+    told = weakref.WeakMethod(commits.fail)  # with a strong one a dropped model would wait for the garbage collector
+    base.errors.tell(lambda error: fail(error) if (fail := told()) is not None else None)
     states = ModelStates(base, places, commits)
     updates = Updates(base, grads, states, commits)
     in_backward = None if base.grad_ring is None else BackwardUpdates(base, base.grad_ring, grads, places, updates)

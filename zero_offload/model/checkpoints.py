@@ -14,10 +14,11 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_optimizer
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.extras import (
-    Saved,
+    buffers_in,
     capture_buffers,
     capture_rng,
     check_buffers,
+    forms_of,
     from_json,
     restore_buffers,
     restore_rng,
@@ -27,12 +28,21 @@ from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.model.about import about
 from zero_offload.model.api import need_runtime
 from zero_offload.model.iterations import check_count
+from zero_offload.model.members import (
+    Also,
+    Member,
+    check_beside,
+    check_keep_alike,
+    check_of_one_commit,
+    members_of,
+    together,
+)
 from zero_offload.model.runtime import NOT_ALONE, ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.param_groups import check_groups, group_records, restore_groups
 from zero_offload.runtime.grads.gradients import check_closed
-from zero_offload.standins.owners import owner_of
+from zero_offload.standins.owners import is_removed, owner_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,9 @@ class Resumed:
     """The generation's number, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
 
 
-def commit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None) -> None:
+def commit(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None, also: Also = ()
+) -> None:
     """End an iteration: let the state after its last `step` become the next generation, when one is due. Returns at
     once.
 
@@ -62,23 +74,37 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ext
     parameters that are not offloaded. `extra` is made of numbers, texts, lists and dicts: scheduler state, data
     position, ... Of several ranks it is rank 0's, which all get back. Without a directory for generations this does
     nothing, and warns once unless durability="scratch" says so. A frozen model has no optimizer: leave it out. Each
-    call is an iteration then, and keeps what `zo.gathered(mode="write")` or `load_state_dict` has written. Raises
-    ConfigError when `extra` is of something else, or `optimizer` not this model's.
+    call is an iteration then, and keeps what the program has written.
+
+    `also`: further models of the same iteration, each offloaded into a directory of its own. These are frozen ones,
+    such as a teacher or an average of weights, and pairs of a trained model and its optimizer. Each gets a generation
+    of this step, and all of them count once the last is complete: `resume` with the same `also` goes on with all of
+    them or with none. `commit_every` of `model` says when.
+
+    Raises ConfigError when `extra` is of something else, or `optimizer` not this model's. So it does where one of
+    `also` makes no generations, or promises less than `model` does (durability).
     """
-    owner = need_runtime(model, "zo.commit")
-    with owner.together("zo.commit"):
-        optimizer = _optimizer_of("zo.commit", optimizer, owner)
-        owner.check_between_steps("zo.commit")
+    call = "zo.commit"
+    members = members_of(call, model, optimizer, also)
+    with together(call, members):
+        check_keep_alike(call, members)
+        optimizers = [_optimizer_of(call, each.optimizer, each.owner) for each in members]
+        for each in members:
+            each.owner.check_between_steps(call)
         # A scheduler has changed the learning rate since `step`.
-        owner.groups, kept = _records(optimizer), _json(extra)
-    owner.commit(partial(_capture, model, owner), kept, is_frozen=optimizer is None)
+        groups, kept = [_records(each) for each in optimizers], _json(extra)
+        for each, its_groups in zip(members, groups, strict=True):
+            each.owner.groups = its_groups
+    owner, *others = [(each.owner, partial(_capture, each.model, each.owner)) for each in members]
+    owner[0].commit(owner[1], kept, is_frozen=optimizer is None, also=others)
 
 
 def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
     if owner.ranks.rank != 0:
         return {"rng": capture_rng(), "buffers": {}}
     owner.about = about(model)  # a config may have changed since zo.offload
-    return {"rng": capture_rng(), "buffers": capture_buffers(model), "about": owner.about}
+    forms = forms_of(model, owner.built_buffers)
+    return {"rng": capture_rng(), "buffers": capture_buffers(model), "buffer_forms": forms, "about": owner.about}
 
 
 def _optimizer_of(
@@ -96,8 +122,8 @@ def _optimizer_of(
 def _check_frozen(call: str, owner: ModelRuntime) -> None:
     if not owner.is_frozen:
         raise ConfigError(
-            f"{call} without an optimizer is for frozen models, and parameters of this one are trained: give the "
-            "optimizer after the model"
+            f"{call} without an optimizer is for frozen models, and parameters of this {owner.class_name} are trained: "
+            "give the optimizer after the model; in also= both as a pair, (model, optimizer)"
         )
 
 
@@ -110,7 +136,7 @@ def _check_keeps(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: st
     _check_trains(optimizer, owner, call)
     if isinstance(optimizer, FusedOptimizer):
         optimizer.hand_over()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [each for group in optimizer.param_groups for each in group["params"] if not is_removed(each)]
     if num_others := sum(owner_of(param) is None for param in params):
         warn_user(
             f"{call} keeps what is offloaded: {num_others} of the {len(params)} parameters that the optimizer trains "
@@ -185,7 +211,7 @@ def load_checkpoint(
         if optimizer is not None:
             check_count("zo.load_checkpoint", found.uncounted, step)
             check_groups(optimizer, _groups(found), str(path))
-        check_buffers(model, _buffers(found), str(path))
+        check_buffers(model, forms_of(model, owner.built_buffers), found, str(path))
 
     generation, rng = owner.load(source, check, masters_only=optimizer is None)
     with owner.together("zo.load_checkpoint"):
@@ -194,7 +220,7 @@ def load_checkpoint(
                 owner.recount(step)
             _restore(generation, model, optimizer, scaler, rng, str(path))
         else:
-            restore_buffers(model, _buffers(generation), str(path))
+            restore_buffers(model, buffers_in(generation), str(path), owner.device.torch_device)
     return _resumed(generation, step)
 
 
@@ -215,7 +241,8 @@ def _restore(
             scaler.load_state_dict(loss_scale)
         elif loss_scale is not None:
             warn_user(f"{where} has a loss scale of {loss_scale['scale']:g}; to go on with it pass scaler=")
-        restore_buffers(model, _buffers(found), where)
+        device = need_runtime(model, "zo.resume").device.torch_device
+        restore_buffers(model, buffers_in(found), where, device)
         if rng is not None:
             restore_rng(rng)
 
@@ -225,59 +252,99 @@ def _groups(generation: Generation) -> list[dict[str, Any]]:
     return groups
 
 
-def _buffers(generation: Generation) -> Saved:
-    buffers: Saved = generation.payload.get("buffers", {})
-    return buffers
-
-
 def resume(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: GradScaler | None = None,
     step: int | None = None,
+    also: Also = (),
 ) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
     Tensors are the generation's since `zo.offload`. This call restores the optimizer's hyperparameters and the random
     number generators, persistent buffers and the state of `scaler`. It returns the step and `extra`. `step` says
-    how many iterations a generation of an earlier version has, where an error asks for that. Raises CheckpointError
-    when the optimizer differs or a buffer has another shape, ConfigError when steps were taken since.
+    how many iterations a generation of an earlier version has, where an error asks for that. `also` are the models that
+    `commit` was given: all go on from one commit, or none does.
+
+    Raises CheckpointError when the optimizer differs or a buffer has another shape, ConfigError when steps were taken
+    since. Raises CheckpointError where models are not of one commit, or one of them is missing. A model alone goes on
+    from such a generation where `OffloadConfig(generation=)` names it.
     """
-    owner = need_runtime(model, "zo.resume")
-    with owner.together("zo.resume"):
-        if optimizer is None:
-            _check_frozen("zo.resume", owner)
-        else:
-            optimizer = check_optimizer("zo.resume", optimizer)
-            _check_trains(optimizer, owner, "zo.resume")
-        keeper = owner.keeper
-        if keeper is None or keeper.found is None:
+    call = "zo.resume"
+    members = members_of(call, model, optimizer, also)
+    with together(call, members):
+        for each in members:
+            if each.optimizer is None:
+                _check_frozen(call, each.owner)
+            else:
+                _check_trains(check_optimizer(call, each.optimizer), each.owner, call)
+        check_of_one_commit(members)
+        for each in members if len(members) > 1 else ():
+            each.owner.note_joint()
+        if members[0].found is None:
             return None
-        found = keeper.found
-        owner.check_whole("zo.resume")
-        _check_step("zo.resume", step)
-        check_count("zo.resume", owner.uncounted, step)
-        if owner.step_count not in (found.step, step):
-            raise ConfigError(
-                f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
-                f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
-                "before the first step; to go back, start again with OffloadConfig(existing='resume')"
-            )
-        check_closed(owner.grads, "zo.resume")
-        where = f"the generation of step {found.step}"
+        _check_step(call, step)
+        steps = [step, *(None for _ in members[1:])]
+        for each, its_step in zip(members, steps, strict=True):
+            _check_resumable(call, each, its_step)
+        # Generators of all are those of one moment.
+        for each, its_step in zip(members, steps, strict=True):
+            _resume(each, scaler if each is members[0] else None, its_step)
+        return _resumed(members[0].found, step)
+
+
+def _check_resumable(call: str, member: Member, step: int | None) -> None:
+    owner, found = member.owner, member.found
+    if found is None:
+        return
+    owner.check_whole(call)
+    check_count(call, owner.uncounted, step)
+    if owner.step_count not in (found.step, step):
+        raise ConfigError(
+            f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
+            f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
+            "before the first step; to go back, start again with OffloadConfig(existing='resume')"
+        )
+    check_closed(owner.grads, call)
+    check_beside(member)
+    where = f"the generation of step {found.step}"
+    with reading(where):
+        check_buffers(member.model, forms_of(member.model, owner.built_buffers), found, where)
+
+
+def _resume(member: Member, scaler: GradScaler | None, step: int | None) -> None:
+    owner, found = member.owner, member.found
+    if found is None or owner.keeper is None:
+        return
+    where, optimizer = f"the generation of step {found.step}", member.optimizer
+    owner.resume_pending = False
+    if step is not None:
+        owner.recount(step)
+    if optimizer is not None:
+        optimizer = check_optimizer("zo.resume", optimizer)
+    rng = owner.keeper.rng
+    _restore(found, member.model, optimizer, scaler, rng, where)
+    _warn_of_dtypes(member.model, owner, found, where)
+    if rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
+        warn_user(
+            f"{where} has the random number generators of {found.world_size} ranks, this run has "
+            f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
+            "hyperparameters are; seed the generators of each rank as for a new run"
+        )
+
+
+def _warn_of_dtypes(model: nn.Module, owner: ModelRuntime, found: Generation, where: str) -> None:
+    """Warn of buffers that have another dtype than in the run before; those that `found` has came back in theirs."""
+    forms, then = forms_of(model, owner.built_buffers), found.buffer_forms
+    others = owner.cast_buffers
+    if then is not None:
         with reading(where):
-            check_buffers(model, _buffers(found), where)
-        owner.resume_pending = False
-        if step is not None:
-            owner.recount(step)
-        _restore(found, model, optimizer, scaler, keeper.rng, where)
-        if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
-            warn_user(
-                f"{where} has the random number generators of {found.world_size} ranks, this run has "
-                f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
-                "hyperparameters are; seed the generators of each rank as for a new run"
-            )
-        return _resumed(found, step)
+            others = frozenset(name for name in forms.keys() & then if forms[name][0] != then[name][0])
+    if changed := sorted(others - buffers_in(found).keys()):
+        warn_user(
+            f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}: buffers of another dtype than in the "
+            f"run of {where}, so numbers may differ from here on. Precision(buffers=) gives them the one of before"
+        )
 
 
 def _check_step(call: str, step: object) -> None:

@@ -4,7 +4,8 @@ Owns the record of the last step until a generation has it, and the thread of co
 thread when the update is complete, which fixes what the generation is made of. It goes on on a thread of its own. Moves
 no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `forget_record` before states change. `add`
 per step, `complete_record` where the program has more to say, `launch_due`. `set_aside` when the program has written
-states itself. `drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end.
+states itself. `drop_unresumable`, `launch_latest`, `drain` and `shutdown` at the end. A `JointStep` calls `take_part`
+and `launch` of each of its models.
 
 [Note: how ranks commit the same steps]
 A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone
@@ -22,9 +23,10 @@ from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.commit_clock import CommitClock
 from zero_offload.checkpoint.format import ENDED_BY_STEP, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.checkpoint.joint import ALONE, CommitPart, JointCommit
 from zero_offload.model.iterations import Iterations
 from zero_offload.optim.worker import Worker
-from zero_offload.storage.shards.snapshot import Snapshots
+from zero_offload.storage.shards.snapshot import Snapshot, Snapshots
 
 
 class Holds(Enum):
@@ -81,13 +83,18 @@ class Commits:
         self._is_due = False
         """True if a step is to become a generation: the last one or, where its states were replaced, the next."""
         self.completes = False
-        """True if this run calls `complete_record`: then a record without its part belongs to a step that broke off."""
+        """True if this run calls `complete_record`, or is about to: then a record without its part belongs to a step
+        that broke off."""
         self._clock: CommitClock | None = None
         if isinstance(every, str) and is_first_rank and keeper is not None:
             self._clock = CommitClock(every)
         self._is_due_by_time = False
         """True if rank 0 has said that this step becomes a generation."""
         self._num_launched = self._num_ended = 0
+        self.joint: JointStep | None = None
+        """The step that the last one is committed with, of other models."""
+        self._parts: tuple[CommitPart, ...] = ()
+        """Of the commits under way."""
 
     def start(self, *, loaded: bool = False) -> None:
         """The states are those of the generation that was found or, if `loaded`, of a checkpoint."""
@@ -105,7 +112,7 @@ class Commits:
     def _move_to(self, to: Holds, record: StepRecord | None = None) -> None:
         """Raises AssertionError for a move that `TRANSITIONS` does not have."""
         assert to in TRANSITIONS[self._holds], f"states of a {self._holds.value} cannot become those of a {to.value}"
-        self._holds, self._latest = to, record
+        self._holds, self._latest, self.joint = to, record, None
 
     def set_aside(self) -> None:
         """The program has written states of its own: the last step is committed only if `complete_record` follows."""
@@ -146,13 +153,19 @@ class Commits:
         )
 
     def complete_record(
-        self, record: Callable[[], StepRecord], *, in_step: bool = False, is_frozen: bool = False
+        self,
+        record: Callable[[], StepRecord],
+        *,
+        in_step: bool = False,
+        is_frozen: bool = False,
+        joint: JointStep | None = None,
     ) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
 
         A generation may have that step already. It is written again if states were replaced since, or the program says
         something else. With `in_step` it is not: the program is on its way to the next step, whose gradients no
-        generation has. A model that `is_frozen` has no steps that a clock could tell of, and each is due then.
+        generation has. A model that `is_frozen` has no steps that a clock could tell of, and each is due then. This
+        model leads `joint`.
         """
         self.completes = True
         is_complete = self._holds is Holds.STEP and self._latest is not None and self._latest.rng is not None
@@ -160,10 +173,17 @@ class Commits:
             return
         before, latest = self._holds, record()
         self._move_to(Holds.STEP, latest)
+        if joint is not None:
+            joint.take()
         if before not in (Holds.STEP, Holds.CHANGED_STEP):
             is_multiple = not latest.step % self._every if isinstance(self._every, int) else is_frozen
             self._is_due = self._is_due or before is Holds.CHECKPOINT or is_multiple
         self.launch_due()
+
+    def take_part(self, record: StepRecord) -> None:
+        """This is the record of the states as they are now, which another model's commit decides on."""
+        self.completes, self._is_due = True, False
+        self._move_to(Holds.STEP, record)
 
     def number_record(self, step: int, ended_by: str) -> None:
         """The program has ended the iteration of the last step: its record has the number."""
@@ -197,17 +217,34 @@ class Commits:
         )
 
     def launch_latest(self) -> None:
-        """Make the last step a generation, unless it is one."""
+        """Make the last step a generation, unless it is one; with those of other models that belong to it."""
+        if self.joint is None:
+            self.launch(ALONE)
+        else:
+            self.joint.launch()
+
+    def fail(self, error: BaseException) -> None:
+        """No commit comes to its end any more; models that are committed with this one do not wait for it."""
+        for part in self._parts:
+            part.fail(error)
+
+    def launch(self, part: CommitPart) -> None:
         record, keeper, worker = self._latest, self._keeper, self._commit_worker
         self.forget_record()
         self._is_due = False
         if record is None or keeper is None or worker is None:
             return
         snapshots, order = self._snapshots, self._unit_order()
+        self._parts = (*(each for each in self._parts if not each.is_over), part)
 
         def take() -> None:
-            snapshot = snapshots.take(order)
-            worker.submit(lambda: keeper.commit(record, snapshot))
+            with part.failing():
+                snapshot = snapshots.take(order)
+                worker.submit(lambda: commit(snapshot))
+
+        def commit(snapshot: Snapshot) -> None:
+            with part.failing():
+                keeper.commit(record, snapshot, part)
 
         self._update_worker.submit(take)
         # Not before: what was never submitted is never over.
@@ -217,6 +254,8 @@ class Commits:
 
     def drop_unresumable(self) -> None:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""
+        if self.joint is not None and not self.joint.is_whole:
+            self.joint.drop()
         record = self._latest
         if self._is_replaced and (what := self._missing_in(record)):
             warn_user(
@@ -265,3 +304,49 @@ class Commits:
         finally:
             if self._commit_worker is not None:
                 self._commit_worker.shutdown()
+
+
+class JointStep:
+    """The last steps of several models, which become generations together or not at all; the first one leads."""
+
+    def __init__(
+        self, lead: tuple[str, Commits], others: Sequence[tuple[str, Commits, Callable[[], StepRecord]]]
+    ) -> None:
+        """Names are for messages. The records of the others are asked for when the lead's is there."""
+        self._members = [lead, *((name, commits) for name, commits, _ in others)]
+        self._records = [record for _, _, record in others]
+
+    def take(self) -> None:
+        """The lead has its record; the others' are taken now."""
+        for (_, commits), record in zip(self._members[1:], self._records, strict=True):
+            commits.take_part(record())
+        for _, commits in self._members:
+            commits.joint = self
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no model has gone on since."""
+        return all(commits.joint is self for _, commits in self._members)
+
+    def launch(self) -> None:
+        if not self.is_whole:
+            return self.drop()
+        joint = JointCommit([name for name, _ in self._members])
+        try:
+            for index, (_, commits) in enumerate(self._members):
+                commits.launch(joint.part(index))
+        except BaseException as error:
+            joint.fail(error)
+            raise
+
+    def drop(self) -> None:
+        """A model has gone on, without which the others' records are of no use."""
+        left = [(name, commits) for name, commits in self._members if commits.joint is self]
+        gone = [name for name, commits in self._members if commits.joint is not self]
+        warn_user(
+            f"step {left[0][1].pending_step} of {' and '.join(name for name, _ in left)} is not made a generation: "
+            f"{' and '.join(gone)} went on or ended after zo.commit(also=...), which keeps all or none. Call it again "
+            "before zo.close"
+        )
+        for _, commits in left:
+            commits.forget_record()

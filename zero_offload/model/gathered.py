@@ -1,7 +1,7 @@
 """`gathered()`: look at, or change, the full parameters of a module outside of its forward.
 
-Owns the meaning of its modes; `ParamPrefetcher` fetches units, `OptimizerStates` writes changes. With several
-ranks every rank must enter, since parameters are gathered from all of them.
+Owns the meaning of its modes; `ParamPrefetcher` fetches units, `ModelStates` writes changes. With several ranks every
+rank enters: parameters are gathered from all of them, and all leave the same values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     write to one of them, or to a view of one, raises before anything changes. `kind="master"`: the dict holds fp32
     masters (frozen: values), copies. `kind="grads"`: the dict holds copies of gradients that no step has consumed,
     fp32. `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back. They may be changed
-    in place, by `param.data = values`, or replaced in the dict. Moments stay. After an exception "params" are written
-    back too, as in plain torch; "master" is not. Several ranks: `kind="params"` with `mode="read"` only, and every rank
-    enters. Writes to an address (`data_ptr()`, DLPack) are not seen.
+    in place, by `param.data = values`, or replaced in the dict. 16-bit values that stay as they were keep their fp32
+    master. Moments stay. After an exception "params" are written
+    back too, as in plain torch; "master" is not. Several ranks: every rank enters, and with "write" all leave the same
+    values, or all raise. Writes to an address (`data_ptr()`, DLPack) are not seen.
 
     Raises ConfigError for an unknown kind or mode, and when no parameter is offloaded.
     """
@@ -56,16 +57,18 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
     # With stage 3 they come from all ranks; else mostly from this one.
-    with owner.together("zo.gathered") if owner.collectives.partition.param_shards > 1 else nullcontext():
+    is_shared = owner.collectives.partition.param_shards > 1 or mode == "write" or kind == "master"
+    call = "zo.gathered" + f'(kind="{kind}", mode="{mode}")' * ((kind, mode) != ("params", "read"))
+    with owner.together(call) if is_shared else nullcontext():
         owner.life.check_usable()
         owner.tracker.recover()
-    owned = [param for param in params if owner_of(param) is owner]
-    places = [owner.places[param] for param in owned]
-    if mode == "write":
-        _one_rank(owner, "params", owner.ranks.world_size)
-        owner.store.read_lazy()
-        owner.drain()  # a commit under way must not see half of what is written
-        owner.states.reserve(places)
+        owned = [param for param in params if owner_of(param) is owner]
+        places = [owner.places[param] for param in owned]
+        if kind != "params" or mode == "write":
+            _check_whole(places, call)
+        if mode == "write":
+            owner.store.read_lazy()
+            owner.states.reserve(place.section.shard for place in places)
     read: dict[str, Callable[[ModelRuntime, Sequence[ParamPlace]], Values]] = {
         "master": _masters,
         "grads": _grads,
@@ -85,9 +88,11 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
 
 def _check_room(owner: ModelRuntime, places: Sequence[ParamPlace], mode: str, kind: str) -> None:
     """Raise where the host has no memory for the copies that are made."""
-    if kind == "params" and (mode == "read" or not owner.device.is_host):
+    if kind == "params" and mode == "read":
         return
     copied = [place for place in places if kind != "grads" or owner.grads.ledger.held(place.param)]
+    if kind == "params" and owner.device.is_host:
+        copied = [place for place in places if _changes_in_place(place)]  # the rest is read where it is
     nbytes = sum(
         place.piece.spec.numel * (place.section.layout.dtype.itemsize if kind == "params" else 4) for place in copied
     )
@@ -108,20 +113,29 @@ def _params(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[Value
 def _changed_params(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[Values]:
     given: Values = {place.name: place.param for place in places}
     values: Values = {}
+    before: Values = {}
     wrong: list[str] = []
+    is_broken = False
     try:
         with _present(owner, places), _writable(places):
+            before = {place.name: place.param.detach().clone() for place in places if _changes_in_place(place)}
             try:
                 yield given
             except BaseException:
-                owner.note_written(whole=False)
+                is_broken = True
                 raise
             finally:
                 values, wrong = _taken(places, given)
     finally:
         # After an exception too: what is changed where it rests has lost what it was.
         if values:
-            _write_back(owner, places, values)
+            try:
+                _write_back(owner, places, values, before, is_broken=is_broken)
+            except BaseException:
+                if any(place.unit.updates_in_place for place in places):
+                    owner.note_written(whole=False)
+                    owner.life.half_written = "zo.gathered(mode='write')"  # each rank has what it wrote
+                raise
     if wrong:
         raise ConfigError(
             f"zo.gathered(mode='write') got {', '.join(wrong)}: it keeps its value, the others are written. Assign a "
@@ -185,21 +199,21 @@ def _present(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Iterator[None
 
 
 def _masters(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:
-    # Where nothing is divided every rank has them.
-    _one_rank(owner, "master", owner.collectives.num_shards)
     values = {}
     for section in {id(place.section): place.section for place in places}.values():
-        owner.units[section.layout.unit].wait_for_update()
-        master = read_master(owner.store, section.shard)
+        with owner.together(f"masters of {owner.units[section.layout.unit].name}"):
+            owner.units[section.layout.unit].wait_for_update()
+            mine = read_master(owner.store, section.shard)
         for place in places:
             if place.section is section:
-                piece = place.piece
-                values[place.name] = piece.spec.view(master[piece.begin : piece.end])
+                begin, end = place.span(owner.collectives.shard_index)
+                what = f"the master of {place.name}"
+                whole = owner.collectives.gather_param(section.layout, place.piece, mine[begin:end], what)
+                values[place.name] = place.piece.spec.view(whole.to("cpu"))
     return {place.name: values[place.name] for place in places}
 
 
 def _grads(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:
-    _one_rank(owner, "grads", owner.ranks.world_size)
     for place in places:
         check_not_updated(owner.grads, place.param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
@@ -208,15 +222,28 @@ def _grads(owner: ModelRuntime, places: Sequence[ParamPlace]) -> Values:
     return {place.name: found[place.param] for place in places if place.param in found}
 
 
-def _one_rank(owner: ModelRuntime, kind: str, num_ranks: int) -> None:
-    if num_ranks > 1 or owner.ranks.num_columns > 1:
+def _check_whole(places: Sequence[ParamPlace], call: str) -> None:
+    """Raise where a rank has a part of a parameter that no other rank completes."""
+    if name := next((place.name for place in places if place.piece.spec.division), ""):
         raise ZeroOffloadError(
-            f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
-            "and load it on one"
+            f"{call}: {name} is a DTensor, which tensor-parallel ranks divide. Save with zo.save_checkpoint and load "
+            "it on one rank"
         )
 
 
-def _write_back(owner: ModelRuntime, places: Sequence[ParamPlace], values: Values) -> None:
+def _changes_in_place(place: ParamPlace) -> bool:
+    """True if the program changes a 16-bit value where it rests: what it was says which elements keep their master."""
+    return place.section.buffer is None and place.section.layout.has_master_apart
+
+
+def _write_back(
+    owner: ModelRuntime,
+    places: Sequence[ParamPlace],
+    values: Values,
+    before: Values | None = None,
+    *,
+    is_broken: bool = False,
+) -> None:
     """Every unit's copy on the device is made again from what was written."""
     for place in places:
         if values[place.name].shape != place.piece.spec.shape:
@@ -225,4 +252,5 @@ def _write_back(owner: ModelRuntime, places: Sequence[ParamPlace], values: Value
                 f"{tuple(place.piece.spec.shape)}; nothing is written. Put a tensor of that shape there, or change the "
                 "one that is there in place"
             )
-    owner.states.replace([(place, values[place.name]) for place in places])
+    written = [(place, values[place.name]) for place in places]
+    owner.states.replace("the end of zo.gathered(mode='write')", written, before, is_broken=is_broken)

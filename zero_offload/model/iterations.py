@@ -9,7 +9,7 @@ built, `note_step` per step, `end` and `end_row` where the program ends an itera
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 from zero_offload.base.errors import ConfigError
@@ -37,6 +37,8 @@ class Iterations:
         self._trainers: dict[str, int] = {}
         """The optimizer of each parameter, by number: the one built last. A dropped optimizer counts until others have
         its parameters, since ranks need not collect it at the same time."""
+        self._num_trainers = 0
+        """So many of them; each step asks several times."""
         self._latest = 0
         """The optimizer that stepped last."""
         self._stepped: set[int] = set()
@@ -74,7 +76,7 @@ class Iterations:
 
     @property
     def num_optimizers(self) -> int:
-        return len(set(self._trainers.values())) + self._takes_turns
+        return self._num_trainers + self._takes_turns
 
     @property
     def is_unended(self) -> bool:
@@ -90,10 +92,17 @@ class Iterations:
         number = self._numbers.setdefault(optimizer, self._num_built)
         self._num_built += number == self._num_built
         self._trainers.update(dict.fromkeys(names, number))
+        self._num_trainers = len(set(self._trainers.values()))
         # The first step of all may be the first one of an iteration, whose second optimizer is built behind it.
         if self._is_by_step != was_by_step and self._steps.total() > 1:
             self._base = count
             self._steps.clear()
+
+    def change_names(self, gone: Collection[str], names: Mapping[str, tuple[str, ...]]) -> None:
+        """The model has lost some parameters, and has others under the first of new names."""
+        kept = {name: number for name, number in self._trainers.items() if name not in gone}
+        self._trainers = {names.get(name, (name,))[0]: number for name, number in kept.items()}
+        self._num_trainers = len(set(self._trainers.values()))
 
     def note_step(self, optimizer: Trainer, names: Iterable[str]) -> None:
         """It steps, over these parameters."""

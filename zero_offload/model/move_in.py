@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -95,6 +96,8 @@ def check_same_model(params: Mapping[str, torch.Tensor], ranks: CommitGroup, *, 
             f"ranks have built different models: of {counts[0]} parameters on rank 0, and of {counts[other]} on rank "
             f"{other}. Build the same one on all ranks"
         )
+    if not params:
+        return
     if values:
         notice = Notice(compared=[_built_of(params.values())])
         with ranks.together(CALL, notice):
@@ -187,12 +190,52 @@ def base_paths(params: Iterable[torch.Tensor]) -> dict[str, Path]:
     return {part.path.name: part.path for source in sources if source is not None for part in source.parts}
 
 
-def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:
-    """Those that are not offloaded, to the compute device."""
-    for module in model.modules():
-        for name, buffer in ordinary_buffers_of(module):
-            undo.callback(setattr, module, name, buffer)
-            setattr(module, name, buffer.to(device.torch_device))
+@dataclass(frozen=True)
+class CastBuffer:
+    """A buffer that `zo.offload` gave another dtype."""
+
+    name: str
+    holder: weakref.ref[nn.Module]
+    own: str
+    """Its name there."""
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.tensor.dtype.itemsize < torch.float32.itemsize
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the program has changed or replaced it since."""
+        module = self.holder()
+        return module is not None and (
+            getattr(module, self.own, None) is not self.tensor or self.tensor._version != self.version
+        )
+
+
+def move_buffers(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype], device: Device, undo: contextlib.ExitStack
+) -> list[CastBuffer]:
+    """Those that are not offloaded, to the compute device; some change their dtype, by name."""
+    cast = []
+    moved: dict[int, torch.Tensor] = {}  # one tensor of several modules stays one
+    for path, module in model.named_modules():
+        for own, buffer in ordinary_buffers_of(module):
+            undo.callback(setattr, module, own, buffer)
+            name = f"{path}.{own}" if path else own
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(device.torch_device, dtypes.get(name))
+            to = moved[id(buffer)]
+            setattr(module, own, to)
+            if name in dtypes and bool(to.isinf().any()) and not buffer.isinf().any():
+                warn_user(
+                    f"buffer {name} has values beyond {to.dtype}, which become infinite there, as by module.to(dtype). "
+                    f"Precision(buffers={{{name!r}: 'fp32'}}) keeps them"
+                )
+            if name in dtypes:
+                cast.append(CastBuffer(name, weakref.ref(module), own, to, to._version))
+    return cast
 
 
 def move_in(
@@ -238,15 +281,16 @@ def _places_of(model: nn.Module) -> dict[str, list[BoundTensor]]:
 class MovedTensor:
     """A tensor that becomes a view of its section, and the parameter that it is then.
 
-    A plain parameter stays the object that it is. A deferred one, which cannot leave meta, and a tensor that was no
-    parameter are replaced where they stand. A deferred one is kept: it takes no memory, and can come back.
+    A plain parameter stays the object that it is, also one of a copy, which has no memory yet. A deferred one, which
+    cannot leave meta, and a tensor that was no parameter are replaced where they stand. A deferred one is kept: it
+    takes no memory, and can come back.
     """
 
     piece: ParamSlice
     tensor: torch.Tensor | None
     """None once a parameter is in its places, and it has given its memory back."""
     recipe: Recipe | None
-    """How its values are made, if it is deferred."""
+    """How its values are made, if it has none."""
     dtype: torch.dtype
     device: torch.device
     """Where it has been: the host, or the compute device for what is adopted."""
@@ -261,6 +305,8 @@ class MovedTensor:
     def become(self, view: torch.Tensor) -> nn.Parameter:
         """The parameter that is `view`, in each place."""
         if self._kept is not None:
+            if self.recipe is not None:
+                unregister(self._kept)  # torch swaps no tensor that something refers to weakly
             move_to(self._kept, view)
             return self._kept
         assert self.tensor is not None
@@ -273,29 +319,40 @@ class MovedTensor:
             unregister(self.tensor)  # a program that has kept it learns that it is no longer the model's
         return made
 
-    def leave(self, values: torch.Tensor) -> None:
-        """Be a tensor of these values again, or deferred."""
-        if self._kept is not None:
-            move_to(self._kept, values)
-            return
-        if self.recipe is not None and self.tensor is not None:
-            keep_recipe(self.tensor, self.recipe)
-        for holder in self.holders:
-            holder.put(values if self.recipe is None or self.tensor is None else self.tensor)
+    def leave(self, values: torch.Tensor | None) -> None:
+        """Be a tensor of these values again; with None, one whose values are to be made."""
+        kept, tensor = self._kept, self.tensor
+        if values is None:
+            assert tensor is not None
+            values = tensor if kept is None else without_memory(tensor)
+        if kept is not None:
+            move_to(kept, values)
+        else:
+            for holder in self.holders:
+                holder.put(values)
+        if self.recipe is not None and tensor is not None:
+            keep_recipe(tensor, self.recipe)
 
     @property
     def _kept(self) -> nn.Parameter | None:
         """The parameter that stays the object that it is."""
-        return self.tensor if isinstance(self.tensor, nn.Parameter) and self.recipe is None else None
+        is_plain = isinstance(self.tensor, nn.Parameter) and not isinstance(self.tensor, DeferredTensor)
+        return cast(nn.Parameter, self.tensor) if is_plain else None
 
 
 def _move_out(section: Section, store: ShardStore, moved: Sequence[MovedTensor]) -> None:
     """After an error elsewhere: what became a view is a tensor of its own again, since the buffer's pages will go."""
-    values, first = None, moved[0].piece.spec.name
+    plain = [each for each in moved if each.recipe is None]
+    for each in moved:
+        if each.recipe is not None:
+            each.leave(None)
+    if not plain:
+        return
+    values, first = None, plain[0].piece.spec.name
     if section.layout.num_shards == 1:
         with contextlib.suppress(ZeroOffloadError, RuntimeError):
             values = read_master(store, section.shard)
-    for each in moved:
+    for each in plain:
         piece = each.piece
         if values is None:
             old = host_tensor(torch.nan, torch.float32).to(each.dtype).expand(piece.spec.shape)
@@ -305,16 +362,16 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[MovedTensor])
     if (
         values is not None
         and not section.layout.trainable
-        and any(each.dtype.itemsize > section.layout.dtype.itemsize for each in moved)
+        and any(each.dtype.itemsize > section.layout.dtype.itemsize for each in plain)
     ):
         warn_user(
-            f"{first} and what lies beside it ({len(moved)} frozen parameters) had moved to the tiers "
+            f"{first} and what lies beside it ({len(plain)} frozen parameters) had moved to the tiers "
             f"before zo.offload failed: they are rounded to {str(section.layout.dtype).removeprefix('torch.')} now. "
             "Build the model again for their exact values",
         )
     if values is None:
         warn_user(
-            f"{first} and parameters beside it ({len(moved)} in all) had moved to the tiers before "
+            f"{first} and parameters beside it ({len(plain)} in all) had moved to the tiers before "
             "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
         )
 
@@ -368,6 +425,14 @@ def _made_like(tensor: torch.Tensor, view: torch.Tensor) -> nn.Parameter:
     if issubclass(kind := class_of(tensor), nn.Parameter):
         made.__class__ = kind
     made.__dict__.update({key: value for key, value in vars(tensor).items() if key != "_is_param"})
+    return made
+
+
+def without_memory(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of this form on the host, which must not be read."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
+    made.untyped_storage().resize_(0)
     return made
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -28,6 +27,7 @@ from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Branches, Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
+from zero_offload.checkpoint.extras import note_forms
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
@@ -35,8 +35,10 @@ from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
 from zero_offload.model.about import about, deciding_values
 from zero_offload.model.assembly import assemble
+from zero_offload.model.changes import Changes
 from zero_offload.model.deferred.from_files import make_what_came_later
 from zero_offload.model.foundation import Foundation
+from zero_offload.model.live_blocks import LiveBlocks
 from zero_offload.model.move_in import (
     base_paths,
     check_not_wrapped,
@@ -51,13 +53,14 @@ from zero_offload.model.move_in import (
 from zero_offload.model.prepared import mark_prepared
 from zero_offload.model.replacements import Replacements
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.model.thaw import recounted
+from zero_offload.model.thaw import counted, recounted
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
 from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import (
+    MemoryPlan,
     Placement,
     Sizes,
     UnitBytes,
@@ -73,6 +76,7 @@ from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, 
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, StepBatch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
+from zero_offload.plan.turns import most_live, numels_in_turns
 from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.pass_tracker import ModelLife
@@ -151,10 +155,14 @@ def offload(
                 owner.note_lost_base(builder.base_paths)
             else:
                 owner.life.lacks_weights = builder.skips_values
+            owner.cast_buffers = frozenset(builder.buffer_dtypes)
+            owner.watched_buffers = [each for each in builder.cast_buffers if each.is_narrow]
             trim_heap()
             owner.close_when_dropped()
             undo.pop_all()
+        owner.note_names()
         owner.about = about(model) if owner.ranks.rank == 0 else {}
+        note_forms(model, owner.built_buffers)
     mark_prepared(model, owner.device.torch_device.type)
     return model
 
@@ -191,7 +199,7 @@ class Builder:
             partition = partition_of(self.config, mesh)
             self.spec = ModelSpec.from_module(model, units, experts=experts_in(model))
             dtypes = resolve(model, self.config)
-            self.casts = dtypes.casts
+            self.casts, self.buffer_dtypes = dtypes.casts, dtypes.buffers
             self.layout = make_layout(self.spec, dtypes, partition.optimizer_shards)
             own_hardware = _hardware(self.config, self.device, num_here)
             _check_experts(self.layout.units, self.config)
@@ -267,7 +275,7 @@ class Builder:
             staging.widen(self.buffers.landing_bytes())
             loader = DeviceParamLoader(store, device, staging, collectives.shard_index)
             limit, budget = self._make_limit(), self.frames
-        move_buffers(self.model, device, self.undo)
+        self.cast_buffers = move_buffers(self.model, self.buffer_dtypes, device, self.undo)
         ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)
         self.activations = open_activations(config, device, store, files.scratch, _buffers(self.model), ahead_max)
         downloads = None if device.is_host else GradDownloads(device, store.arena, self.counters)
@@ -456,23 +464,33 @@ class Growth:
                 _check_call(owner, config, mesh)
             # New tensors become units behind those that exist: nothing that rests moves.
             found = {id(tensor): tensor for _, tensor in offloaded_tensors(model) if owner_of(tensor) is None}
-            self.root = owner.root_of(found.values()) or model
-            added = {name: tensor for name, tensor in offloaded_tensors(self.root) if id(tensor) in found}
-            notice.compared += _configs_of(self.root, owner.ranks.world_size)
             with _saying_whose_they_are(model, owner):
-                _check_added(owner, self.root, added)
-                self.replacements = Replacements.of(owner, (self.root, model), self._spec(units, added), added)
+                root = owner.root_of(found.values()) or model
+                added = self._look(root, found, units)
+                if self.changes.root is not root:
+                    added = self._look(self.changes.root, found, units)
+            notice.compared += _configs_of(self.root, owner.ranks.world_size)
             others = {name: tensor for name, tensor in added.items() if name not in self.replacements.places}
             self.spec = self._spec(units, others) if others else ModelSpec((), ())
             dtypes = resolve(self.root, owner.config, strict=False)
             self.casts = dtypes.casts
-            self.layout = make_layout(self.spec, dtypes, owner.layout.num_shards, owner.layout)
+            known = {name for name, module in self.root.named_modules() if module in owner.modules}
+            self.buffer_dtypes = {
+                name: dtype for name, dtype in dtypes.buffers.items() if name.rpartition(".")[0] not in known
+            }
+            changed = self.changes.layout(owner.layout)
+            self.changes.check(changed)
+            self.layout = make_layout(self.spec, dtypes, owner.layout.num_shards, changed)
             _check_experts(self.layout.units[len(owner.units) :], owner.config)
             if owner.keeper is not None:
                 self.layout = owner.keeper.check_growth(self.layout)
             self.without = sections_without_values(self.layout, added)
             work = work_of(self.root, self.spec).units if others else ()
-            self.sizes = _grown_sizes(owner, self.layout, self.spec, work, self.without) if others else owner.sizes
+            empty = [section.layout.index for section in self.changes.empty_sections(changed)]
+            sizes = counted(owner.base, changed, owner.sizes, empty, owner.states.resting) if empty else owner.sizes
+            self.sizes = _grown_sizes(owner, sizes, self.layout, self.spec, work, self.without) if others else sizes
+            moved = {"modules that were removed or moved": self.changes.text()}
+            notice.compared.append(Compared.of(moved))
         # A generation that was found may have values and steps for the new parameters.
         self.awaited, resumed = owner.files.awaits, owner.files.found
         self.param_steps = resumed.payload.get("param_steps", {}) if self.awaited and resumed is not None else {}
@@ -482,6 +500,18 @@ class Growth:
         self.skips_values = lacks_values(added.values())
         check_same_model(added, owner.ranks, values=not self.awaited)
         _check_same_units(self.root, self.layout.units, owner.ranks)
+
+    def _look(
+        self, root: nn.Module, found: Mapping[int, torch.Tensor], units: UnitChoice | None
+    ) -> dict[str, torch.Tensor]:
+        """The new tensors `found` (by id) under their names in `root`; notes what has changed beside them."""
+        owner, self.root = self.owner, root
+        added = {name: tensor for name, tensor in offloaded_tensors(root) if id(tensor) in found}
+        spec = self._spec(units, added) if added else ModelSpec((), ())
+        self.replacements = Replacements.of(owner, (root, self.model), spec, added)
+        self.changes = Changes.of(owner, root, self.model, added, self.replacements)
+        _check_added(owner, root, added, has_changed=self.changes.any)
+        return added
 
     def _spec(self, units: UnitChoice | None, tensors: Mapping[str, torch.Tensor]) -> ModelSpec:
         return ModelSpec.from_module(self.root, units, tensors.values(), experts_in(self.root))
@@ -499,8 +529,9 @@ class Growth:
                 _make_unit(index, self.buffers, store, owner.device, owner.base.frames, owner.errors, shard_index)
                 for index in range(first, len(self.layout.units))
             ]
-            move_buffers(self.root, owner.device, self.undo)
-            files.fill(store, shards if self.awaited else (), shard_index)
+            self.cast_buffers = move_buffers(self.root, self.buffer_dtypes, owner.device, self.undo)
+            if self.awaited:
+                files.fill(store, shards, shard_index)
             values_of = None if self.awaited else shard_index
             self.without_values = move_in(self.root, self.units, store, values_of, self.undo)
             store.staging.drop()
@@ -521,17 +552,22 @@ class Growth:
         """Guard and hook the units, and join them with those of the model."""
         owner = self.owner
         limits = zip(self.buffers.frame_limits(planned_bytes), self.before.frame_limits(planned_bytes), strict=True)
-        on_host, on_device = (FrameLimits(*map(operator.sub, after, earlier)) for after, earlier in limits)
+        on_host, on_device = (
+            FrameLimits(*(max(now - then, 0) for now, then in zip(*each, strict=True))) for each in limits
+        )
         _install(self.root, owner, self.units, self.spec, self.casts, self.undo)
         if self.model not in owner.modules:  # around the root: what it does with parameters is a forward too
             _hook(self.model, owner, {"": []}, (), {}, self.undo)
+        with owner.ranks.together():
+            self.changes.prepare()
+            self.replacements.write()
         if self.replacements.places:
-            with owner.ranks.together():
-                self.replacements.write()
             self.replacements.finish()
             # After that: on a device a parameter becomes another tensor, which has no hooks.
             _hook(self.root, owner, self.replacements.points, self.replacements.params, self.casts, self.undo)
         # Nothing from here on fails, so nothing of it is undone.
+        self.changes.apply(self.layout)
+        owner.watched_buffers = [*owner.watched_buffers, *(each for each in self.cast_buffers if each.is_narrow)]
         owner.store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
         owner.base.frames.widen(on_device.chosen, on_device.most, on_device.least)
         owner.base.expert_groups.widen(self.buffers.group_bytes())
@@ -545,12 +581,12 @@ class Growth:
         return owner
 
 
-def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch.Tensor]) -> None:
-    """Raise for new parameters that cannot be offloaded beside the others, and where there is none."""
-    if not added:
+def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch.Tensor], *, has_changed: bool) -> None:
+    """Raise for new parameters that cannot be offloaded beside the others, and where nothing `has_changed`."""
+    if not added and not has_changed:
         raise ConfigError(
             "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
-            "and again after parameters were added"
+            "and again after modules were added, removed or moved"
         )
     check_not_wrapped(root)
     divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.base.group.columns else []
@@ -560,11 +596,16 @@ def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch
 
 
 def _grown_sizes(
-    owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork], without: Container[int]
+    owner: ModelRuntime,
+    sizes: Sizes,
+    layout: ShardLayout,
+    spec: ModelSpec,
+    work: Sequence[UnitWork],
+    without: Container[int],
 ) -> Sizes:
-    """Sizes with the units of `spec`, the last of `layout`, placed in what the others leave. Sections `without` values
+    """`sizes` with the units of `spec`, the last of `layout`, placed in what others leave. Sections `without` values
     rest in files. Raises CapacityError."""
-    config, partition, sizes = owner.config, owner.collectives.partition, owner.sizes
+    config, partition = owner.config, owner.collectives.partition
     first, budget, plan = len(owner.units), sizes.placement.budget, sizes.plan
     new = _unit_bytes(layout.units[first:], spec, config, partition, without)
     outlook = _outlook(new, work, config, partition, sizes.hardware)
@@ -784,12 +825,14 @@ def _unit_bytes(
     config: OffloadConfig,
     partition: Partition,
     without: Container[int],
-    micro_batches: int = 1,
 ) -> Sequence[UnitBytes]:
     """The bytes of the units of `spec`, laid out. Sections `without` values are taken to rest in files; a load takes
     room for those that do not."""
-    numels = [UnitNumel.of(unit, spec.in_use_with(index), without) for index, unit in enumerate(units)]
-    return measure_units(numels, config, partition, micro_batches)
+    return measure_units(_numels(units, spec, without), config, partition)
+
+
+def _numels(units: Sequence[UnitLayout], spec: ModelSpec, without: Container[int]) -> list[UnitNumel]:
+    return [UnitNumel.of(unit, spec.in_use_with(index), without) for index, unit in enumerate(units)]
 
 
 def plan(
@@ -800,6 +843,7 @@ def plan(
     tokens: int = TOKENS_UNKNOWN,
     mesh: DeviceMesh | None = None,
     micro_batches: int = 1,
+    live: LiveBlocks | None = None,
 ) -> Plan:
     """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
     fit; meta models too. Not collective: budgets are those of this rank.
@@ -811,6 +855,9 @@ def plan(
     With `micro_batches` above 1 a step adds up the gradients of so many backwards, in fp32: 4 bytes per parameter where
     they rest. The tokens of a step are divided among them. Placements are those of `offload`, which does not know how
     many there will be.
+
+    With `live` its blocks, frozen now, take turns. The plan is that of a time when all have been trained, with the
+    largest of them alive, between a switch and the next generation. `.most_live` is the largest number that fits.
     """
     for name, count in (("tokens", tokens), ("micro_batches", micro_batches)):
         if not isinstance(count, int) or count < 1:
@@ -834,8 +881,15 @@ def plan(
     work = work_of(model, spec)
     outlook = _outlook(unit_bytes, work.units, config, partition, hardware)
     placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
-    # Sums of micro-batches count in the plan alone.
-    unit_bytes = _unit_bytes(layout.units, spec, config, partition, without, micro_batches)
+
+    def memory_of(num_live: int) -> tuple[Sequence[UnitBytes], MemoryPlan]:
+        """Sums of micro-batches, and what lives, count in the plan alone."""
+        numels = _numels(layout.units, spec, without)
+        if live is not None:
+            numels = numels_in_turns(layout, spec, live.names_in(model), num_live, without, live.turns.master)
+        found = measure_units(numels, config, partition, micro_batches)
+        return found, estimate_memory(found, placement, config, partition)
+
     each = max(tokens // micro_batches, 1)
     batch = StepBatch(
         tokens=each,
@@ -843,10 +897,14 @@ def plan(
         sequence=min(each, TOKENS_UNKNOWN),
         recompute=any(map(is_recomputed, model.modules())),
     )
+    unit_bytes, memory = memory_of(live.turns.num_live if live is not None else 0)
     workload, machine = replace(outlook.workload, batch=batch, units=tuple(unit_bytes)), outlook.machine
     if not device.is_host:
         # The placement is by what all ranks know; the seconds may be by what was measured here.
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
-    memory = estimate_memory(unit_bytes, placement, config, partition)
     memory = replace(memory, wear=memory.wear.of_backwards(batch.num_passes))
-    return replace(Plan.of(memory, workload, placement, machine), notes=work.notes)
+    found = replace(Plan.of(memory, workload, placement, machine), notes=work.notes)
+    if live is None:
+        return found
+    most = most_live(live.turns.num_blocks, lambda num_live: memory_of(num_live)[1].fits)
+    return replace(found, turns=live.turns, most_live=most)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -44,9 +45,11 @@ from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import replaced
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved_tensors.tensors import runs
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.grad_handle import GradHandle
+from zero_offload.standins.guard import GuardedParameter
 from zero_offload.standins.owners import owner_of
 from zero_offload.standins.readers import Readers
 from zero_offload.standins.sources import ParamPlaces, ParamSource, StateSource, Touched
@@ -69,6 +72,13 @@ class ParamPlace:
         return self.piece.spec.name
 
     @property
+    def may_go(self) -> bool:
+        """True if the place can be given up without the model. Quantized weights, DTensors and experts in groups keep
+        theirs."""
+        spec, is_plain = self.piece.spec, type(self.param) is GuardedParameter
+        return is_plain and self.unit.layout.experts is None and not (spec.division or spec.held_by or spec.record)
+
+    @property
     def is_divided(self) -> bool:
         """True if each rank has a part of the parameter only."""
         return self.section.layout.num_shards > 1 or bool(self.piece.spec.division)
@@ -76,6 +86,17 @@ class ParamPlace:
     def span(self, shard_index: int) -> tuple[int, int]:
         """A shard's elements of the parameter, as a range within the shard; maybe none."""
         return self.section.layout.in_shard(self.piece, shard_index)
+
+    def own(self, shard_index: int) -> slice:
+        """The same elements within the parameter, as they lie in memory."""
+        begin, end = self.span(shard_index)
+        offset = self.section.layout.shard_numel * shard_index - self.piece.begin
+        return slice(begin + offset, end + offset) if begin < end else slice(0, 0)
+
+
+def is_within(name: str, longer: Iterable[str]) -> bool:
+    """True if one of these is the name, or is it with further modules around or in between."""
+    return any(all(part in parts for part in name.split(".")) for parts in (iter(each.split(".")) for each in longer))
 
 
 class ModelPlaces(ParamPlaces):
@@ -108,6 +129,17 @@ class ModelPlaces(ParamPlaces):
         if not new.requires_grad:
             self._frozen.add(id(new))
 
+    def change(self, units: Iterable[Unit]) -> None:
+        """The model has changed: these units have other parameters, or others of their names."""
+        trained = [place.param for place in self._thawed]
+        frozen, resting = self._frozen, self._resting
+        self._places.clear()
+        self._frozen = set()
+        self.grow(units)
+        self._frozen = {key for key in self._places if key in frozen}
+        self._resting = {key for key in self._places if key in resting}
+        self._thawed = [self[param] for param in trained if id(param) in self._places]
+
     def __getitem__(self, param: nn.Parameter) -> ParamPlace:
         """Of a parameter that consists of others, the place of the first of them."""
         place = self._places.get(id(param))
@@ -132,8 +164,11 @@ class ModelPlaces(ParamPlaces):
         return consists_of_others or id(param) in self._frozen or id(param) in self._resting
 
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
+        frozen, resting, places = self._frozen, self._resting, self._places
         for param in params:
-            if param.requires_grad and self.is_frozen(param):
+            # As `is_frozen`, without a call: each step asks. A stand-in answers for `requires_grad`, at a cost.
+            key = id(param)
+            if (key in frozen or key in resting or key not in places) and param.requires_grad:
                 raise ConfigError(
                     f"{self.name_of(param)} was frozen when zo.offload was called, or its states were deleted, and "
                     "requires_grad_(True) was called on it inside of a forward or of zo.gathered(mode='write'). Call "
@@ -151,6 +186,10 @@ class ModelPlaces(ParamPlaces):
             self._frozen.remove(id(param))
             self._thawed.append(self[param])
 
+    def once_trained(self) -> set[int]:
+        """Sections that are trained, or have been since this process began: by index."""
+        return {place.section.layout.index for key, place in self._places.items() if key not in self._frozen}
+
     def note_resting(self, section: Section) -> None:
         """The states of a section have gone: a parameter that is trained again takes room first."""
         self._resting |= {id(place.param) for place in self.of(section)}
@@ -159,10 +198,16 @@ class ModelPlaces(ParamPlaces):
         """The parameters of a section."""
         return [place for place in self._places.values() if place.section is section]
 
+    def listed(self) -> list[ParamPlace]:
+        """All but those that stand where parameters have been that are gone."""
+        return [place for place in self._places.values() if not place.piece.is_gone]
+
     def thawed(self) -> list[str]:
         """The parameters that were frozen at first, and require a gradient."""
         return [place.name for place in self._thawed if place.param.requires_grad]
 
+
+ALL_ALIKE = "which all ranks make (so not under 'if rank == 0:')"
 
 States = Mapping[str, torch.Tensor]
 """States by torch's names."""
@@ -185,6 +230,7 @@ class ModelStates(StateSource):
         self._life = base.life
         self._commits = commits
         self._shard_index = base.shard_index
+        self._together, self._is_shared = base.collectives.together, base.collectives.is_shared
         self._updates_in_backward = base.grad_ring is not None
         self._plan = base.sizes.plan
         self._has_limit = base.config.nvme_capacity is not None
@@ -208,7 +254,7 @@ class ModelStates(StateSource):
 
     def adopt(self, param_steps: Mapping[str, int]) -> None:
         """The shards have states that were saved after so many updates of each parameter."""
-        self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._places.all()}
+        self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._places.listed()}
         self._loaded_steps = dict(self.param_steps)
         self._stale.clear()
         self._completed.clear()
@@ -217,9 +263,17 @@ class ModelStates(StateSource):
     def grow(self, plan: MemoryPlan, param_steps: Mapping[str, int]) -> None:
         """There are further parameters, and another plan; `param_steps` as `adopt` takes them."""
         self._plan = plan
-        for name in (place.name for place in self._places.all()):
+        for name in (place.name for place in self._places.listed()):
             if name not in self.param_steps:
                 self.param_steps[name] = self._loaded_steps[name] = int(param_steps.get(name, 0))
+
+    def change_names(self, gone: Collection[str], names: Mapping[str, tuple[str, ...]]) -> None:
+        """The model has changed: it has lost some parameters, and has others under the first of new names."""
+        for counts in (self.param_steps, self._loaded_steps, self._completed):
+            kept = {name: count for name, count in counts.items() if name not in gone}
+            counts.clear()
+            counts |= {names.get(name, (name,))[0]: count for name, count in kept.items()}
+        self.begun = {names.get(name, (name,))[0] for name in self.begun if name not in gone}
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
         self.zero_stale()
@@ -235,7 +289,7 @@ class ModelStates(StateSource):
 
     def blank(self, places: Iterable[ParamPlace]) -> None:
         """These have had no updates, and have states of zeros."""
-        for of_section in _by_section(places):
+        for of_section in by_section(places):
             zeros, section = host_zeros(1, torch.float32), of_section[0].section
             edits = [(*place.span(self._shard_index), zeros) for place in of_section]
             self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
@@ -265,8 +319,8 @@ class ModelStates(StateSource):
 
         Nothing is done for the others; `zero_stale` follows.
         """
-        sections = [of_section[0].section for of_section in _by_section(self._stale)]
-        dropped = [section for section in sections if self._is_idle(section, holds_grad)]
+        sections = [of_section[0].section for of_section in by_section(self._stale)]
+        dropped = [section for section in sections if self.is_idle(section, holds_grad)]
         for section in dropped:
             self._commits.drain()
             self._store.drop_states(section.shard)
@@ -274,7 +328,20 @@ class ModelStates(StateSource):
         self._stale = [place for place in self._stale if place.section.layout.index not in self.resting]
         return dropped
 
-    def _is_idle(self, section: Section, holds_grad: Callable[[nn.Parameter], bool]) -> bool:
+    def round_masters(self, places: Sequence[ParamPlace]) -> None:
+        """Masters of some parameters of one section become their values."""
+        shard, edits = places[0].section.shard, Edits()
+        places[0].unit.wait_for_update()
+        for place in places:
+            span = place.span(self._shard_index)
+            parts = master_parts(shard.layout, read_values(self._store, shard, span))
+            for component in parts.keys() - {Component.VALUE}:
+                edits.setdefault(component, []).append((*span, parts[component]))
+        if edits:  # in fp32 the value is the master
+            self._edit(places[0], edits)
+
+    def is_idle(self, section: Section, holds_grad: Callable[[nn.Parameter], bool]) -> bool:
+        """True if nothing in a section is trained, and nothing has states or a gradient."""
         places = self._places.of(section)
         return all(
             not (place.param.requires_grad or holds_grad(place.param)) and self.step_of(place.param) is None
@@ -423,25 +490,87 @@ class ModelStates(StateSource):
         if master is not None and shard.layout.dtype == torch.float16:
             replaced(self._prefetcher, [(place.unit, place.param)])
 
-    def replace(self, values: Sequence[tuple[ParamPlace, torch.Tensor]]) -> None:
-        """The program has changed these parameters between steps, to whole tensors of fp32 or of the compute dtype.
+    def replace(
+        self,
+        call: str,
+        values: Sequence[tuple[ParamPlace, torch.Tensor]],
+        before: Mapping[str, torch.Tensor] | None = None,
+        *,
+        of_16_bits: bool = False,
+        is_broken: bool = False,
+    ) -> None:
+        """The program has changed these parameters between steps, to whole tensors of fp32 or of the compute dtype. Of
+        16-bit values, and of fp32 that were `of_16_bits`, those that parameters have already keep their masters.
+        `before` has what they were, by name, where the program has changed values where they rest. After an exception
+        on some rank, `is_broken`, no generation is made of them unless the program says so.
 
         A commit under way ends before: its generation has what was. The change is a part of the last step, unless a
-        generation has that already. Each copy on the device is made again from what is written here.
+        generation has that already. Each copy on the device is made again from what is written here. Collective: all
+        ranks write the same, or all raise.
         """
         places = [place for place, _ in values]
-        self._life.check_usable()
-        self._commits.drain()
-        self.readers.before_changing([place.param for place in places], BESIDE)
+        self._life.check_alive()
+        notice = Notice(is_broken, self._compared(values, "" if of_16_bits else " fp32"))
+        with self._together(f"{call}, {ALL_ALIKE}", notice, may_be_alone=True):
+            self._life.check_usable()
+            self.reserve(place.section.shard for place in places)
+            self.readers.before_changing([place.param for place in places], BESIDE)
         try:
-            for section in {id(place.section): place.section for place in places}.values():
-                self.write_masters([each for each in values if each[0].section is section])
-            self._commits.note_written()
+            with self._together(f"the writes of {call}"):
+                self._replace(values, before or {}, of_16_bits=of_16_bits)
         except BaseException:
             self._commits.set_aside()
+            self._life.half_written = call
             raise
+        if notice.given:
+            self._commits.set_aside()
+        else:
+            self._commits.note_written()
+
+    def _compared(self, values: Sequence[tuple[ParamPlace, torch.Tensor]], form: str) -> list[Compared]:
+        """The values, for comparison with other ranks'; `form` is a part of them."""
+        if not self._is_shared:
+            return []
+        words = {
+            place.name: f"{crc32c_of_tensor(each.detach().cpu().contiguous()):08x}{form}" for place, each in values
+        }
+        return [Compared.of({f"the checksum of new values of {name}": word for name, word in words.items()})]
+
+    def _replace(
+        self,
+        values: Sequence[tuple[ParamPlace, torch.Tensor]],
+        before: Mapping[str, torch.Tensor],
+        *,
+        of_16_bits: bool,
+    ) -> None:
+        places = [place for place, _ in values]
+        try:
+            for section in {id(place.section): place.section for place in places}.values():
+                masters = []
+                for place, each in values:
+                    if place.section is section:
+                        has_16_bits = of_16_bits or each.dtype == section.layout.dtype
+                        old = before.get(place.name)
+                        masters.append((place, self.with_masters(place, each, old) if has_16_bits else each))
+                self.write_masters(masters)
         finally:
             replaced(self._prefetcher, [(place.unit, place.param) for place in places])
+
+    def with_masters(self, place: ParamPlace, values: torch.Tensor, old: torch.Tensor | None = None) -> torch.Tensor:
+        """The parameter's new values, host, of 16 bits. Of this rank's elements, those that are what they were, as
+        `old` has it or where they rest, have their fp32 masters."""
+        shard, span, spec = place.section.shard, place.span(self._shard_index), place.piece.spec
+        if not shard.layout.has_master_apart:
+            return values
+        place.unit.wait_for_update()
+        elements = spec.elements(values.detach().to("cpu")).to(torch.float32, copy=True)
+        at = place.own(self._shard_index)
+        own = elements[at]
+        old = read_values(self._store, shard, span) if old is None else spec.elements(old.to("cpu"))[at]
+        # By their bits: 0 and -0 are two values.
+        is_kept = old.view(torch.int16) == own.to(old.dtype).view(torch.int16)
+        own.copy_(torch.where(is_kept, read_master(self._store, shard, span), own))
+        return spec.view(elements)
 
     def write_masters(self, masters: Sequence[tuple[ParamPlace, torch.Tensor]]) -> None:
         """Replace masters of some parameters of one section by whole tensors, fp32 or of the compute dtype."""
@@ -451,9 +580,11 @@ class ModelStates(StateSource):
                 edits.setdefault(component, []).append((*place.span(self._shard_index), array))
         self._edit(masters[0][0], edits)
 
-    def reserve(self, places: Iterable[ParamPlace]) -> None:
-        """Make sure of room for what is written to frozen sections; no commit is under way. Raises CapacityError."""
-        shards = list({id(place.section): place.section.shard for place in places}.values())
+    def reserve(self, shards: Iterable[Shard]) -> None:
+        """Make sure of room for what is written to shards that are frozen; a commit under way ends before. Raises
+        CapacityError, and nothing has changed then."""
+        self._commits.drain()
+        shards = list({id(shard): shard for shard in shards}.values())
         needed = sum(map(self._store.bytes_to_make_writable, shards))
         left = self._plan.left_bytes(Tier.NVME) - self._slot_bytes
         if self._has_limit and needed > left:
@@ -461,9 +592,9 @@ class ModelStates(StateSource):
                 f"frozen parameters are to be written: slots for them take {format_bytes(needed)} of the drives, and "
                 f"nvme_capacity leaves {format_bytes(max(left, 0))}. Nothing is written; raise it"
             )
-        self._slot_bytes += needed
         for shard in shards:
             self._store.make_writable(shard)
+        self._slot_bytes += needed
 
     def _own(self, place: ParamPlace, values: torch.Tensor) -> torch.Tensor:
         """(n,) of what this rank's shard has of a parameter, of values of its shape."""
@@ -473,9 +604,7 @@ class ModelStates(StateSource):
                 "torch.distributed.checkpoint.load into model.state_dict() and optimizer.state_dict(), or by "
                 "zo.load_checkpoint(model, optimizer, path)"
             )
-        begin, end = place.span(self._shard_index)
-        offset = place.section.layout.shard_numel * self._shard_index - place.piece.begin
-        return place.piece.spec.elements(values.detach())[begin + offset : end + offset]
+        return place.piece.spec.elements(values.detach())[place.own(self._shard_index)]
 
     def _edit(self, place: ParamPlace, edits: Edits) -> None:
         self._life.check_usable()
@@ -512,7 +641,8 @@ class ModelStates(StateSource):
         self._completed |= {name: self.param_steps[name] for name in names}
 
 
-def _by_section(places: Iterable[ParamPlace]) -> list[list[ParamPlace]]:
+def by_section(places: Iterable[ParamPlace]) -> list[list[ParamPlace]]:
+    """The same, section by section."""
     found: dict[int, list[ParamPlace]] = {}
     for place in places:
         found.setdefault(id(place.section), []).append(place)
@@ -551,13 +681,13 @@ class ModelParams(ParamSource):
         self._states = states
         self._ranks = base.ranks
         self._shard_index = base.shard_index
-        self._compare = base.collectives.compare
+        self._collectives = base.collectives
         self._prefetcher = base.prefetcher
         self._store = base.store
         self._grads = grads
         self._tracker = tracker
         self._life = base.life
-        self._has_told_rounding = False
+        self._has_told_rounding = self._has_told_loss = False
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
         self._copies: dict[int, StateCopy] = {}
@@ -593,32 +723,42 @@ class ModelParams(ParamSource):
     # One parameter between steps
 
     def may_read(self, param: nn.Parameter) -> bool:
-        place = self._places[param]
-        return not is_dtensor(param) and (not place.is_divided or place.unit.gathered_uses > 0)
+        return not is_dtensor(param)
+
+    @property
+    def is_shared(self) -> bool:
+        return self._collectives.is_shared
 
     def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
-        self._life.check_usable()
+        self._life.check_alive()
         place = self._places[param]
-        self._tracker.check_alone(f"parameter {place.name} is read")
-        piece, shard, unit = place.piece, place.section.shard, place.unit
+        piece, section, unit, read = place.piece, place.section, place.unit, read_master if master else read_values
+        call = f"a read of parameter {place.name}{' in fp32' * master}, {ALL_ALIKE}"
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if unit.gathered_uses > 0 and not master:
+                self._check_alone(place)
                 self._prefetcher.fetch_for_access(unit)
                 return torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=param.device).copy_(
                     param
                 )
-            read, nbytes = read_master if master else read_values, param.nbytes
-            with self._store.counters.bringing(place.name, nbytes):
-                unit.wait_for_update()
-                return piece.spec.view(read(self._store, shard, (piece.begin, piece.end))).to(param.device)
+            is_cut, collectives = section.layout.num_shards > 1, self._collectives
+            with self._store.counters.bringing(place.name, param.nbytes):
+                with collectives.together(call, may_be_alone=True) if is_cut else nullcontext():
+                    self._check_alone(place)
+                    unit.wait_for_update()
+                    mine = read(self._store, section.shard, place.span(self._shard_index))
+                whole = collectives.gather_param(section.layout, piece, mine, f"parameter {place.name}")
+                return piece.spec.view(whole).to(param.device)
+
+    def _check_alone(self, place: ParamPlace) -> None:
+        self._life.check_usable()
+        self._tracker.check_alone(f"parameter {place.name} is read")
 
     def keeps_master(self, param: nn.Parameter) -> bool:
         return self._places[param].section.layout.has_master_apart
 
     def obstacle_to_writing(self, param: nn.Parameter) -> str:
         place = self._places[param]
-        if self._ranks.world_size > 1 or self._ranks.num_columns > 1:
-            return f"only one rank may do so, and there are {self._ranks.world_size * self._ranks.num_columns}"
         if self._tracker.active:
             return "a forward or backward runs"
         if place.unit.writable:
@@ -637,15 +777,38 @@ class ModelParams(ParamSource):
             "0.999. Keep it in fp32 by zo.Precision(modules={...: 'fp32'})"
         )
 
-    def write_value(self, param: nn.Parameter, values: torch.Tensor) -> None:
+    def write_value(
+        self, param: nn.Parameter, values: torch.Tensor, *, of_16_bits: bool = False, is_drawn: bool = False
+    ) -> None:
+        place = self._places[param]
         self._life.check_usable()
-        self._tracker.check_alone(f"parameter {self._places[param].name} is changed")
+        self._tracker.check_alone(f"parameter {place.name} is changed")
         self._tracker.recover()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = values.detach().to("cpu")
-            if values.dtype != torch.float32:
-                values = self._with_masters(param, values)
-        self._states.replace([(self._places[param], values)])
+            of_16_bits |= values.dtype != torch.float32
+            call = f"a change of parameter {place.name}"
+            if is_drawn:
+                values = self._collectives.of_first(values, f"random values for {call}")
+            elif of_16_bits:
+                self._note_loss(place, values)
+            self._states.replace(call, [(place, values)], of_16_bits=of_16_bits)
+
+    def _note_loss(self, place: ParamPlace, values: torch.Tensor) -> None:
+        """16-bit values replace those of a parameter that was updated; its master may be rounded by that."""
+        if self._has_told_loss or not place.section.layout.has_master_apart:
+            return
+        if not self._states.param_steps[place.name]:
+            return
+        place.unit.wait_for_update()
+        old = read_values(self._store, place.section.shard, place.span(self._shard_index))
+        if not torch.equal(old, place.piece.spec.elements(values)[place.own(self._shard_index)].to(old.dtype)):
+            self._has_told_loss = True
+            warn_user(
+                f"{place.name} is given 16-bit values that are not its own, and its fp32 master is these from now on. "
+                "Where weights are swapped for an evaluation and come back, each master has lost 16 bits: copy masters "
+                'back (zo.gathered(model, kind="master")), or evaluate a model of its own (zo.copy(model, config))'
+            )
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
         """`detach` gives copies and `copy_` writes, until `end_walk` of the module: what state_dict and
@@ -670,14 +833,15 @@ class ModelParams(ParamSource):
         if self._walks_over is not module:
             return
         self._walk, self._walks_over = None, None
-        if self._writes:
-            names = {place.name for copied in self._writes.values() for place, _ in copied}
-            self._states.values_replaced(() if has_masters else names)
-            self._compare_written()
-        self._copies.clear()
         try:
+            if self._writes:
+                copied_in = [place for copied in self._writes.values() for place, _ in copied]
+                self._states.reserve(place.section.shard for place in copied_in)
+                self._states.values_replaced(() if has_masters else {place.name for place in copied_in})
+                self._compare_written()
+            self._copies.clear()
             for copied in self._writes.values():
-                self._states.write_masters(copied)
+                self._states.write_masters([(place, _whole(values)) for place, values in copied])
         finally:
             written = [place for copied in self._writes.values() for place, _ in copied]
             replaced(self._prefetcher, [(place.unit, place.param) for place in written])
@@ -695,7 +859,7 @@ class ModelParams(ParamSource):
         if written:
             more = f" and {len(written) - 1} other parameters" if len(written) > 1 else ""
             what = f"what was written to {next(iter(written))}{more}"
-            self._compare(what, lambda: Compared.of({what: f"{word_of(_words_of(written)):08x}"}))
+            self._collectives.compare(what, lambda: Compared.of({what: f"{word_of(_words_of(written)):08x}"}))
 
     @property
     def walking(self) -> bool:
@@ -748,19 +912,8 @@ class ModelParams(ParamSource):
         walk = nn.Module()
         self.begin_walk(walk, sys._getframe())
         with torch.no_grad():
-            param.copy_(self._with_masters(param, values))
+            param.copy_(self._states.with_masters(self._places[param], values))
         self.end_walk(walk, has_masters=True)
-
-    def _with_masters(self, param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """The parameter's new values; where they are what they were, its fp32 master."""
-        place = self._places[param]
-        shard = place.section.shard
-        if not shard.layout.trainable or shard.layout.dtype == torch.float32:
-            return values
-        place.unit.wait_for_update()
-        span, shape = (place.piece.begin, place.piece.end), place.piece.spec.shape
-        old = read_values(self._store, shard, span).view(shape)
-        return torch.where(old == values, read_master(self._store, shard, span).view(shape), values.float())
 
     # Gradients
 
@@ -784,9 +937,9 @@ class ModelParams(ParamSource):
             if not (_zeroes_module(sys._getframe()) and self._grads.ledger.is_kept(param)):
                 return None
             self._grads.zero([param])
-            return self._handle(param)
-        # The step divides the loss scale out: in memory it still has it.
-        view = self._grads.view(param) if self._grads.ledger.loss_scale == 1.0 else None
+            if not self._grads.ledger.held(param):
+                return self._handle(param)
+        view = self._grads.view(param)
         if view is None and self._grads.arriving.updates_in_backward:
             raise ConfigError(
                 f"the gradient of {place.name} waits for a backward that updates the parameter (overlap='backward'); "
@@ -798,6 +951,8 @@ class ModelParams(ParamSource):
         return GradHandle.of(param, self._grads, self._grads.life_of(param))
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        if grad is not None and not isinstance(grad, torch.Tensor):
+            raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(grad).__name__}")
         if isinstance(grad, GradHandle) and grad.param is param and grad.root() is grad:
             self._grads.check_held(param, grad.life)
             return
@@ -808,16 +963,27 @@ class ModelParams(ParamSource):
         if grad is None:
             self.drop_grads([param])
             return
+        if self._grads.is_shown(param, grad):
+            return
         values = grad.clone() if isinstance(grad, GradHandle) else grad.detach()
+        if isinstance(grad, GradHandle) and grad.param is not param:
+            raise ZeroOffloadError(
+                f"{grad.describe()} was assigned to {self._places.describe(param)} too. In plain torch both are one "
+                "tensor then, and changes of one are those of the other; here each gradient rests for itself. Assign a "
+                "copy: other.grad = param.grad.clone()"
+            )
         is_trainable = self._places[param].section.layout.trainable
-        if values.shape == param.shape and not values.any():
+        if values.shape == param.shape and not values.any() and not (is_trainable and self._grads.shows_memory(param)):
             self.drop_grads([param])
             if is_trainable:
                 self._grads.zero([param])
+                self._grads.note_given(param, grad)
             return
         self._check_assigned(param, values, is_trainable)
         self.drop_grads([param])
-        self._grads.write(param, values)
+        if not self._grads.adopt(param, grad):
+            self._grads.write(param, values)
+            self._grads.note_given(param, grad)
 
     def _check_assigned(self, param: nn.Parameter, grad: torch.Tensor, is_trainable: bool) -> None:
         """Raise unless `grad` can be the gradient of the next step."""
@@ -861,6 +1027,15 @@ class ModelParams(ParamSource):
             for param in params:
                 param.grad = None
         self._grads.arriving.clear(params, by_program=True)
+
+
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    """Values for a parameter; read now, by all ranks, where they are those of a parameter that ranks divide, as a state
+    dict has it."""
+    owner = owner_of(values.param) if isinstance(values, StateTensor) else None
+    if owner is None or not isinstance(values, StateTensor) or not values.shows(values.param):
+        return values
+    return owner.access.read_value(values.param)
 
 
 def _zeroes_module(frame: FrameType | None) -> bool:

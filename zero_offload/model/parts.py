@@ -50,8 +50,8 @@ from zero_offload.storage.shards.store import ShardStore
 
 Key = tuple[str, str]
 """A parameter's name, and that of a value or state of it."""
-_HALF = "a checkpoint by torch.distributed.checkpoint.load"
-"""The text of `ModelLife.half_loaded`."""
+_HALF = "loading a checkpoint by torch.distributed.checkpoint.load"
+"""The text of `ModelLife.half_written`."""
 
 
 class ModelParts(PartSource):
@@ -108,7 +108,7 @@ class ModelParts(PartSource):
     def plan_load(self, call: FrameType, param: nn.Parameter, name: str, numel: int, holder: Holder) -> None:
         if self._load is None or self._load.call is not call:
             self._load = _Load(call)
-            if self._life.half_loaded != _HALF:
+            if self._life.half_written != _HALF:
                 self._life.check_usable()
                 self._lacking.clear()
             # On all ranks alike, whatever each of them will have to write.
@@ -173,9 +173,11 @@ class ModelParts(PartSource):
             self._load = None
             return _Load(sys._getframe())
         if not load.has_begun:
+            named = {name for name, _ in load.planned}
+            self._states.reserve(place.section.shard for place in self._places.all() if place.name in named)
             load.has_begun = True
             self._lacking |= {key: numel for key, numel in load.planned.items() if numel}
-            self._life.half_loaded = _HALF
+            self._life.half_written = _HALF
             self._states.values_replaced(load.values_alone)
             self._states.readers.before_loading(each for holders in load.holders.values() for each in holders)
         return load
@@ -186,7 +188,7 @@ class ModelParts(PartSource):
             if self._lacking[key] <= 0:
                 del self._lacking[key]
             if not self._lacking:
-                self._life.half_loaded = ""
+                self._life.half_written = ""
                 if self._load is not None:
                     self._states.masters_completed(self._load.masters_alone)
                 self._load = None

@@ -1,8 +1,8 @@
 """Parameters that come in the place of gone ones of the same name, such as the next adapters of ReLoRA's cycle.
 
-A parameter is gone if no module of the model has it any more. The new one gets its place in memory and in files, with
-values and states of its own. So the layout stays, and the directory does not grow: a run is resumed in any cycle by the
-same calls. The calls: `Replacements.of`, `write`, `finish`.
+A parameter is gone if no module of the model has it any more. A new one of its name and kind gets its place in memory
+and in files, with values and states of its own. So the layout stays, and the directory does not grow: a run is resumed
+in any cycle by the same calls. The calls: `Replacements.of`, `write`, `finish`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zero_offload.base.errors import ConfigError
 from zero_offload.model.move_in import move_to
 from zero_offload.model.params import ParamPlace
 from zero_offload.model.runtime import ModelRuntime
@@ -23,7 +22,7 @@ from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.standins.guard import GuardedParameter
-from zero_offload.standins.owners import recipe_of, register, unregister
+from zero_offload.standins.owners import note_removed, recipe_of, register
 
 
 @dataclass(frozen=True)
@@ -41,25 +40,15 @@ class Replacements:
     def of(
         cls, owner: ModelRuntime, roots: Iterable[nn.Module], spec: ModelSpec, added: Mapping[str, torch.Tensor]
     ) -> Replacements:
-        """Those of the parameters `added`, described by `spec`, that have the name of a gone parameter. Raises
-        ConfigError for a name that is taken, and where the new one cannot have the place."""
-        by_name = {name: place for place in owner.places.all() for name in _names_of(place.piece.spec)}
+        """Those of the parameters `added`, described by `spec`, that have the name of a gone parameter and can have its
+        place; `changes.py` has the others."""
+        by_name = {name: place for place in owner.places.listed() for name in names_of(place.piece.spec)}
         here = owner.tensors_of_roots() | {id(each) for root in roots for _, each in offloaded_tensors(root)}
-        places, clashes = dict[str, ParamPlace](), dict[str, str]()
+        places = dict[str, ParamPlace]()
         for new in (param for unit in spec.units for param in unit.params):
-            if taken := [by_name[name] for name in _names_of(new) if name in by_name]:
-                if obstacle := _obstacle(taken[0], new, added[new.name], here):
-                    clashes[new.name] = obstacle
-                places[new.name] = taken[0]
-        if clashes:
-            first, obstacle = next(iter(clashes.items()))
-            names = list(clashes)
-            raise ConfigError(
-                f"zo.offload: {', '.join(names[:3])}{', ...' * (len(names) > 3)} came in the place of offloaded "
-                f"parameters of the same name, of which a generation holds one. {first} cannot replace the other: "
-                f"{obstacle}. Replace modules (a new head, resized embeddings) before the first zo.offload, or give "
-                "the new ones another name"
-            )
+            for place in [by_name[name] for name in names_of(new) if name in by_name][:1]:
+                if _fits(place, new, added[new.name], here):
+                    places[new.name] = place
         points = dict[str, Sequence[Unit]]()
         for point in spec.hook_points:
             found = (places.get(param.name) for index in point.units for param in spec.units[index].params)
@@ -81,6 +70,8 @@ class Replacements:
     def write(self) -> None:
         """Write the new values in the place of the old ones, with states of zeros. Raises StorageError and
         CapacityError; the model has then neither of both in a whole step."""
+        if not self.places:
+            return
         owner, states = self.owner, self.owner.states
         old = [place.param for place in self.places.values()]
         owner.access.drop_grads(old)
@@ -102,7 +93,7 @@ class Replacements:
             with torch._C.DisableTorchFunctionSubclass():
                 # A program may have kept the old one: it shows no memory of the new one.
                 old.data = torch.empty((), dtype=old.dtype, device=old.device).expand(old.shape)
-            unregister(old)
+            note_removed(old)
             move_to(new, place.section.own_view(place.piece))
             place.unit.replace(old, new)
             owner.grads.ledger.replace(old, new)
@@ -113,24 +104,19 @@ class Replacements:
             unit.guard()
 
 
-def _names_of(spec: ParamSpec) -> tuple[str, ...]:
+def names_of(spec: ParamSpec) -> tuple[str, ...]:
+    """All names, the first one first."""
     return spec.name, *spec.aliases
 
 
-def _obstacle(place: ParamPlace, new: ParamSpec, tensor: torch.Tensor, here: set[int]) -> str:
-    """Why a new parameter cannot have the place of one of its name; empty if it can."""
+def _fits(place: ParamPlace, new: ParamSpec, tensor: torch.Tensor, here: set[int]) -> bool:
+    """True if a new parameter can have the place of one of its name: that is gone, and of the same kind."""
     old, section = place.piece.spec, place.section
-    if id(place.param) in here:
-        return "that one is still in the model, under another name"
-    if old.shape != new.shape:
-        return f"its shape is {new.shape}, and was {old.shape}"
-    if old.trainable != new.trainable:
-        return f"it is {'trained' if new.trainable else 'frozen'}, and the other was not"
     is_plain = type(tensor) is nn.Parameter and type(place.param) is GuardedParameter
-    if not is_plain or replace(new, dtype=old.dtype) != old or recipe_of(tensor) is not None:
-        return "it is of another kind (tied, deferred, quantized, a DTensor, in another order of dimensions)"
-    if section.shard.base is not None or place.unit.layout.experts is not None:
-        return "that one rests in files of others, or is one of experts in groups"
+    if id(place.param) in here or not is_plain or recipe_of(tensor) is not None:
+        return False
+    if replace(new, dtype=old.dtype) != old or section.shard.base is not None or place.unit.layout.experts is not None:
+        return False
     if place.unit.is_viewed([section]):
         gc.collect()
-    return "a view of the other is held, or of one beside it" if place.unit.is_viewed([section]) else ""
+    return not place.unit.is_viewed([section])

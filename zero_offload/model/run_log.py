@@ -25,7 +25,7 @@ from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.base.stats import Stats
-from zero_offload.base.types import StateKind, Tier, user_path
+from zero_offload.base.types import Tier, user_path
 from zero_offload.checkpoint.metrics import MODEL_STEP, NUM_STEPS, Metrics, Row, is_count, show
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, offload_settings, refuse
 from zero_offload.hardware.device import read_memory
@@ -345,8 +345,6 @@ def planned_memory(owner: ModelRuntime, micro_batches: int) -> MemoryPlan:
     }
     numels = [UnitNumel.of(unit.layout, in_base=in_base) for unit in owner.units]
     unit_bytes = measure_units(numels, config, partition, micro_batches)
-    chosen = [unit.sections[0].shard.placement for unit in owner.units]
-    tiers = tuple(
-        {StateKind.PARAMS: at.params, StateKind.GRADS: at.grads, StateKind.OPTIMIZER: at.optimizer} for at in chosen
+    return estimate_memory(
+        unit_bytes, Placement(owner.sizes.placement.tiers, owner.sizes.plan.budget), config, partition
     )
-    return estimate_memory(unit_bytes, Placement(tiers, owner.sizes.plan.budget), config, partition)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +24,52 @@ from torch import nn
 from zero_offload.base.alike import Compared
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, ZeroOffloadError
-from zero_offload.base.problems import warn_user, warning_after
+from zero_offload.base.problems import warn_user
 from zero_offload.base.spans import Track
 from zero_offload.base.stats import Stats
 from zero_offload.base.types import Durability, Tier, format_bytes
 from zero_offload.checkpoint.base_record import files_of
-from zero_offload.checkpoint.format import Generation, StepRecord
+from zero_offload.checkpoint.extras import NotedForms
+from zero_offload.checkpoint.format import CHANGES_MAX, Change, Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
 from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.checkpoint.values import replace_masters
+from zero_offload.hardware.device import read_memory
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.model.assembly import Assembly
-from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates
+from zero_offload.model.commits import JointStep
+from zero_offload.model.move_in import CastBuffer
+from zero_offload.model.params import ModelParams, ModelPlaces, ModelStates, ParamPlace, by_section, is_within
 from zero_offload.model.parts import ModelParts
-from zero_offload.model.thaw import check_fits, check_trainable, counted, install_section, thaw_section
+from zero_offload.model.thaw import (
+    check_fits,
+    check_frozen,
+    check_trainable,
+    counted,
+    freeze_section,
+    install_section,
+    thaw_section,
+)
 from zero_offload.model.updates import check_holds_grads, failing
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
 from zero_offload.optim.param_groups import Names
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
-from zero_offload.plan.quantized import offloaded_tensors
+from zero_offload.plan.quantized import is_wrapper, offloaded_tensors
 from zero_offload.runtime.grads.gradients import check_closed
 from zero_offload.runtime.grads.section import GradState
-from zero_offload.runtime.hooks import hook_grads
+from zero_offload.runtime.hooks import hook_grads, unhook_grads
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
-from zero_offload.runtime.units.unit import Unit
-from zero_offload.standins.owners import not_adopted, owner_of
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.standins.guard import unguard
+from zero_offload.standins.owners import live_owners, not_adopted, owner_of, register, unregister
 from zero_offload.standins.sources import LossScaler, Owner, Trainer
 from zero_offload.storage.files.base_file import BaseSpan, missing_text
+from zero_offload.storage.memory.arena import Need
 from zero_offload.storage.shards.shard import Shard
 from zero_offload.storage.shards.store import ShardStore
 
@@ -63,8 +78,6 @@ SAME = 1e-6
 
 NOT_ALONE = "so not under 'if rank == 0:'"
 """See `ModelRuntime.together`."""
-WARN_S = 10.0
-"""How long a rank waits silently in a call that it may have made alone."""
 
 TOLD_READS = 0.1
 """The share of a step from which a warning says what reads of single parameters cost."""
@@ -100,9 +113,17 @@ class ModelRuntime(Owner):
         self.names = Names(in_order=False)
         self.about: Mapping[str, Any] = {}
         """The model's own description, for manifests; of rank 0."""
+        self.built_buffers: NotedForms = weakref.WeakKeyDictionary()
+        """Dtypes and shapes of the buffers when they were offloaded."""
+        self.cast_buffers: frozenset[str] = frozenset()
+        """Names of the buffers that `zo.offload` gave another dtype."""
+        self.watched_buffers: Sequence[CastBuffer] = ()
+        """Those of them that are narrower now, until the program has changed one, or made two steps."""
         self.iterations = made.commits.iterations
         self.uncounted = ""
         """Why the states' count of iterations is not known; see `Generation.uncounted`."""
+        self.changes: list[Change] = []
+        """How the model has changed since it was offloaded; the last changes."""
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
@@ -110,6 +131,9 @@ class ModelRuntime(Owner):
         self._num_steps_here = 0
         self._has_told_reads = False
         self._scaler: LossScaler | None = None
+        self._named: list[tuple[weakref.ref[nn.Module], int | None, dict[int, str]]] = []
+        """Modules given to zo.offload, each with a word for what is in it, and the names of its parameters. None where
+        some are not offloaded, and may be trained at any time."""
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
         at_exit(self._close_at_exit)
@@ -166,17 +190,18 @@ class ModelRuntime(Owner):
 
     # Parameters beside the offloaded ones
 
-    def _live_roots(self) -> Iterator[nn.Module]:
+    def live_roots(self) -> Iterator[nn.Module]:
+        """The modules that were given to zo.offload, the first one first."""
         return filter(None, (reference() for reference in self._roots))
 
     def has_root(self, module: nn.Module) -> bool:
-        return any(root is module for root in self._live_roots())
+        return any(root is module for root in self.live_roots())
 
     def root_of(self, params: Iterable[torch.Tensor]) -> nn.Module | None:
         """The first module given to zo.offload that has all of these."""
         wanted = set(map(id, params))
         return next(
-            (root for root in self._live_roots() if wanted <= {id(each) for _, each in offloaded_tensors(root)}), None
+            (root for root in self.live_roots() if wanted <= {id(each) for _, each in offloaded_tensors(root)}), None
         )
 
     def add_root(self, module: nn.Module, undo: ExitStack) -> None:
@@ -203,19 +228,24 @@ class ModelRuntime(Owner):
 
     def tensors_of_roots(self) -> set[int]:
         """Ids of all that the modules given to zo.offload have now."""
-        return {id(each) for root in self._live_roots() for _, each in offloaded_tensors(root)}
+        return {id(each) for root in self.live_roots() for _, each in offloaded_tensors(root)}
+
+    @property
+    def class_name(self) -> str:
+        """For messages."""
+        root = next(self.live_roots(), None)
+        return "model" if root is None else type(root).__name__
 
     @property
     def model_name(self) -> str:
         """For messages."""
-        root = next(self._live_roots(), None)
-        first = self.layout.sections[0].params[0].spec.name if self.layout.sections else "no parameter"
-        return f"an offloaded {'model' if root is None else type(root).__name__} (the one with {first})"
+        names = (piece.spec.name for section in self.layout.sections for piece in section.params if not piece.is_gone)
+        return f"an offloaded {self.class_name} (the one with {next(names, 'no parameter')})"
 
     def is_part_of(self, module: nn.Module) -> bool:
         """True if a model that was given to zo.offload is in `module`, or the other way round."""
         inside = set(module.modules())
-        return any(root in inside or module in set(root.modules()) for root in self._live_roots())
+        return any(root in inside or module in set(root.modules()) for root in self.live_roots())
 
     def check_between_uses(self, what: str) -> None:
         """Raise where the layout cannot change now, as `what` does; updates and commits are over."""
@@ -243,6 +273,130 @@ class ModelRuntime(Owner):
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
 
+    def finish_steps(self) -> None:
+        """Before the model changes: the last step becomes a generation, if it is due."""
+        self._commits.launch_due()
+        self.drain()
+
+    def change(
+        self,
+        layout: ShardLayout,
+        gone: Collection[str],
+        names: Mapping[str, tuple[str, ...]],
+        empty: Sequence[Section],
+        change: Change,
+    ) -> None:
+        """The model has lost parameters, and has others under new names, as `layout` says; sections `empty` have none
+        left. Nothing is under way, and nothing here fails."""
+        self.layout = layout
+        self.tracker.forget(empty)
+        for shard in self.store.shards:
+            now = layout.sections[shard.layout.index]
+            if now.params or not shard.layout.params:
+                shard.layout = now
+        self.grads.lay_out([section.shard for section in empty])
+        for section in empty:
+            self.store.vacate(section.shard, layout.sections[section.layout.index])
+        for unit in self.units:
+            unit.change(layout.units[unit.index])
+        self.places.change(self.units)
+        self._states.change_names(gone, names)
+        self._states.resting -= {section.layout.index for section in empty}
+        self.iterations.change_names(gone, names)
+        self.names = Names(in_order=False)
+        self.changes = [*self.changes, change][-CHANGES_MAX:]
+        if self.keeper is not None:
+            self.keeper.change(layout)
+
+    def leave_empty(self, place: ParamPlace) -> None:
+        """A frozen parameter that no module has stands where one has been: the section stays for the others in it."""
+        old, new = place.param, nn.Parameter(place.section.own_view(place.piece), requires_grad=False)
+        place.unit.replace(old, new)
+        self.grads.ledger.replace(old, new)
+        self.places.replace(place, new)
+        register(new, self)
+
+    def release(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        place = self.places[param]
+        call = f"an assignment of shape {tuple(values.shape)} to {place.name}.data"
+        with self.together(call):
+            self.check_between_uses(call)
+            if not place.may_go:
+                raise ConfigError(f"{call}: a quantized weight, a DTensor or experts in groups keep their shape")
+        self.finish_steps()
+        self._states.readers.before_replacing([param])
+        self.access.drop_grads([param])
+        self._states.change()
+        self.prefetcher.invalidate(place.unit)
+        self.leave_empty(place)
+        unregister(param)
+        unhook_grads(param)
+        unguard([param])
+        param.data = values
+        place.unit.guard()
+        self._named = [(root, None, names) for root, _, names in self._named]
+
+    def check_copies(self, param: nn.Parameter, memo: dict[int, Any]) -> None:
+        if id(self) in memo:
+            return
+        copied = [module for module in self.modules if id(module) in memo]
+        if copied:
+            memo[id(self)] = self  # the modules around the first parameter are known, so this was all of it
+        tensors = {id(each): each for module in copied for _, each in offloaded_tensors(module)} or {id(param): param}
+        nbytes = sum(each.numel() * each.itemsize for each in tensors.values())
+        what = f"copy.deepcopy makes {len(tensors)} ordinary parameters of {self.model_name}"
+        advice = "zo.copy(model, config) makes a copy that is offloaded, some chunks at a time"
+        memory = read_memory(self.device.torch_device)
+        if memory is not None:
+            left, of = memory.free + memory.reserved - memory.allocated, self.device.name
+        elif self.config.cpu_memory is not None:
+            left, of = self.sizes.plan.left_bytes(Tier.CPU), "cpu_memory= beside the model"
+        else:
+            left, of = nbytes, ""
+        if nbytes > left:
+            raise CapacityError(
+                f"{what}: {format_bytes(nbytes)} are needed, {format_bytes(max(left, 0))} are left of {of}. {advice}"
+            )
+        if memory is None:
+            self.store.arena.look(nbytes, Need(what, advice, is_planned=False))
+
+    def note_names(self) -> None:
+        """The model's parameters are called as they are now."""
+        self._named = []
+        for root in self.live_roots():
+            is_whole = all(param in self.places or is_wrapper(param) for param in root.parameters())
+            self._named.append((weakref.ref(root), _structure_of(root) if is_whole else None, _first_names(root)))
+
+    def _changed_roots(self) -> list[tuple[nn.Module, dict[int, str]]]:
+        """Modules given to zo.offload that are not as they were then, with the names of then."""
+        found = [(reference(), word, names) for reference, word, names in self._named]
+        return [(root, names) for root, word, names in found if root is not None and word != _structure_of(root)]
+
+    def check_names(self, call: str, changed: Sequence[tuple[nn.Module, dict[int, str]]]) -> None:
+        """Raise if names of parameters are others' since zo.offload: generations would have them as they were."""
+        for root, before in changed:
+            now, holders, ordinary = dict[int, list[str]](), dict[str, int](), set[int]()
+            for name, tensor in offloaded_tensors(root, remove_duplicate=False):
+                now.setdefault(id(tensor), []).append(name)
+                holders[name] = id(tensor)
+                if owner_of(tensor) is None:
+                    ordinary.add(id(tensor))
+            # A layer that something is put around keeps its name, unless another parameter has it. A layer that is gone
+            # does too: a resume without it says so.
+            lost = [
+                name
+                for key, name in before.items()
+                if holders.get(name, key) != key or key in ordinary or (key in now and not is_within(name, now[key]))
+            ]
+            if lost:
+                raise ConfigError(
+                    f"{call}: {len(lost)} parameters were moved in the model, or replaced, after zo.offload "
+                    f"({_some(lost)}). Generations would have them as they were. Call zo.offload(model) again, which "
+                    "takes the model as it is, and then this"
+                )
+        if changed:
+            self.note_names()
+
     def thaw(self, param: nn.Parameter) -> None:
         place, thawed = self.places[param], None
         call = f"requires_grad_(True) of {place.name}"
@@ -250,18 +404,20 @@ class ModelRuntime(Owner):
             with self.together(call):
                 check_trainable(self.config, self.modules, place)
                 self.check_between_uses(f"{call}, which was frozen when zo.offload was called, works")
+            self._drop_deleted_states()  # what rests gives its room to what is trained
             index, sizes = place.section.layout.index, self.sizes
             resting = self._states.resting - {index}
             if not place.section.layout.trainable:
                 self.drain()
                 with self.ranks.together():
                     self.check_whole(call)
-                    thawed = thaw_section(self.base, self.layout, sizes, place, resting, undo)
+                    trained = self.places.once_trained()
+                    thawed = thaw_section(self.base, self.layout, sizes, place, resting, trained, undo)
                 sizes = thawed.sizes
             elif index in self._states.resting:
                 with self.ranks.together():
                     sizes = counted(self.base, self.layout, sizes, [index], resting)
-                    check_fits(sizes, place)
+                    check_fits(sizes, place, self.store.retired_bytes)
             with torch._C.DisableTorchFunctionSubclass():
                 undo.callback(setattr, param, "requires_grad", False)
                 param.requires_grad = True
@@ -276,6 +432,45 @@ class ModelRuntime(Owner):
         self._states.resting.discard(index)
         self._count_as(sizes)
         self.places.note_trained(param)
+
+    def drop_masters(self, params: Iterable[nn.Parameter]) -> None:
+        places = [place for place in map(self.places.__getitem__, params) if place.section.layout.trainable]
+        if not places:
+            return
+        call = f"the end of {len(places)} masters (the first: that of {places[0].name})"
+        with self.together(call):
+            check_frozen(call, places)
+            self.check_between_uses(f"{call} comes")
+        self._states.readers.before_replacing([place.param for place in places])
+        self._states.change()
+        self._drop_deleted_states()
+        for of_section in by_section(places):
+            section = of_section[0].section
+            is_whole = len(of_section) == sum(not each.piece.is_gone for each in self.places.of(section))
+            if is_whole and self._states.is_idle(section, self.grads.ledger.held):
+                self._freeze(of_section[0])
+            else:
+                self._states.round_masters(of_section)
+
+    def _freeze(self, place: ParamPlace) -> None:
+        """A section that has thawed has its values alone again, as at `zo.offload`."""
+        section, index = place.section, place.section.layout.index
+        if section.shard.states:  # of parameters that had no step
+            self.store.drop_states(section.shard)
+        with ExitStack() as undo:
+            with self.ranks.together():
+                layout, before = freeze_section(self.base, self.layout, place, undo)
+            undo.pop_all()
+        # Nothing from here on fails.
+        self.layout = layout
+        self.store.retire(before)
+        place.unit.lay_anew(layout.units[place.unit.index])
+        self.grads.freeze(section)
+        if self.keeper is not None:
+            self.keeper.relayout(layout)
+        self._states.resting.discard(index)
+        self.places.note_resting(section)
+        self._count_as(counted(self.base, layout, self.sizes, [index], self._states.resting))
 
     def _count_as(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -296,9 +491,10 @@ class ModelRuntime(Owner):
     def train_again(self, found: Generation) -> None:
         """Parameters that were thawed when a generation was made require a gradient again, and states that had gone
         have no room."""
+        resting = found.resting_in(self.layout)
         for section in {id(place.section): place.section for place in self.places.all()}.values():
             index = section.layout.index
-            if index in found.resting and not any(each.param.requires_grad for each in self.places.of(section)):
+            if index in resting and not any(each.param.requires_grad for each in self.places.of(section)):
                 self._states.resting.add(index)
                 self.places.note_resting(section)
         if self._states.resting:
@@ -338,7 +534,7 @@ class ModelRuntime(Owner):
 
     def added_since(self) -> dict[nn.Parameter, str]:
         found: dict[nn.Parameter, str] = {}
-        for root in self._live_roots() if not self.life.is_closed else ():
+        for root in self.live_roots() if not self.life.is_closed else ():
             held = (param for module in root.modules() for param in module._parameters.values() if param is not None)
             # In every commit: names are asked for where there are some, and what is at rest answers through Python.
             if any(param not in self.places and _is_ordinary(param) for param in held):
@@ -376,13 +572,8 @@ class ModelRuntime(Owner):
         self.life.check_alive()  # a forked child has its parent's channel to the others
         may_be_alone = bool(instead) and self.ranks.world_size > 1
         what = f"{call}, which all ranks call ({instead})" if may_be_alone else call
-        with ExitStack() as waiting, self.collectives.together(what):
-            try:
-                yield
-            finally:
-                if may_be_alone:
-                    text = f"rank {self.base.group.watch.rank} has waited {WARN_S:g} s for the other ranks in {what}"
-                    waiting.enter_context(warning_after(WARN_S, text))
+        with self.collectives.together(what, may_be_alone=may_be_alone):
+            yield
 
     @contextmanager
     def together_in_step(self, call: str) -> Iterator[None]:
@@ -402,6 +593,8 @@ class ModelRuntime(Owner):
         """Raise where no step can be made now."""
         self.life.check_usable()
         self.check_whole("step()")
+        if self.makes_generations and not self._commits.completes:  # else zo.commit looks
+            self.check_names("step()", self._changed_roots())
         if written := next((unit.name for unit in self.units if unit.writable), ""):
             raise ZeroOffloadError(
                 f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
@@ -412,7 +605,9 @@ class ModelRuntime(Owner):
         """Raise where the states are not those of a whole step."""
         self.life.check_usable()
         self.check_whole(call)
-        self.check_adopted(call)
+        if changed := self._changed_roots():
+            self.check_adopted(call)
+            self.check_names(call, changed)
         check_closed(self.grads, call)
 
     def update(
@@ -422,6 +617,8 @@ class ModelRuntime(Owner):
         spans = self.store.counters.spans
         opened = spans.open(Track.STEP, "")
         self._drop_deleted_states()
+        if self.watched_buffers:
+            self._warn_of_narrow_buffers()
         if self.grads.ledger.zeroed:
             self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.confirm_step(hypers)
@@ -533,6 +730,7 @@ class ModelRuntime(Owner):
     def adopt_generation(self, found: Generation, *, loaded: bool = False) -> None:
         """The shards are a generation's, or a checkpoint's that was loaded: so are the counts."""
         self.iterations.start(found.step)
+        self.changes = self.changes if loaded else found.changes
         self.uncounted = found.uncounted
         self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start(loaded=loaded)
@@ -555,11 +753,33 @@ class ModelRuntime(Owner):
         except ZeroOffloadError as error:
             self.life.lost_base = str(error)
 
+    def _warn_of_narrow_buffers(self) -> None:
+        """Sums and means in 16 bits may stop to change: what is added becomes smaller than their rounding."""
+        changed = [each.name for each in self.watched_buffers if each.is_changed]
+        if changed or self.step_count > 1:
+            self.watched_buffers = ()
+        if changed:
+            shown = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
+            warn_user(
+                f"the program changes {shown}, which zo.offload has made 16-bit as module.to(dtype) does: what is "
+                f"added to such a sum or mean may be lost. Precision(buffers={{{changed[0]!r}: 'fp32'}}) keeps it"
+            )
+
+    def _beside(self) -> dict[str, int]:
+        """Iterations of the other models of the program, by run."""
+        others = [each for each in live_owners() if isinstance(each, ModelRuntime) and each is not self]
+        return {
+            each.keeper.run_id: each.step_count
+            for each in others
+            if each.keeper is not None and not each.life.is_closed
+        }
+
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         steps = dict(self._states.param_steps)
         thawed, resting, by = self.places.thawed(), sorted(self._states.resting), self.iterations.shown_by
         record = StepRecord(
-            self.step_count, steps, self.groups, None, extra, None, {}, self.about, thawed, resting, by
+            self.step_count, steps, self.groups, None, extra, None, {}, self.about, thawed, resting, by, self.changes,
+            beside=self._beside(),
         )  # fmt: skip
         if capture is None:
             return record
@@ -570,8 +790,16 @@ class ModelRuntime(Owner):
         """True if no parameter requires a gradient: no optimizer trains the model."""
         return not any(param.requires_grad for unit in self.units for param in unit.params)
 
-    def commit(self, capture: Capture, extra: Any, *, is_frozen: bool = False) -> None:
-        """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
+    def commit(
+        self,
+        capture: Capture,
+        extra: Any,
+        *,
+        is_frozen: bool = False,
+        also: Sequence[tuple[ModelRuntime, Capture]] = (),
+    ) -> None:
+        """Complete the last step's record with what only the caller knows; launch its generation if it is due, with
+        those of other models."""
         config = self.config
         if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
             warn_user(
@@ -580,10 +808,28 @@ class ModelRuntime(Owner):
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
             )
         self.iterations.end(is_frozen=is_frozen)
+        others = [
+            (other.class_name, other._commits, partial(other._record_at, self.step_count, theirs))
+            for other, theirs in also
+        ]
         self._drop_deleted_states()
         self._commits.complete_record(
-            lambda: self._record(capture, extra), in_step=self._has_new_grads, is_frozen=is_frozen
+            lambda: self._record(capture, extra),
+            in_step=self._has_new_grads,
+            is_frozen=is_frozen,
+            joint=JointStep((self.class_name, self._commits), others) if also else None,
         )
+
+    def note_joint(self) -> None:
+        """The program has models that it commits together: a step alone makes no generation."""
+        self._commits.completes = True
+
+    def _record_at(self, step: int, capture: Capture) -> StepRecord:
+        """The record of the states as they are now, which are those of a step of another model."""
+        self.iterations.end()
+        self.iterations.start(step)
+        self._drop_deleted_states()
+        return self._record(capture)
 
     def end_row(self, num_iterations: int) -> None:
         """The program has written a row of a log, which ends so many iterations."""
@@ -616,7 +862,7 @@ class ModelRuntime(Owner):
         replaced(self.prefetcher, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:
             self._in_backward.reset()
-        self.life.lacks_weights, self.life.half_loaded = False, ""
+        self.life.lacks_weights, self.life.half_written = False, ""
         self.note_lost_base()
         self.without_values.clear()
         self.resume_pending = False
@@ -638,18 +884,21 @@ class ModelRuntime(Owner):
             found_places = saved.base_places(self.store.base)
             _check_base(saved.generation, self.store, found_places)
             frozen = {shard.layout.index for shard in self.store.shards if not shard.layout.trainable}
-            places = {index: spans for index, spans in found_places.items() if index in frozen}
-            self.take_room([shard for shard in self.store.shards if shard.layout.index not in places])
+            places = {} if saved.lies_elsewhere else {at: spans for at, spans in found_places.items() if at in frozen}
+            shards = [shard for shard in self.store.shards if shard.layout.params]
+            written = [shard for shard in shards if shard.layout.index not in places]
+            self.take_room(written)
+            self._states.reserve(written)
             same_ranks = saved.generation.world_size == self.ranks.world_size
             rng = saved.rng_of(self.ranks.rank) if same_ranks else None
         self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
         self.grads.reset()
         self._commits.forget_record()
-        self.life.half_loaded = str(path)
+        self.life.half_written = f"loading {path}"
         if not masters_only:
             saved.tell_conversion(self.layout)
         with ranks.together():
-            for shard in self.store.shards:
+            for shard in shards:
                 if (spans := places.get(shard.layout.index)) is not None:
                     self.store.rest_in_base(shard, spans, index)
                     continue
@@ -657,7 +906,7 @@ class ModelRuntime(Owner):
                 if masters_only:
                     replace_masters(self.store, shard, source)
                 else:
-                    self.store.add_states(shard, saved.states(shard.layout.index))
+                    self.store.add_states(shard, saved.states(shard.layout))
                     self.store.write_components(shard, source)
         return saved.generation, rng
 
@@ -713,6 +962,25 @@ def _check_base(found: Generation, store: ShardStore, places: Mapping[int, Seque
             f"of this model, in {own[0].path.parent}, is another: their fingerprints differ. Call zo.load_pretrained "
             "with the folder of the checkpoint's base, and load the checkpoint then"
         )
+
+
+def _structure_of(root: nn.Module) -> int:
+    """A word for all modules and parameters in a module, and their names. In each commit: by ids, without calls."""
+    words, todo, seen = list[tuple[object, ...]](), [root], {id(root)}
+    while todo:
+        module = todo.pop()
+        children, params = module._modules, module._parameters
+        words.append((id(module), *children, *map(id, children.values()), *params, *map(id, params.values())))
+        for child in children.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                todo.append(child)
+    return hash(tuple(words))
+
+
+def _first_names(root: nn.Module) -> dict[int, str]:
+    """The first name of each parameter that is offloaded, by its id."""
+    return {id(each): name for name, each in offloaded_tensors(root) if owner_of(each) is not None}
 
 
 def _is_ordinary(param: nn.Parameter) -> bool:

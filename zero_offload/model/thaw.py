@@ -1,8 +1,9 @@
-"""A section that was frozen when it was offloaded is trained from now on, between two steps.
+"""A section that was frozen when it was offloaded is trained from now on, or frozen again, between two steps.
 
 It thaws where it lies: buffer, number and place in the layout stay. The shard gets a master, which is its value, and
 room for states (decision 069). The calls: `check_trainable` per parameter; `thaw_section`, which may fail, then
-`install_section`; `thawed_sizes` also for a generation whose sections have thawed.
+`install_section`. `check_frozen` and `freeze_section` are the way back, without the master. `recounted` is also for a
+generation whose sections have thawed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.base.types import UpdateOverlap
+from zero_offload.base.types import Tier, UpdateOverlap, format_bytes
 from zero_offload.checkpoint.values import ComponentSource
 from zero_offload.model.foundation import Foundation
 from zero_offload.model.params import ParamPlace
@@ -27,7 +28,7 @@ from zero_offload.plan.partition import Partition
 from zero_offload.plan.quantized import is_wrapper
 from zero_offload.runtime.hooks import experts_of
 from zero_offload.runtime.units.unit import stays_guarded
-from zero_offload.storage.shards.shard import Component, Shard, planned_bytes
+from zero_offload.storage.shards.shard import Component, Shard, planned_bytes, shard_bytes
 from zero_offload.storage.shards.store import ShardStore
 
 
@@ -69,10 +70,16 @@ class Thawed:
 
 
 def thaw_section(
-    base: Foundation, layout: ShardLayout, sizes: Sizes, place: ParamPlace, resting: Collection[int], undo: ExitStack
+    base: Foundation,
+    layout: ShardLayout,
+    sizes: Sizes,
+    place: ParamPlace,
+    resting: Collection[int],
+    trained: Collection[int],
+    undo: ExitStack,
 ) -> Thawed:
     """Give the section of `place` a master and room for states; nothing is under way. `undo` takes it back. Sections
-    `resting` have no states.
+    `resting` have no states. Those `trained` have been so, some are frozen again: limits of frames are theirs already.
 
     Raises CapacityError, and changes nothing.
     """
@@ -80,13 +87,12 @@ def thaw_section(
     index = section.layout.index
     new = layout.thawed({index})
     new_sizes = counted(base, new, sizes, [index], resting)
-    check_fits(new_sizes, place)
+    kept = shard_bytes(section.shard.layout, [Component.VALUE]) * bool(section.shard.slots)
+    check_fits(new_sizes, place, store.retired_bytes + kept)
     base.prefetcher.invalidate(place.unit)  # what is under way is read from where the values have rested
-    before = store.thaw(section.shard, new.sections[index])
-    undo.callback(store.freeze, section.shard, before)
-    _write_master(store, section.shard, before)
-    store.staging.drop()
-    plans = [BufferPlan(each, sizes.placement, partition, config, base.device.is_host) for each in (layout, new)]
+    before = _lay_anew(store, section.shard, new, undo)
+    widest = (each.thawed({*trained} - {s.index for s in each.sections if s.trainable}) for each in (layout, new))
+    plans = [BufferPlan(each, sizes.placement, partition, config, base.device.is_host) for each in widest]
     limits = zip(*(plan.frame_limits(planned_bytes) for plan in plans), strict=True)
     host, device = ([max(now - then, 0) for then, now in zip(*each, strict=True)] for each in limits)
     return Thawed(place, new, new_sizes, plans[1].landing_bytes(), (host, device), before)
@@ -96,7 +102,7 @@ def install_section(base: Foundation, thawed: Thawed) -> None:
     """Use the section so from now on. Nothing of this fails."""
     unit, (host, device) = thawed.place.unit, map(FrameLimits._make, thawed.frames)
     base.store.retire(thawed.before)
-    unit.thaw(thawed.layout.units[unit.index])
+    unit.lay_anew(thawed.layout.units[unit.index])
     base.store.arena.widen(host.chosen, host.most, host.kept)
     base.frames.widen(device.chosen, device.most, device.least)
     base.prefetcher.grow(thawed.landing_bytes)
@@ -104,13 +110,44 @@ def install_section(base: Foundation, thawed: Thawed) -> None:
         base.files.keeper.relayout(thawed.layout)
 
 
-def _write_master(store: ShardStore, shard: Shard, before: Shard) -> None:
-    """The values of a frozen shard, as it was `before`, are its masters."""
+def check_frozen(call: str, places: Sequence[ParamPlace]) -> None:
+    """Raise ConfigError where parameters still train, or their sections were trained at `zo.offload`."""
+    for place in places:
+        if place.param.requires_grad:
+            raise ConfigError(f"{call}: {place.name} requires a gradient; call requires_grad_(False) on it first")
+        if not place.section.layout.is_thawed:
+            raise ConfigError(
+                f"{call}: {place.name}, or another parameter of {place.unit.name}, was trained when zo.offload was "
+                "called, and keeps its master. Freeze all blocks before zo.offload, or leave out master='drop'"
+            )
+
+
+def freeze_section(
+    base: Foundation, layout: ShardLayout, place: ParamPlace, undo: ExitStack
+) -> tuple[ShardLayout, Shard]:
+    """Let the section of `place`, which has thawed, have its values alone; nothing is under way, and it has neither
+    states nor gradients. `undo` takes it back. Returns the layout of now, and the shard as it was, to be retired.
+
+    Raises CapacityError or StorageError, and changes nothing.
+    """
+    shard = place.section.shard
+    new = layout.frozen({shard.layout.index})
+    base.prefetcher.invalidate(place.unit)  # what is under way is read from where the values have rested
+    return new, _lay_anew(base.store, shard, new, undo)
+
+
+def _lay_anew(store: ShardStore, shard: Shard, layout: ShardLayout, undo: ExitStack) -> Shard:
+    """Lay a shard out as its section of `layout` is, with the values that it has; masters begin as these. Returns the
+    shard as it was."""
+    before = store.lay_anew(shard, layout.sections[shard.layout.index])
+    undo.callback(store.lay_back, shard, before)
 
     def fill(begin: int, _: int, out: torch.Tensor) -> None:
         out.copy_(store.read_chunk(before, Component.VALUE, begin // CHUNK_NUMEL))
 
     store.write_components(shard, ComponentSource(shard, fill))
+    store.staging.drop()
+    return before
 
 
 def recounted(
@@ -144,8 +181,16 @@ def counted(
     return recounted(sizes, layout, sections, base.config, base.collectives.partition, in_base, resting)
 
 
-def check_fits(sizes: Sizes, place: ParamPlace) -> None:
-    """Raise CapacityError where the states of a section that is to be trained do not fit."""
-    if not sizes.plan.fits:
-        what = f"requires_grad_(True) of {place.name}: states of its section ({place.unit.name}) do not fit"
-        raise CapacityError("\n".join([what, *sizes.plan.reasons]))
+def check_fits(sizes: Sizes, place: ParamPlace, retired_bytes: int) -> None:
+    """Raise CapacityError where the states of a section that is to be trained do not fit. Beside the plan's bytes,
+    drives have `retired_bytes` of what rests, until the next generation."""
+    plan = sizes.plan
+    what = f"requires_grad_(True) of {place.name}: states of its section ({place.unit.name}) do not fit"
+    if not plan.fits:
+        raise CapacityError("\n".join([what, *plan.reasons]))
+    if retired_bytes > (left := plan.left_bytes(Tier.NVME)):
+        raise CapacityError(
+            f"{what} before the next generation: beside them drives keep {format_bytes(retired_bytes)} that the last "
+            f"one has of sections that rest, and nvme_capacity leaves {format_bytes(left)}. Call zo.commit where "
+            "sections rest, before others are trained (with commit_every=1), or raise nvme_capacity"
+        )

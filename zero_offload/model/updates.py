@@ -135,18 +135,26 @@ class Updates:
 
         `in_backward`: of a backward that goes on, and is done with these units. Returns the future of each unit.
         """
+        params = list(params)
+        self._grads.end_exposed(params)
         units = list(dict.fromkeys(section.unit for section in sections))
         updates = {index: UnitUpdate(self._errors, self._store.counters) for index in units}
         for index, update in updates.items():
-            self._units[index].update = update
+            self._units[index].begin_update(update)
         # The update takes what was launched until now, whatever is launched beside it.
         made = None if self._device.is_host else self._device.mark()
         for section in sections:
             section.grads.lend(made)
         self._prefetcher.begin_update(units, in_backward=in_backward)
         # A backward through weights that are about to change must fail as it does in plain torch.
-        placed = (each for unit in units for each in self._units[unit].placed_params)
-        torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
+        torch.autograd.graph.increment_version(
+            [
+                param
+                for unit in units
+                for section, _, param in self._units[unit].placed_params
+                if section.layout.trainable
+            ]
+        )
         self._grads.clear(params)
         # Between here and the next record nothing says which step the states are of.
         self.commits.forget_record()

@@ -42,7 +42,7 @@ from zero_offload.optim.state import (
 )
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.standins.checkpointed import INSTEAD, refuse_full
-from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, is_removed, owner_of
 from zero_offload.standins.sources import Owner
 from zero_offload.standins.state_tensor import STEP
 
@@ -145,6 +145,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            for removed in filter(is_removed, group["params"]):
+                raise dropped_error(removed)
             self._check(group)
             if self._is_built:
                 _register(self, [group])
@@ -384,8 +386,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         ordinary = found.pop(None, [])
         return {owner: params for owner, params in found.items() if owner is not None}, ordinary
 
-    def _params(self) -> Iterable[nn.Parameter]:
-        return (param for group in self.param_groups for param in group["params"])
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _check_ordinary(self, param: nn.Parameter, hyper: Hyper) -> None:
         """Raise for what no update takes, before one is made."""

@@ -11,25 +11,36 @@ from torch import Tensor, nn
 
 from zero_offload.base.alike import word_of
 from zero_offload.base.errors import CheckpointError, ConfigError
-from zero_offload.standins.owners import owner_of
+from zero_offload.standins.owners import is_removed, owner_of
 
 _NOT_HYPER = ("params", "optimizer")
 
 
 def group_records(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Every group: the optimizer's class, its hyperparameters, and the names of its parameters."""
-    return [_record(optimizer, group) for group in optimizer.param_groups]
+    return [_record(optimizer, group) for group in _groups(optimizer)]
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """All param groups but those whose parameters their models have no more."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return [group for group in groups if not group["params"] or not all(map(is_removed, group["params"]))]
 
 
 def _record(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     record: dict[str, Any] = {
         "optimizer": type(optimizer).__name__,
-        "params": [_name(param) for param in group["params"]],
+        "params": _names(group),
     }
     for name, value in group.items():
         if name not in _NOT_HYPER:
             record[name] = plain(name, value)
     return record
+
+
+def _names(group: Mapping[str, Any]) -> list[str]:
+    """Of a group's parameters; not of those that their model has no more."""
+    return [name for name in map(_name, group["params"]) if name]
 
 
 def plain(name: str, value: Any) -> Any:
@@ -78,13 +89,16 @@ def _told(param: nn.Parameter) -> str:
 
 
 def _name(param: nn.Parameter) -> str:
+    """Empty for a parameter that its model has no more."""
     owner = owner_of(param)
-    return "(not offloaded)" if owner is None else owner.places.name_of(param)
+    if owner is None:
+        return "" if is_removed(param) else "(not offloaded)"
+    return owner.places.name_of(param)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raise CheckpointError, naming the first difference, when a generation's groups are not those of `optimizer`."""
-    here = [[_name(param) for param in group["params"]] for group in optimizer.param_groups]
+    here = [_names(group) for group in _groups(optimizer)]
     saved = [record.get("params") for record in records]
     counts = [len(names) if isinstance(names, list) else 0 for names in saved]
     if counts != [len(names) for names in here]:
@@ -100,18 +114,19 @@ def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str
                 f"{where} was written with {written}, whose states are not those of {kind}; build zo.{written}, or "
                 "export its weights and start over from them"
             )
-        for name, other in zip(mine, theirs or (), strict=True):
+        # In another order after a change of the model: states go by names.
+        for name, other in zip(sorted(mine), sorted(theirs or ()), strict=True):
             if name != other:
                 raise CheckpointError(
                     f"{where} has {other} in param group {number}, where this optimizer has {name}; "
-                    "build the optimizer with the same groups in the same order"
+                    "build the optimizer with the same groups"
                 )
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
     """Put a generation's hyperparameters into `optimizer`. Raises CheckpointError when its groups differ."""
     check_groups(optimizer, records, where)
-    for group, record in zip(optimizer.param_groups, records, strict=True):
+    for group, record in zip(_groups(optimizer), records, strict=True):
         for name, value in record.items():
             if name in _NOT_HYPER:
                 continue

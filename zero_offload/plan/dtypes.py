@@ -1,20 +1,34 @@
-"""In which dtype every parameter is kept and every module computes: the compute dtype, and its exceptions.
+"""In which dtype parameters and buffers are kept and modules compute: the compute dtype, and its exceptions.
 
-Owns what `Precision.modules` means for a model. A module has the dtype of the innermost module, from itself up to the
-root, that a key matches, else the compute dtype. Keys match by class, or by name with the wildcards of fnmatch; of
-several keys that match one module the last counts. A module with running statistics that no key matches itself has
-their dtype: torch computes with both in one dtype, and buffers keep theirs. Its parameters have it too. But a pattern
-that matches no module may match parameters by their own names: these have that dtype, and nothing is cast for them.
-Where the dtype changes between a module that is called and the one around it, floating inputs and outputs are cast.
-Pure; never touches data. The call: `resolve`.
+Owns what `Precision.modules` and `Precision.buffers` mean for a model. A module has the dtype of the innermost module,
+from itself up to the root, that a key matches, else the compute dtype. Keys match by class, or by name with the
+wildcards of fnmatch; of several keys that match one module the last counts. A module with running statistics that no
+key matches itself has their dtype: torch computes with both in one dtype, and statistics keep theirs. Its parameters
+have it too. But a pattern that matches no module may match parameters by their own names: these have that dtype, and
+nothing is cast for them. Where the dtype changes between a module that is called and the one around it, floating inputs
+and outputs are cast. Pure; never touches data. The call: `resolve`.
+
+[Note: kept in fp32] Classes of transformers and diffusers name what `from_pretrained` keeps in fp32 where it loads in
+16 bits. Their forwards cast around it. So it is fp32 here as well, without casts of ours, unless a key matches its
+module or its name. transformers has two lists of patterns, of which one counts in fp16 alone. diffusers has one, of
+parts of names.
+
+[Note: buffers] A floating buffer goes with the parameters beside it, as in `module.to(dtype)`: those of the innermost
+module that has any. Where it has the dtype that most of them have, it gets that of its module. One of another dtype was
+made so on purpose, by a class or by `from_pretrained` in 16 bits, and stays. So do running statistics, tables of rotary
+embeddings, whose angles 16 bits would change, and what a class keeps in fp32. A key for the buffer comes before all of
+these.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +39,13 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import TORCH_NAMES, ModuleKey
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.model_spec import can_be_called
-from zero_offload.plan.quantized import dtype_problem_of, wrappers
+from zero_offload.plan.quantized import dtype_problem_of, ordinary_buffers_of, wrappers
 
+_ANGLES = re.compile("[Rr]otary|RoPE|Rope")
+"""In names of classes that hold tables of rotary embeddings."""
+_ADAPTED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+"""Parts that adapters put into the names of layers that they are around."""
+_NO_LIST = object()
 _PARAM_DTYPES = frozenset(getattr(torch, name) for name in TORCH_NAMES.values())
 
 
@@ -45,6 +64,8 @@ class ComputeDtypes:
     compute: torch.dtype
     params: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Dtypes of the parameters that are kept in another dtype, by each of their names."""
+    buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Dtypes of the buffers that change theirs, by their names. See [Note: buffers]."""
     casts: Mapping[str, Cast] = field(default_factory=dict)
     """By the name of a module; "" is the root, whose outputs are never cast."""
     states: StateFormat = StateFormat.FP32
@@ -62,11 +83,11 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
     """
     # Keys name modules; a key without a module may name tensors.
     modules = dict(root.named_modules(remove_duplicate=False))
-    asked = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}
+    asked = _dtypes(config.compute_exceptions)
     exceptions = {key: asked[key] for key in asked if any(_matches(key, *item) for item in modules.items())}
     of_tensors = {key: asked[key] for key in asked if key not in exceptions and isinstance(key, str)}
-    tensors = [name for name, _ in (*root.named_parameters(remove_duplicate=False), *root.named_buffers())]
-    # Buffers keep their dtypes whatever is asked; a list of what a model keeps in fp32 may name them.
+    buffers = dict(root.named_buffers(remove_duplicate=False))
+    tensors = [*(name for name, _ in root.named_parameters(remove_duplicate=False)), *buffers]
     problems = [
         _unmatched(key, modules)
         for key in (asked if strict else ())
@@ -79,8 +100,21 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
         if (own := _statistics_dtype(module)) and not any(_matches(key, name, module) for key in exceptions):
             inside[name] = own
     params = {name: inside[name.rpartition(".")[0]] for name, _ in root.named_parameters(remove_duplicate=False)}
+    is_kept = _kept_in_fp32(modules, compute)
+    for names in _names_of_params(root):
+        named = any(_dtype_of(name.rpartition(".")[0], modules, exceptions) for name in names)
+        if any(map(is_kept, names)) and not named:
+            params |= dict.fromkeys(names, torch.float32)
     for key, dtype in of_tensors.items():
         params |= {name: dtype for name in params if fnmatchcase(name, key)}
+    of_buffers = _dtypes(config.buffer_exceptions)
+    if strict:
+        problems += [
+            f"Precision(buffers=): {getattr(key, '__name__', repr(key))} matches no floating buffer of this "
+            f"{type(root).__name__}; names are those of model.named_buffers()"
+            for key in of_buffers
+            if not any(_holds(key, name, modules) for name, each in buffers.items() if each.is_floating_point())
+        ]
     casts = {
         name: _cast(name, modules, inside) for name, module in modules.items() if can_be_called(module) or not name
     }
@@ -102,7 +136,78 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
     kept = {name: dtype for name, dtype in params.items() if dtype != compute}
     once = {name: cast for name, _ in root.named_modules() if (cast := casts.get(name)) is not None}
-    return ComputeDtypes(compute, kept, once, config.state_format)
+    changed = _buffer_dtypes(root, inside, of_tensors, of_buffers, is_kept)
+    return ComputeDtypes(compute, kept, changed, once, config.state_format)
+
+
+def _dtypes(asked: Mapping[ModuleKey, str]) -> dict[ModuleKey, torch.dtype]:
+    return {key: getattr(torch, name) for key, name in asked.items()}
+
+
+def _buffer_dtypes(
+    root: nn.Module,
+    inside: Mapping[str, torch.dtype],
+    of_tensors: Mapping[str, torch.dtype],
+    of_buffers: Mapping[ModuleKey, torch.dtype],
+    is_kept: Callable[[str], bool],
+) -> dict[str, torch.dtype]:
+    """Dtypes of the buffers that change theirs. See [Note: buffers]."""
+    modules, numels = dict(root.named_modules()), defaultdict[str, Counter[torch.dtype]](Counter)
+    for name, param in root.named_parameters():
+        for around in _outwards(name.rpartition(".")[0]) if param.is_floating_point() else ():
+            numels[around][param.dtype] += param.numel()
+    found: dict[str, torch.dtype] = {}
+    for path, module in modules.items():
+        beside = next((numels[around] for around in _outwards(path) if around in numels), Counter[torch.dtype]())
+        for own, buffer in ordinary_buffers_of(module):
+            name = f"{path}.{own}" if path else own
+            named = [dtype for key, dtype in of_tensors.items() if fnmatchcase(name, key)]
+            named += [dtype for key, dtype in of_buffers.items() if _holds(key, name, modules)]
+            stays = (
+                [(buffer.dtype, beside[buffer.dtype])] != beside.most_common(1)
+                or isinstance(module, _NormBase)
+                or _ANGLES.search(type(module).__name__) is not None
+                or own.endswith("inv_freq")
+                or is_kept(name)
+            )
+            dtype = named[-1] if named else buffer.dtype if stays else inside[path]
+            if buffer.is_floating_point() and dtype != buffer.dtype:
+                found[name] = dtype
+    return found
+
+
+def _kept_in_fp32(modules: Mapping[str, nn.Module], compute: torch.dtype) -> Callable[[str], bool]:
+    """Whether the class of a module around a tensor keeps it in fp32. See [Note: kept in fp32]."""
+    lists = {}
+    for path, module in modules.items():
+        names = {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
+        strict: Any = getattr(module, "_keep_in_fp32_modules_strict", _NO_LIST)
+        if strict is not _NO_LIST:
+            names = {*(names if compute == torch.float16 else ()), *(strict or ())}
+            parts = (name.replace("*", ".*") for name in names)
+        else:
+            parts = (rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in names)
+        if names and compute != torch.float32:
+            lists[path] = re.compile("|".join(sorted(parts)))
+
+    def is_kept(name: str) -> bool:
+        inside = {path: name if path == "" else name.removeprefix(f"{path}.") for path in _outwards(name)}
+        return any(lists[path].search(_ADAPTED.sub("", inside[path])) for path in inside if path in lists)
+
+    return is_kept
+
+
+def _names_of_params(root: nn.Module) -> Iterable[list[str]]:
+    """All names of each parameter."""
+    names = defaultdict[int, list[str]](list)
+    for name, param in root.named_parameters(remove_duplicate=False):
+        names[id(param)].append(name)
+    return names.values()
+
+
+def _holds(key: ModuleKey, name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """True if a key of `Precision.buffers` is for the buffer `name`."""
+    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(modules[name.rpartition(".")[0]], key)
 
 
 def _matches(key: ModuleKey, name: str, module: nn.Module) -> bool:

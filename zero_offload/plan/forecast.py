@@ -15,6 +15,7 @@ from zero_offload.base.types import GIB, Tier
 from zero_offload.hardware.machines import Machine, Resource
 from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
 from zero_offload.plan.step_time import Prediction, StepWorkload, predict
+from zero_offload.plan.turns import BlockTurns, turns_text
 
 SPEED_UP = 1.1
 """The bottleneck is the resource that shortens the step most when it is so much faster."""
@@ -121,6 +122,10 @@ class Plan(MemoryPlan):
     """Where the machine's rates come from."""
     notes: tuple[str, ...] = ()
     """Parts of the model's configs that were not understood, and are guessed."""
+    turns: BlockTurns | None = None
+    """Set where a few blocks of the model live at a time."""
+    most_live: int = 0
+    """The largest number of them that fits; 0 where none does, or all are trained at once."""
 
     @classmethod
     def of(cls, memory: MemoryPlan, workload: StepWorkload, placement: Placement, machine: Machine) -> Plan:
@@ -130,4 +135,5 @@ class Plan(MemoryPlan):
 
     def table(self) -> str:
         seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck}\nrates: {self.rates}"
-        return "\n".join([super().table(), seconds, *self.notes])
+        lines = [super().table(), seconds, *self.notes]
+        return "\n".join(lines if self.turns is None else [*lines, turns_text(self.turns, self.most_live)])

@@ -10,7 +10,7 @@ Pure: numbers in, frozen values out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -38,6 +38,8 @@ class ParamSlice:
 
     spec: ParamSpec
     begin: int
+    is_gone: bool = False
+    """True if the model has the parameter no more: its place stays as it is, and generations do not list it."""
 
     @cached_property
     def end(self) -> int:
@@ -56,6 +58,7 @@ class SectionLayout:
     num_copies: int
     """How many tensor-parallel ranks hold the same values."""
     params: tuple[ParamSlice, ...]
+    """None once all of them are gone: nothing is left of the section but its number."""
     shard_numel: int
     """Elements each rank holds, padding included."""
     num_shards: int
@@ -156,8 +159,55 @@ class ShardLayout:
             assert not section.trainable, f"section {section.index} is trained already"
             return replace(section, trainable=True, is_thawed=True)
 
+        return self._with(of)
+
+    def frozen(self, indices: Container[int]) -> ShardLayout:
+        """The same with these sections, which have thawed, frozen again."""
+
+        def of(section: SectionLayout) -> SectionLayout:
+            if section.index not in indices:
+                return section
+            assert section.is_thawed, f"section {section.index} has not thawed"
+            return replace(section, trainable=False, is_thawed=False)
+
+        return self._with(of)
+
+    def _with(self, of: Callable[[SectionLayout], SectionLayout]) -> ShardLayout:
         units = (replace(unit, sections=tuple(map(of, unit.sections))) for unit in self.units)
         return replace(self, units=tuple(units))
+
+    def changed(self, gone: Container[str], names: Mapping[str, tuple[str, ...]]) -> ShardLayout:
+        """The same of a model that has lost the parameters `gone`, and has others under new names: `names` are all of
+        those, the first one first. Sections keep their numbers, and parameters their places."""
+        return replace(self, units=tuple(_changed(unit, gone, names) for unit in self.units))
+
+
+def _changed(unit: UnitLayout, gone: Container[str], names: Mapping[str, tuple[str, ...]]) -> UnitLayout:
+    def of(piece: ParamSlice) -> ParamSlice:
+        if piece.is_gone or piece.spec.name in gone:
+            return replace(piece, is_gone=True)
+        first, *others = names.get(piece.spec.name, (piece.spec.name, *piece.spec.aliases))
+        return replace(piece, spec=replace(piece.spec, name=first, aliases=tuple(others)))
+
+    sections, moved = [], dict[str, str]()
+    for section in unit.sections:
+        params = tuple(map(of, section.params))
+        moved |= {mine.spec.name: now.spec.name for mine, now in zip(section.params, params, strict=True)}
+        if all(piece.is_gone for piece in params):
+            sections.append(replace(section, params=(), shard_numel=0, trainable=False, is_thawed=False))
+        else:
+            sections.append(replace(section, params=params))
+    return replace(unit, sections=tuple(sections), name=_moved_name(unit.name, moved))
+
+
+def _moved_name(name: str, moved: Mapping[str, str]) -> str:
+    """A unit's name, that of its module, where its parameters have other names now."""
+    module, space, part = name.partition(" ")
+    for before, now in moved.items():
+        inside = before.removeprefix(f"{module}.")
+        if inside != before and now != before and now.endswith(f".{inside}"):
+            return now.removesuffix(f".{inside}") + space + part
+    return name
 
 
 def make_layout(

@@ -143,6 +143,12 @@ class UnitNumel:
     """Bytes of frozen values that rest in files of a base: drives get none of them, and they are read there."""
     resting_bytes: int = 0
     """Bytes of trained values without states and gradients."""
+    resting_master_bytes: int = 0
+    """The part of the last of `sizes` that is theirs: values with masters, which no step changes."""
+    leaving_bytes: int = 0
+    """Bytes of states, and of masters that go with them, which give their room to others' when their turn is over."""
+    left_bytes: int = 0
+    """Bytes of files where values lay before their first turn. These gaps are small, and hardly used again."""
 
     @classmethod
     def of(
@@ -151,22 +157,32 @@ class UnitNumel:
         in_use_with: tuple[tuple[int, ...], ...] = (),
         in_base: Container[int] = (),
         resting: Container[int] = (),
+        in_turns: Container[int] = (),
+        *,
+        drops_masters: bool = False,
     ) -> UnitNumel:
         """As it is laid out. Sections `in_base` rest in files of a base; those `resting` have a master, and neither
-        states nor gradients."""
+        states nor gradients. Sections `in_turns` rest later, when others are trained; frozen again, with values alone
+        where each `drops_masters`."""
         numel, nbytes = {True: 0, False: 0}, {True: 0, False: 0}
-        state_bytes = base_bytes = resting_bytes = 0
+        state_bytes = base_bytes = resting_bytes = resting_master_bytes = leaving_bytes = left_bytes = 0
         frame_bytes = sum(divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
         for section in unit.sections:
             is_resting = section.index in resting
             numel[section.trainable and not is_resting] += section.used_numel
             nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
             resting_bytes += section.used_numel * section.dtype.itemsize * is_resting
-            base_bytes += section.used_numel * section.dtype.itemsize * (section.index in in_base)
+            takes_turns, is_in_base = section.index in in_turns, section.index in in_base
+            has_left = section.trainable if drops_masters else not is_in_base
+            left_bytes += section.used_numel * section.dtype.itemsize * (takes_turns and has_left)
+            base_bytes += section.used_numel * section.dtype.itemsize * (is_in_base and not takes_turns)
             if section.trainable:
                 dtype = str(section.dtype).removeprefix("torch.")
-                each_bytes = (master_bytes if is_resting else optimizer_state_bytes)(dtype, section.state_format)
-                state_bytes += math.ceil(section.used_numel * each_bytes)
+                masters = section.used_numel * master_bytes(dtype, section.state_format)
+                states = math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
+                state_bytes += masters if is_resting else states
+                resting_master_bytes += masters * is_resting
+                leaving_bytes += (states - masters * (not drops_masters)) * (takes_turns and not is_resting)
         return cls(
             unit.name,
             numel[True],
@@ -178,6 +194,9 @@ class UnitNumel:
             group_bytes=group_bytes(unit),
             base_bytes=base_bytes,
             resting_bytes=resting_bytes,
+            resting_master_bytes=resting_master_bytes,
+            leaving_bytes=leaving_bytes,
+            left_bytes=left_bytes,
         )
 
 
@@ -206,11 +225,28 @@ class UnitBytes:
     """As in `UnitNumel`; over ranks it is the same."""
     base_bytes: int = 0
     """The part of `frozen_bytes` that rests in files of a base."""
+    resting_bytes: int = 0
+    """The part of `trained_bytes` without states and gradients."""
+    resting_master_bytes: int = 0
+    """The part of `optimizer_bytes` that no step changes, as it is theirs."""
+    leaving_bytes: int = 0
+    left_bytes: int = 0
+    """Both as in `UnitNumel`."""
 
     @property
     def trained_bytes(self) -> int:
         """The part of `params_bytes` that is trained."""
         return self.params_bytes - self.frozen_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """The part of `trained_bytes` that has gradients and is updated in a step."""
+        return self.trained_bytes - self.resting_bytes
+
+    @property
+    def updated_bytes(self) -> int:
+        """The part of `optimizer_bytes` that a step changes."""
+        return self.optimizer_bytes - self.resting_master_bytes
 
 
 def measure_units(
@@ -243,6 +279,10 @@ def measure_units(
             is_trained_part=unit.is_trained_part,
             group_bytes=unit.group_bytes,
             base_bytes=divide_up(unit.base_bytes, partition.param_shards),
+            resting_bytes=divide_up(unit.resting_bytes, partition.param_shards),
+            resting_master_bytes=divide_up(unit.resting_master_bytes, partition.optimizer_shards),
+            leaving_bytes=divide_up(unit.leaving_bytes, partition.optimizer_shards),
+            left_bytes=divide_up(unit.left_bytes, partition.optimizer_shards),
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -469,17 +509,21 @@ def estimate_memory(
             rest[tiers[StateKind.OPTIMIZER], StateKind.PARAMS] += unit.trained_bytes
             rest[tiers[StateKind.OPTIMIZER], StateKind.OPTIMIZER] -= unit.trained_bytes
         if tiers[StateKind.OPTIMIZER] is Tier.NVME:
-            written += unit.optimizer_bytes
+            written += unit.updated_bytes
             generations[StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
         elif keeps_generations:
-            committed += unit.optimizer_bytes
+            committed += unit.updated_bytes
             generations[StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
+        # Both slots of states whose turn is over stay until the next generation, beside those of the next turn.
+        generations[StateKind.OPTIMIZER] += 2 * unit.leaving_bytes * keeps_generations
+        has_file = keeps_generations or tiers[StateKind.PARAMS] is Tier.NVME
+        generations[StateKind.PARAMS] += unit.left_bytes * has_file
         if tiers[StateKind.PARAMS] is not Tier.NVME and keeps_generations:
             # Of frozen values one slot, written once.
             whole = (unit.frozen_bytes - unit.base_bytes) * partition.param_shards
             generations[StateKind.PARAMS] += divide_up(whole, partition.optimizer_shards)
         if tiers[StateKind.PARAMS] is Tier.NVME:
-            written += 0 if inside else unit.trained_bytes
+            written += 0 if inside else unit.live_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             grads += unit.grads_bytes
     for kind, nbytes in generations.items():
@@ -549,7 +593,7 @@ def _staging_bytes(
     reads_states = reads_grads = lands_groups = False
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params, grads, optimizer = (tiers[kind] for kind in PLACED_KINDS)
-        made_bytes = unit.trained_bytes * partition.param_shards
+        made_bytes = unit.live_bytes * partition.param_shards
         lands = params is Tier.NVME and not shared
         landing.append(unit.params_bytes * (lands and not unit.group_bytes))
         lands_groups |= lands and bool(unit.group_bytes)
@@ -649,7 +693,7 @@ def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
     makes them, or fp32 for a sum of micro-batches that take turns or of ranks. Experts' leave one by one; a group's may
     be under way.
     """
-    nbytes = unit.trained_bytes * partition.param_shards
+    nbytes = unit.live_bytes * partition.param_shards
     if unit.group_bytes:
         return min(unit.group_bytes, nbytes)
     sums = unit.grads_bytes if partition.world_size == 1 else 0

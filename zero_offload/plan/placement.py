@@ -523,5 +523,9 @@ def _divide(unit: UnitBytes, factor: int, partition: Partition) -> UnitBytes:
         optimizer_bytes=-(-unit.optimizer_bytes // factor),
         frozen_bytes=-(-unit.frozen_bytes // factor),
         base_bytes=-(-unit.base_bytes // factor),
+        resting_bytes=-(-unit.resting_bytes // factor),
+        resting_master_bytes=-(-unit.resting_master_bytes // factor),
+        leaving_bytes=-(-unit.leaving_bytes // factor),
+        left_bytes=-(-unit.left_bytes // factor),
         passing_grads_bytes=-(-max(unit.passing_grads_bytes, least * (unit.passing_grads_bytes > 0)) // factor),
     )

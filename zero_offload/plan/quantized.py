@@ -379,6 +379,12 @@ class _FourBit(_QuantizedFormat):
                 "was repacked by a forward in eval, for this CPU and without a way back; build the model again and "
                 "call zo.offload before such a forward"
             )
+        if _has_lost_scales(param.quant_state):
+            return (
+                "was repacked by a forward in eval on a CPU, and a save has put it back without its scales: they are "
+                "in another order, or rounded. Quantize the model again, and call zo.offload, or save, before such a "
+                "forward"
+            )
         return None
 
     def prepare(self, module: nn.Module, param: Any, undo: contextlib.ExitStack) -> None:
@@ -394,6 +400,15 @@ class _FourBit(_QuantizedFormat):
         if getattr(module, _REPACKS, False):
             undo.callback(setattr, module, _REPACKS, True)
             setattr(module, _REPACKS, False)
+
+
+def _has_lost_scales(state: Any) -> bool:
+    """True if bitsandbytes has repacked a weight and has put it back, or has saved it so.
+
+    Its way back leaves scales transposed in bf16. Scales that are quantized too are rounded to the compute dtype.
+    """
+    is_rounded = state.nested and state.state2.dtype not in (None, torch.float32)
+    return hasattr(state, "original_qshape") or state.absmax.dim() != 1 or is_rounded
 
 
 _REPACKS = "support_avx512bf16_for_cpu"

@@ -326,7 +326,7 @@ def _made_bytes(workload: StepWorkload, unit: UnitBytes) -> int:
     """Bytes of gradients that one backward writes to where they rest."""
     if workload.partition.world_size > 1:
         return unit.trained_numel * 4 // workload.partition.grad_shards
-    return unit.trained_bytes if workload.batch.micro_batches == 1 else unit.grads_bytes
+    return unit.live_bytes if workload.batch.micro_batches == 1 else unit.grads_bytes
 
 
 def _grads(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
@@ -342,7 +342,7 @@ def _grads(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine)
     yield Work.GRADS, Resource.DOWNLOAD, out * leaves
     if unit.group_bytes and leaves and world > 1 and not partition.defers_reduction:
         # Experts' leave as they are made, and come back to be added up.
-        made = unit.trained_bytes * partition.param_shards
+        made = unit.live_bytes * partition.param_shards
         yield Work.GRADS, Resource.DOWNLOAD, made
         yield Work.GRADS, Resource.UPLOAD, made
     yield Work.GRADS, Resource.WRITE, out * on_disk
@@ -356,11 +356,11 @@ def _update(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine
         return
     params, grads, optimizer = (at[kind] for kind in (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER))
     grad_bytes = unit.grads_bytes + unit.passing_grads_bytes
-    touched = 2 * unit.optimizer_bytes + grad_bytes
+    touched = 2 * unit.updated_bytes + grad_bytes
     grad_reads = unit.grads_bytes * (grads is Tier.NVME)
     every = workload.config.commit_every
     if isinstance(every, int) and workload.config.effective_durability is not Durability.SCRATCH:
-        yield Work.COMMIT, Resource.WRITE, unit.optimizer_bytes * (optimizer is not Tier.NVME) / every
+        yield Work.COMMIT, Resource.WRITE, unit.updated_bytes * (optimizer is not Tier.NVME) / every
     if _is_updated_on_device(at, machine):
         yield Work.UPDATE_ON_DEVICE, Resource.READ, grad_reads
         yield Work.UPDATE_ON_DEVICE, Resource.UPLOAD, grad_bytes * (grads is not Tier.DEVICE)
@@ -372,10 +372,10 @@ def _update(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine
     copies = values * (params is Tier.NVME and not on_disk and not workload.partition.replicates_params)
     # Values that are in memory are not read with the states.
     delivers = values * (on_disk and params is not Tier.NVME)
-    yield Work.UPDATE, Resource.READ, grad_reads + (unit.optimizer_bytes - delivers) * on_disk
+    yield Work.UPDATE, Resource.READ, grad_reads + (unit.updated_bytes - delivers) * on_disk
     yield Work.UPDATE, Resource.DOWNLOAD, grad_bytes * (grads is Tier.DEVICE and not machine.is_host)
     yield Work.UPDATE, Resource.HOST, touched + delivers + copies
-    yield Work.UPDATE, Resource.WRITE, unit.optimizer_bytes * on_disk + copies
+    yield Work.UPDATE, Resource.WRITE, unit.updated_bytes * on_disk + copies
 
 
 COMPUTE, READ, WRITE, HOST = (

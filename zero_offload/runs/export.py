@@ -17,12 +17,19 @@ from typing import Any
 
 import torch
 
-from zero_offload.base.errors import ConfigError
+from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import user_path
 from zero_offload.checkpoint.format import Generation
-from zero_offload.checkpoint.hf_export import TensorEntry, export_saved, read_values, saved_buffers
+from zero_offload.checkpoint.hf_export import AS_NAMED, FileForm, TensorEntry, export_saved, read_values, saved_buffers
 from zero_offload.checkpoint.saved_generation import SavedGeneration, read_generation
-from zero_offload.integrations.generation_models import GenerationValues, config_words, write_merged, write_separate
+from zero_offload.integrations.file_names import file_form
+from zero_offload.integrations.generation_models import (
+    GenerationValues,
+    config_words,
+    meta_model,
+    write_merged,
+    write_separate,
+)
 from zero_offload.runs.locate import alone, described, find_home, read_object
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
@@ -105,13 +112,25 @@ def _write(
         raise ConfigError(f"--adapters {adapters} is of a model with adapters of peft, and {generation} has none")
     complete = partial(_complete, sources=sources, is_adapter=has_adapters and adapters != "merged")
     values = GenerationValues(saved, partial(read_values, saved))
+    remarks: list[str] = []
     if not has_adapters:
-        count = export_saved(saved, out, dtype, max_shard_bytes, complete)
+        count = export_saved(saved, out, dtype, max_shard_bytes, complete, _form_of(about, remarks))
     elif adapters == "merged":
         count = write_merged(values, about, saved_buffers(saved), out, dtype, max_shard_bytes, complete)
     else:
         count = write_separate(values, about, saved_buffers(saved), out, dtype, complete)
-    return Exported(generation, directories[0].user, count, tuple(sources.notes))
+    return Exported(generation, directories[0].user, count, (*sources.notes, *remarks))
+
+
+def _form_of(about: Mapping[str, Any], remarks: list[str]) -> FileForm:
+    """How transformers has the tensors of a model in files."""
+    if about.get("package") != "transformers":
+        return AS_NAMED
+    try:
+        return file_form(meta_model(about))
+    except (ConfigError, CapacityError) as error:
+        remarks.append(f"tensors have the model's names, which may not be those of transformers' own folders: {error}")
+        return AS_NAMED
 
 
 class Sources:

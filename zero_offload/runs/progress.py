@@ -92,6 +92,8 @@ class Progress:
         yield f"{_clock(self._step_s * (self._num_steps - row['step']))} left"
         if (tokens_per_s := row.get("tokens_per_s")) is not None:
             yield f"{tokens_per_s:,.0f} tokens/s"
+        if live := row.get("live"):
+            yield f"block{'s'[: len(live) > 1]} {', '.join(name.rpartition('.')[2] for name in live)}"
         if whole_s := row.get("whole_s", row["step_s"]):  # waits of a validation before it are in there, too
             yield f"stall {row['stall_s'] / whole_s:.0%}"
         overlap = update_overlap(row.get("update_s", 0.0), row.get("exposed_s", {}).get("update", 0.0))

@@ -123,5 +123,4 @@ def _names_of_views(unit: Unit) -> Iterator[str]:
     for tensor in (each for each in objects if type(each) in (Tensor, ReadOnly) and id(each) not in ours):
         for section in unit.sections:
             if section.holds(tensor):
-                begin = (tensor.data_ptr() - section.flat.data_ptr()) // section.flat.itemsize
-                yield from (p.spec.name for p in section.layout.params if p.begin <= begin < p.begin + p.spec.numel)
+                yield from section.names_under(tensor)

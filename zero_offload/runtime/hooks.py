@@ -53,7 +53,7 @@ def install_hooks(
     """
     # First, so that outputs, which may be parameters, are cast while their unit is here.
     for name, cast in casts.items():
-        _install_cast(root.get_submodule(name), cast, undo)
+        install_cast(root.get_submodule(name), cast, undo)
     for name, needed in points.items():
         units = tuple(needed)
         module = root.get_submodule(name)
@@ -78,6 +78,16 @@ def hook_grads(param: nn.Parameter, grad_ready: GradReady, undo: contextlib.Exit
         undo.callback(hooks.update, {number: hook})
     register: Any = param.register_post_accumulate_grad_hook
     undo.callback(register(_WeakCall(grad_ready)).remove)
+
+
+def unhook_grads(param: nn.Parameter) -> None:
+    """Undo `hook_grads`: the parameter is an ordinary one again."""
+    hooks: Any = param._post_accumulate_grad_hooks or {}
+    for number, hook in list(hooks.items()):
+        if isinstance(hook, _WeakCall):
+            del hooks[number]
+        elif isinstance(hook, ProgramHook):
+            hooks[number] = hook.hook
 
 
 class _Hook(functools.partial[Any]):
@@ -174,6 +184,23 @@ def install_walk_hooks(modules: Iterable[nn.Module], undo: contextlib.ExitStack)
         undo.callback(handle.remove)
 
 
+def remove_copied_hooks(root: nn.Module) -> None:
+    """Take away what the copy of an offloaded model has of its hooks. Those of the program stay."""
+    for module in root.modules():
+        for name, hooks in vars(module).items():
+            # With the number of a hook go the flags of it, which lie in dicts of their own.
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[number]
+                    for flags in (f"{name}_with_kwargs", f"{name}_always_called"):
+                        vars(module).get(flags, {}).pop(number, None)
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "func", getattr(hook, "hook", hook))
+    return function in (_do_nothing, _cast_inputs, _cast_output, _before_state_dict, _before_load, _end_walk)
+
+
 # They know nothing but the module: a copy of one, made in `zo.gathered`, has ordinary parameters, and these hooks too.
 
 
@@ -243,7 +270,8 @@ class _WeakCall(LastHook):
                 method(param, grad)
 
 
-def _install_cast(module: nn.Module, cast: Cast, undo: contextlib.ExitStack) -> None:
+def install_cast(module: nn.Module, cast: Cast, undo: contextlib.ExitStack) -> None:
+    """Let the module's forward cast floating inputs and outputs."""
     if cast.inputs is not None:
         before = functools.partial(_cast_inputs, cast.inputs)
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -48,7 +48,7 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved_tensors.activations import Activations
 from zero_offload.runtime.saved_tensors.recompute import drop_stale
 from zero_offload.runtime.saved_tensors.tensors import SavedTensors, exit_hooks, runs, runs_again, saving_hooks
-from zero_offload.runtime.units.unit import Unit, UnitState, UpdatesInBackward
+from zero_offload.runtime.units.unit import Section, Unit, UnitState, UpdatesInBackward
 from zero_offload.standins.away import Away
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.refusals import cannot_wrap, refuse_copy, wrapper_of
@@ -85,8 +85,8 @@ class ModelLife:
         """True if values were left out, and none have been loaded in their place."""
         self.lost_base = ""
         """The error of the files of the base that frozen parts of the model rest in; empty while they are whole."""
-        self.half_loaded = ""
-        """The checkpoint of which only a part was loaded, if there is one."""
+        self.half_written = ""
+        """The load or the change that broke off half-way, if there is one."""
         self.half_updated = ""
         """A clause for the error: the units that an unfinished or broken backward has updated (overlap="backward")."""
 
@@ -123,9 +123,9 @@ class ModelLife:
                 "model's states are a mix of two steps. Load a whole checkpoint by zo.load_checkpoint, or start again "
                 "with zo.offload (existing='resume' goes on from the last generation)"
             )
-        if self.half_loaded:
+        if self.half_written:
             raise ZeroOffloadError(
-                f"loading {self.half_loaded} failed half-way, so this model's states are a mix of two. Load a whole "
+                f"{self.half_written} failed half-way, so this model's states are a mix of two. Load a whole "
                 "checkpoint by zo.load_checkpoint, or start again with zo.offload (existing='resume' goes on from the "
                 "last generation)"
             )
@@ -173,7 +173,8 @@ def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
     return ZeroOffloadError(
         f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
         "lost: the parameter leaves memory, or its fp32 master does not follow. Change it between steps, in "
-        "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy"
+        "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy. If it has converted the dtype, "
+        f"Precision(modules={{{names[0]!r}: 'fp32'}}) gives it that one from the start"
     )
 
 
@@ -317,6 +318,10 @@ class PassTracker:
             self._trimmer = HeapTrimmer()
         self._saved.grow(units)
 
+    def forget(self, sections: Iterable[Section]) -> None:
+        """The memory of these goes."""
+        self._saved.forget(sections)
+
     __reduce_ex__ = refuse_copy
 
     @property
@@ -429,7 +434,7 @@ class PassTracker:
     def _tell_casts(self) -> None:
         """Autocast's cache cannot be emptied for one unit: gradients of weights that are used twice would add up
         otherwise."""
-        kinds = {unit.sections[0].flat.device.type for unit in self._units}
+        kinds = {s.flat.device.type for unit in self._units for s in unit.sections}
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds)):
             self._has_told_casts = True
             warnings.warn(

@@ -6,7 +6,7 @@ all parameters holds one at a time. The owner reads and writes (`ParamSource`).
 [Note: values for a change]
 A 16-bit value is the rounded half of an fp32 master. A small change of it alone would vanish. So a function that
 changes parameters gets fp32 masters of all parameters among its arguments, and the value is rounded from the result. A
-parameter without a master has its value widened beside those that have one.
+parameter without a master has its value widened beside those that have one, and beside those in fp32.
 
 [Note: what autograd saves of a parameter at rest]
 A saved copy would stay until backward. So the parameter is saved in the place of its copy, with its version. Backward
@@ -15,13 +15,14 @@ reads it again, and raises where it was changed in between, as torch does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
@@ -32,6 +33,7 @@ from zero_offload.standins.refusals import (
     changes,
     converts_module,
     described,
+    draws_beside,
     needs_data,
     no_conversion,
     no_step_of_others,
@@ -69,7 +71,7 @@ def run_on_copies(
     if func in named("__dlpack__"):
         return run.capsule(given, names)
     try:
-        with run.saving(), run.watching():
+        with run.saving(), run.drawing(), run.watching():
             result = func(*given, **names)
     except WritesLentError as error:
         # Nothing is written yet: it begins again, with what a change needs.
@@ -119,9 +121,11 @@ class Same(torch.autograd.Function):
 def linked(source: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """`make()`, which passes its gradient on to `source` where autograd records."""
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and source.requires_grad:
+        if not (torch.is_grad_enabled() and source.requires_grad):
+            return make()
+        # A mode that raises inside of `apply`, such as FakeTensorMode, would end the process.
+        with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
             return cast(Tensor, Same.apply(source, make))  # type: ignore[no-untyped-call]
-        return make()
 
 
 class _Brought:
@@ -157,12 +161,27 @@ class _Brought:
             )
 
 
+class _Draws(TorchDispatchMode):
+    """Notes whether an operator draws random numbers."""
+
+    def __init__(self, *, has_drawn: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = has_drawn
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 class _CallOnCopies:
     """One function on copies."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], more_changed: frozenset[int]) -> None:
         """Raises before anything is read where the function may not run."""
         self._func = func
+        self._leaves = list(leaves_in((args, kwargs)))
         leaves: list[Any] = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, AtRest | View)]
         self._params: dict[int, nn.Parameter] = {id(p): p for leaf in leaves for p in tensors_of([root_of(leaf)])}
         changed = changed_by(func, args, kwargs)
@@ -170,12 +189,14 @@ class _CallOnCopies:
         """Tensors that the function itself changes."""
         self._changed = {id(root_of(each)) for each in changed if isinstance(each, AtRest | View)} | more_changed
         self._check(leaves)
-        masters = any(self._owner(param).access.keeps_master(param) for param in self._params.values())
-        self.is_wide = masters and bool(self._changed) and not any(map(_has_other_dtype, leaves))
+        params = list(self._params.values())
+        widens = any(self._owner(param).access.keeps_master(param) for param in params) or _are_mixed(params)
+        self.is_wide = widens and bool(self._changed) and not any(map(_has_other_dtype, leaves))
         """True if functions get fp32 in the place of 16 bits; see [Note: values for a change]."""
         self._copies: dict[int, _Brought] = {}
         self._given: list[tuple[Any, Tensor]] = []
         self._is_linked = False
+        self._draws: _Draws | None = None
 
     def _owner(self, param: nn.Parameter) -> Owner:
         if (owner := owner_of(param)) is None:
@@ -257,6 +278,13 @@ class _CallOnCopies:
             return nullcontext()
         return saved_tensors_hooks(_AtRestPacker(self._copies.values()), _unpack)
 
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Notes whether random numbers are drawn for a change that other ranks make too."""
+        changed = (param for key, param in self._params.items() if key in self._changed)
+        is_shared = any(self._owner(param).access.is_shared for param in changed)
+        self._draws = _Draws(has_drawn=draws_beside()) if is_shared else None
+        return self._draws or nullcontext()
+
     def watching(self) -> AbstractContextManager[Any]:
         """A function in Python says by its operators alone what it changes."""
         unknown = [(copy.values, copy.param) for key, copy in self._copies.items() if key not in self._changed]
@@ -277,7 +305,15 @@ class _CallOnCopies:
             access = copy.owner.access
             if self._accumulates and not access.keeps_master(copy.param):
                 access.note_rounding(copy.param)
-            access.write_value(copy.param, copy.values.detach())
+            is_drawn = self._draws is not None and self._draws.has_drawn
+            values, of_16_bits = copy.values.detach(), self._copies_16_bits(copy.param)
+            access.write_value(copy.param, values, of_16_bits=of_16_bits, is_drawn=is_drawn)
+
+    def _copies_16_bits(self, param: nn.Parameter) -> bool:
+        """True if the function copies plain 16-bit values in."""
+        given = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and root_of(leaf) is not param]
+        plain = all(not isinstance(leaf, AtRest | View) and leaf.dtype == _dtype(param) for leaf in given)
+        return self.is_wide and name_of(self._func) in ("copy_", "_foreach_copy_") and bool(given) and plain
 
     @property
     def _accumulates(self) -> bool:
@@ -342,6 +378,12 @@ def _records(leaf: Tensor) -> bool:
 def _dtype(tensor: Tensor) -> torch.dtype:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.dtype
+
+
+def _are_mixed(params: Iterable[nn.Parameter]) -> bool:
+    """True if some have fp32 and others 16 bits. Functions that take one dtype alone, such as `lerp_`, refuse them."""
+    dtypes = set(map(_dtype, params))
+    return torch.float32 in dtypes and not dtypes.isdisjoint(_HALF)
 
 
 def _has_other_dtype(leaf: Tensor) -> bool:

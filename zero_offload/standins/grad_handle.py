@@ -24,7 +24,7 @@ from zero_offload.base.alike import hash_of
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.standins.operations import Kind, changed_by, kind_of, named
 from zero_offload.standins.owners import dropped_error
-from zero_offload.standins.sources import GradSource
+from zero_offload.standins.sources import GradLife, GradSource
 from zero_offload.standins.standin import WithViews, answering, wrapper
 
 _data: Any = Tensor.data
@@ -33,15 +33,17 @@ _data: Any = Tensor.data
 class GradHandle(WithViews):
     """The gradient of `param`, which is held until `life` ends, or a view of it."""
 
-    __slots__ = ("_access", "_root", "life", "param")
+    __slots__ = ("_access", "_born", "_root", "life", "param")
 
     param: nn.Parameter
-    life: object
+    life: GradLife
     _access: weakref.ref[GradSource]
     _root: GradHandle | None
+    _born: int | None
+    """Of a view, and of a tensor that `detach` gave: how many assignments to `.data` there were before."""
 
     @staticmethod
-    def of(param: nn.Parameter, access: GradSource, life: object) -> GradHandle:
+    def of(param: nn.Parameter, access: GradSource, life: GradLife) -> GradHandle:
         make: Any = Tensor._make_wrapper_subclass
         with torch._C.DisableTorchFunctionSubclass():
             # On meta for C++, which then finds no address that it might read; asked for its device it is the
@@ -50,6 +52,7 @@ class GradHandle(WithViews):
                 GradHandle, param.size(), dtype=torch.float32, device="meta", dispatch_device=True
             )
         handle.param, handle.life, handle._access, handle._root = param, life, weakref.ref(access), None
+        handle._born = None
         return handle
 
     def view_at(self, of: Tensor) -> Tensor:
@@ -64,7 +67,20 @@ class GradHandle(WithViews):
             dispatch_device=True,
         )
         made.param, made.life, made._access, made._root = self.param, self.life, self._access, self
+        made._born = self.life.assignments
         return made
+
+    def within(self, values: Tensor) -> Tensor:
+        self.check_born()
+        return super().within(values)
+
+    def check_born(self) -> None:
+        """Raise where this is from before an assignment to `.data`, and would show the old values in plain torch."""
+        if self._born is not None and self._born != self.life.assignments:
+            raise ZeroOffloadError(
+                f"a view of {self.describe()} is from before an assignment to its .data, and the values of that time "
+                "are gone. Keep a copy to come back to: before = param.grad.clone()"
+            )
 
     @property
     def access(self) -> GradSource:
@@ -72,6 +88,7 @@ class GradHandle(WithViews):
         access = self._access()
         if access is None:
             raise dropped_error(self.param)
+        self.check_born()
         access.check_held(self.param, self.life)
         return access
 
@@ -128,7 +145,11 @@ class GradHandle(WithViews):
         return f"GradHandle(shape={tuple(self.shape)}, the gradient of {self.param!r})"
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        if spec:
+            raise TypeError("unsupported format string passed to Tensor.__format__")  # torch's words
+        return repr(self)
 
 
 def _handles(tree: Any) -> Iterator[GradHandle]:
@@ -215,10 +236,13 @@ def _detach(handle: GradHandle) -> Tensor:
     access = handle._access()
     if access is None:
         raise dropped_error(handle.param)
+    handle.check_born()
     if handle._root is not None:
         with torch._C.DisableTorchFunctionSubclass():
             return handle._root.view_at(handle)
-    return GradHandle.of(handle.param, access, handle.life)
+    made = GradHandle.of(handle.param, access, handle.life)
+    made._born = handle.life.assignments
+    return made
 
 
 def _norm(
@@ -332,8 +356,15 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     handle, values = args
     if handle.shape != values.shape:
         raise handle.refuse(f"a .data of shape {tuple(values.shape)} in place of {tuple(handle.shape)}")
+    if handle._born is not None:
+        raise handle.refuse("an assignment to the .data of a view")
+    if isinstance(values, GradHandle) and values.param is not handle.param:
+        raise handle.refuse(f"an assignment of {values.describe()} to .data, which shares it,")
     if values is not handle:
         handle.copy_(values)
+        handle.life.assignments += 1
+        if not isinstance(values, GradHandle):
+            handle.access.note_given(handle.param, values)
 
 
 GradHandle.as_they_are = frozenset(Kind) - {Kind.ADDRESS}

@@ -74,6 +74,7 @@ def _routes() -> dict[Any, Route]:
         **dict.fromkeys(takes_leaves, _with_edges),
         **dict.fromkeys(_special(), _by_owner),
         **routes_of_views(),
+        **dict.fromkeys(named("is_shared", "is_pinned"), _ask_about_memory),
     }
 
 
@@ -82,6 +83,14 @@ def _by_owner(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and isinstance(args[0], AtRest):
         return _special()[func](*args, **kwargs)
     return operate(func, args, kwargs)
+
+
+def _ask_about_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The tensor object does not know of which kind its memory is, where it has none. torch asks that memory for its
+    address, and ends the process where it may not. Here it is never pinned, and shared where torch says so of each."""
+    with torch._C.DisableTorchFunctionSubclass():
+        like = args[0].new_empty(0)
+        return cast(bool, func(like, *args[1:], **kwargs))
 
 
 def _with_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,6 +190,10 @@ def _copy_(param: nn.Parameter, source: Tensor, non_blocking: bool = False) -> T
 
 
 def _copy_in(param: Any, source: Any, owner: Owner) -> None:
+    if _is_whole(source, param):
+        # As in torch, whatever another name of the parameter has been given before it.
+        torch.autograd.graph.increment_version(param)
+        return
     if not is_wrapper(param):
         owner.access.copy_in(param, source)
         return
@@ -197,14 +210,22 @@ def _copy_in(param: Any, source: Any, owner: Owner) -> None:
 
 def _set_data(param: nn.Parameter, values: Any) -> None:
     """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing. Other
-    values are copied in, of the same form: the parameter keeps its memory."""
+    values are copied in, of the same form: the parameter keeps its memory. With another shape it is not the model's any
+    more, as after `resize_token_embeddings` of transformers: it is adopted anew."""
     Assignments.check((values,))
     if _is_whole(values, param):
         return
     with torch._C.DisableTorchFunctionSubclass():
-        fits = (values.shape, values.dtype, values.device) == (param.shape, param.dtype, param.device)
+        fits = (values.dtype, values.device) == (param.dtype, param.device)
+        is_resized = values.shape != param.shape
     if not fits or converts_module():
         raise no_conversion(param)
+    if is_resized and (owner := owner_of(param)) is not None:
+        if isinstance(values, GuardedParameter | View):
+            values = values.clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            owner.release(param, values.detach())
+        return
     with torch.no_grad():
         operate(Tensor.copy_, (param, values), {})
     Assignments.note(param)
@@ -298,7 +319,10 @@ class _Guard(AtRest):
     __copy__ = refuse_copy  # it would share memory with the parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _copy_of(cast(nn.Parameter, self), memo)
+        param = cast(nn.Parameter, self)
+        if (owner := owner_of_any(param)) is not None:
+            owner.check_copies(param, memo)
+        return _copy_of(param, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is GuardedParameter and is_for_new_process():

@@ -59,6 +59,14 @@ _entries: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
 Each operation on a parameter at rest asks. torch's WeakIdKeyDictionary takes five calls of Python to answer."""
 
 
+_owners: dict[int, weakref.ref[Owner]] = {}
+"""By id, each runtime that is alive: a step asks for the others."""
+
+
+_REMOVED = object()
+"""In the place of an owner: the model that offloaded the parameter has it no more."""
+
+
 def _found(param: torch.Tensor) -> Any:
     entry = _entries.get(id(param))
     return None if entry is None or entry[0]() is not param else entry[1]
@@ -88,7 +96,8 @@ def describe(param: nn.Parameter) -> str:
 def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
     """Parameters by the runtime that offloads them, under None the ordinary ones. Each once, in the order given.
 
-    Offloaded parameters that consist of others are left out: they are quantized, and have neither gradients nor states.
+    Left out are parameters that have neither gradients nor states: quantized ones, which consist of others, and those
+    that their model has no more.
     """
     grouped: dict[Owner | None, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
@@ -96,15 +105,18 @@ def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Param
         entry = _entries.get(id(param))
         found = entry[1] if entry is not None and entry[0]() is param else None
         owner: Owner | None = found() if isinstance(found, weakref.ref) else None
-        if owner is not None and hasattr(type(param), "__tensor_flatten__") and is_wrapper(param):
+        if owner is None:
+            if found is _REMOVED:
+                continue
+        elif hasattr(type(param), "__tensor_flatten__") and is_wrapper(param):
             continue
         grouped.setdefault(owner, []).append(param)
     return grouped
 
 
-def _owner(found: object) -> Owner | None:
-    owner: Owner | None = found() if isinstance(found, weakref.ref) else None
-    return owner
+def live_owners() -> list[Owner]:
+    """The runtimes of this process, closed ones too."""
+    return [owner for ref in tuple(_owners.values()) if (owner := ref()) is not None]
 
 
 def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
@@ -112,8 +124,7 @@ def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
     ordinary = {id(param) for param in by_owner(params).get(None, ()) if param.requires_grad}
     if not ordinary:
         return
-    owners = {id(each): each for each in (_owner(found) for _, found in list(_entries.values())) if each is not None}
-    for owner in owners.values():
+    for owner in live_owners():
         added = owner.added_since()
         if names := [name for param, name in added.items() if id(param) in ordinary]:
             raise not_adopted(call, names)
@@ -134,6 +145,15 @@ def is_dropped(param: nn.Parameter) -> bool:
     return isinstance(found, weakref.ref) and found() is None
 
 
+def note_removed(param: nn.Parameter) -> None:
+    """The model that offloaded `param` has it no more, and no values of it."""
+    _keep(param, _REMOVED)
+
+
+def is_removed(param: torch.Tensor) -> bool:
+    return _found(param) is _REMOVED
+
+
 def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
     if param.is_meta:
         return ZeroOffloadError(
@@ -141,13 +161,15 @@ def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
             "that is started gets the model's modules alone. Send it what it needs: values (.clone()), or results"
         )
     return ZeroOffloadError(
-        f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped, or "
-        "zo.offload has put another of its name in its place. Its values are gone. Keep a reference to the model while "
-        "its parameters or its optimizer are used"
+        f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped, or was in no "
+        "module of it when zo.offload was called again: zo.offload has put another of its name in its place, or let it "
+        "go. Its values are gone. Keep a reference to the model while its parameters or its optimizer are used"
     )
 
 
 def register(param: nn.Parameter, owner: Owner) -> None:
+    if id(owner) not in _owners:
+        _owners[id(owner)] = weakref.ref(owner, partial(_owners.pop, id(owner)))
     _keep(param, weakref.ref(owner))
 
 
@@ -158,7 +180,7 @@ def unregister(param: torch.Tensor) -> None:
 def recipe_of(param: torch.Tensor) -> Recipe | None:
     """How the values of `param` are made, where `deferred_init` has left that to `offload`."""
     found = _found(param)
-    recipe: Recipe | None = None if isinstance(found, weakref.ref) else found
+    recipe: Recipe | None = None if isinstance(found, weakref.ref) or found is _REMOVED else found
     return recipe
 
 

@@ -131,6 +131,17 @@ def converts_module() -> bool:
     return frame is not None
 
 
+_DRAW_BESIDE = frozenset(("orthogonal_", "sparse_", "trunc_normal_", "trunc_normal_tf_"))
+
+
+def draws_beside() -> bool:
+    """True if a function asks that draws into tensors of its own and copies them in, such as these of torch.nn.init."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _DRAW_BESIDE:
+        frame = frame.f_back
+    return frame is not None
+
+
 def no_step_of_others(param: str, owner: Owner | None) -> ZeroOffloadError | None:
     """The error for an optimizer that is not ours, if the step of one asks; `param` is a text, `owner` its own."""
     frame: FrameType | None = sys._getframe(1)

@@ -69,12 +69,17 @@ class ParamSource(ABC):
 
     @abstractmethod
     def may_read(self, param: nn.Parameter) -> bool:
-        """True if this rank can read its values alone."""
+        """True if its values can be read, by all ranks together where they divide it."""
+
+    @property
+    @abstractmethod
+    def is_shared(self) -> bool:
+        """True if other ranks have the model too."""
 
     @abstractmethod
     def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
         """A copy of its values after a pending update, on its device, with its strides; of the fp32 master with
-        `master`. Raises ZeroOffloadError where the model cannot be used."""
+        `master`. Collective where ranks divide it. Raises ZeroOffloadError where the model cannot be used."""
 
     @abstractmethod
     def keeps_master(self, param: nn.Parameter) -> bool:
@@ -89,8 +94,12 @@ class ParamSource(ABC):
         """A parameter without an fp32 master is changed by little: in 16 bits that may be lost."""
 
     @abstractmethod
-    def write_value(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Replace its values, of its shape, between steps: by fp32, or by its dtype."""
+    def write_value(
+        self, param: nn.Parameter, values: torch.Tensor, *, of_16_bits: bool = False, is_drawn: bool = False
+    ) -> None:
+        """Replace its values, of its shape, between steps: by fp32, or by its dtype. Of its dtype, or where fp32 came
+        `of_16_bits`, elements that are what they were keep their master. Collective: all ranks give the same values,
+        or random ones, `is_drawn`, of which rank 0's are written."""
 
     @property
     @abstractmethod
@@ -147,6 +156,13 @@ class ParamSource(ABC):
         """Carry out `param.grad.zero_()` for those that would have a gradient in torch, where a step keeps it."""
 
 
+class GradLife:
+    """A gradient that is held, from its first element to its end."""
+
+    assignments = 0
+    """Of `.data`, by which plain torch gives the gradient other memory."""
+
+
 class GradSource(ABC):
     """Questions that a `GradHandle` may be asked of a gradient that is held."""
 
@@ -159,8 +175,12 @@ class GradSource(ABC):
         """The error for `what`, which goes to a gradient's memory."""
 
     @abstractmethod
-    def check_held(self, param: nn.Parameter, life: object) -> None:
+    def check_held(self, param: nn.Parameter, life: GradLife) -> None:
         """Raise where this gradient is over, or is not complete."""
+
+    @abstractmethod
+    def note_given(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """The program has assigned this tensor, of which the gradient is a copy: changes of it would be missed."""
 
     @abstractmethod
     def norm(self, param: nn.Parameter, order: float) -> torch.Tensor:
@@ -320,9 +340,24 @@ class Owner(ABC):
         """A block at the beginning of a step succeeds on all ranks, or all raise. Collective."""
 
     @abstractmethod
+    def release(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Let a parameter be an ordinary one with these values, of another shape. The next call of `zo.offload` adopts
+        it anew, and what rests of it goes then. Collective. Raises ZeroOffloadError inside of a step."""
+
+    @abstractmethod
+    def check_copies(self, param: nn.Parameter, memo: dict[int, Any]) -> None:
+        """Raise CapacityError where what `copy.deepcopy` copies beside this parameter has no room. `memo` is its
+        argument: the objects that are copied are in it."""
+
+    @abstractmethod
     def thaw(self, param: nn.Parameter) -> None:
         """Let a parameter require a gradient that was frozen when it was offloaded. Collective. Raises where it cannot
         be trained, where there is no room, and inside of a forward or backward."""
+
+    @abstractmethod
+    def drop_masters(self, params: Iterable[nn.Parameter]) -> None:
+        """Round the fp32 masters of parameters that are frozen again to their values. Sections of which nothing is
+        trained give up the room. Collective. Raises inside of a forward or backward."""
 
     @abstractmethod
     def compare(self, name: str, compared: Callable[[], Compared]) -> None:

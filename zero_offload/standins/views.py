@@ -39,7 +39,8 @@ def changes_views(changed: Iterable[Any], func: object) -> bool:
     if views and name_of(func).startswith("requires_grad"):
         raise ZeroOffloadError(
             f"a view of parameter {name_in_model(views[0].param)} cannot require a gradient, as nn.Parameter(p) asks "
-            "for: it has no memory of its own. Use a copy, nn.Parameter(p.detach().clone())"
+            "for: it has no memory of its own. Use a copy, nn.Parameter(p.detach().clone()). nn.utils.weight_norm and "
+            "other functions that make a parameter of it are for before zo.offload"
         )
     return bool(views)
 

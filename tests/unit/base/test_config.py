@@ -173,9 +173,9 @@ def test_round_trips(config: OffloadConfig) -> None:
 def test_plain_values_name_no_classes() -> None:
     config = OffloadConfig(precision=Precision(modules={Path: "fp32", "norm": "fp32"}))
     assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(ConfigError, match=r"precision.modules has Path; .* use patterns of module names"):
+    with pytest.raises(ConfigError, match=r"precision.modules has Path; .* use patterns of names"):
         config.to_dict()
-    with pytest.raises(ConfigError, match=r"precision.modules has <class .*Path'>"):
+    with pytest.raises(ConfigError, match=r"precision.modules has Path"):
         OffloadConfig.from_dict({"precision": {"modules": {Path: "fp32"}}})
 
 

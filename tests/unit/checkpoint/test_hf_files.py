@@ -82,7 +82,9 @@ def test_nothing_there(tmp_path: Path) -> None:
     _fails(tmp_path / "absent", zo.CheckpointError, "does not exist.*Name a folder")
     _fails(tmp_path, zo.CheckpointError, f"holds neither {SINGLE_NAME} nor")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    _fails(tmp_path, zo.CheckpointError, "but pytorch_model.bin .pickled weights are not loaded")
+    _fails(tmp_path, zo.CheckpointError, "but pytorch_model.bin .pickled weights and GGUF are not loaded")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    _fails(tmp_path / "model.gguf", zo.CheckpointError, "a GGUF file.*give the folder of safetensors that it was made")
 
 
 def test_a_shard_is_missing(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Runtime:
     def take(self, order: tuple[int, ...]) -> tuple[int, ...]:
         return order
 
-    def commit(self, record: StepRecord, snapshot: tuple[int, ...]) -> None:
+    def commit(self, record: StepRecord, snapshot: tuple[int, ...], part: object) -> None:
         assert snapshot == (2, 1, 0)
         self.committed.append((record.step, record.extra))
 

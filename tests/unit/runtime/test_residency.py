@@ -42,7 +42,7 @@ def launch(runtime: ModelRuntime, units: Iterable[int]) -> dict[int, UnitUpdate]
     """Updates that no thread computes."""
     updates = {unit: UnitUpdate(runtime.errors, runtime.store.counters) for unit in units}
     for unit, update in updates.items():
-        runtime.units[unit].update = update
+        runtime.units[unit].begin_update(update)
     return updates
 
 

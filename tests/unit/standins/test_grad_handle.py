@@ -247,14 +247,29 @@ def test_assigned_gradients(grads: str) -> None:
     for wrong in (torch.ones(3), torch.ones(weight.shape, dtype=torch.int64), torch.ones(weight.shape).to_sparse()):
         with pytest.raises(zo.ZeroOffloadError, match=r"gradient of .*norm\.weight.* cannot be of"):
             weight.grad = wrong
-    given = torch.full(weight.shape, 0.3)
-    weight.grad = given
-    given.zero_()
+    weight.grad = torch.full(weight.shape, 0.3)
     assert weight.grad.float().eq(0.3).all()
     zo.SGD(model.parameters(), lr=1.0).step()
     with zo.gathered(model, kind="master") as masters:
         assert masters["norm.weight"].eq(0.7).all()
     zo.close(model)
+
+
+def test_the_gradient_of_another_parameter_is_assigned_as_a_copy() -> None:
+    """Plain torch makes one tensor of both, which a clip scales twice."""
+    model = held()
+    weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+    for grad in (other.grad, other.grad.view(-1).view_as(weight), other.grad.detach()):
+        before = weight.grad.clone()
+        with pytest.raises(zo.ZeroOffloadError, match=r"gradient of blocks\.1\.up\.weight was assigned to"):
+            weight.grad = grad
+        with pytest.raises(zo.ZeroOffloadError, match=r"gradient of blocks\.1\.up\.weight to \.data, which shares it"):
+            weight.grad.data = grad
+        assert torch.equal(weight.grad, before)
+    weight.grad = other.grad.clone()
+    assert torch.equal(weight.grad, other.grad)
+    weight.grad, other.grad = other.grad.clone(), before
+    assert torch.equal(other.grad, before) and not torch.equal(weight.grad, before)
 
 
 def test_a_gradient_that_is_over_is_not_put_back() -> None:
@@ -278,11 +293,7 @@ def test_a_handle_ends_with_its_gradient() -> None:
     model(tokens_of(1)).backward()
     with pytest.raises(zo.ZeroOffloadError, match=r"gradient of blocks\.0\.up\.weight is over"):
         first.norm()
-    other = model.blocks[1].up.weight
-    weight.grad = other.grad
-    other.grad.zero_()
-    last = weight.grad
-    assert last.norm() > 0
+    last = model.blocks[1].up.weight.grad
     del model
     with pytest.raises(zo.ZeroOffloadError, match="was dropped"):
         last.norm()
@@ -447,3 +458,22 @@ def test_updates_in_backward_leave_no_gradient_to_change() -> None:
         model(tokens_of(0)).backward()
     with pytest.raises(zo.ConfigError, match="needs overlap='forward'"):
         model.norm.weight.grad.add_(1.0)
+
+
+def test_numbers_of_a_gradient_are_formatted_as_torchs() -> None:
+    model = held()
+    grad, plain = model.norm.weight.grad, copies(model)["norm.weight"]
+    for one in (grad[0], grad.norm()):
+        assert f"{one:.3e}" == f"{one.item():.3e}" and f"{one}" != ""
+    assert f"{grad[0]}" == f"{plain[0].item()}" and "norm.weight" in f"{grad}"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{grad:.2f}"
+
+
+@pytest.mark.parametrize("value", [1.0, "1", [1.0]])
+def test_a_gradient_that_is_no_tensor_raises_torchs_error(value: Any) -> None:
+    model = held()
+    expected = copies(model)["norm.weight"]
+    with pytest.raises(TypeError, match="assigned grad expected to be a Tensor or None but got grad of type"):
+        model.norm.weight.grad = value
+    assert torch.equal(copies(model)["norm.weight"], expected)

@@ -16,7 +16,7 @@ from zero_offload.base.types import GIB, Tier
 from zero_offload.finetune.fit.figures import Alternative, FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import find_gpu_here, is_automatic
-from zero_offload.finetune.model.folder import Lora
+from zero_offload.finetune.model.folder import LiveChoice, Lora
 from zero_offload.integrations.quantize import INT8, NF4, find_missing
 from zero_offload.plan.memory import PLACED_KINDS
 
@@ -82,6 +82,10 @@ def _changes(job: FolderJob) -> Iterator[list[_SettingsChange]]:
     compact = replace(config.numerics, states="compact")
     if config.numerics != compact:
         yield also_with_tiers(_SettingsChange(("--states", "compact"), offload={"precision": compact}))
+    if not is_adapter and (job.live is None or job.live.num_live != 1):
+        yield also_with_tiers(_SettingsChange(("--live-blocks", "1"), {"live": LiveChoice(1, "random", 0, 0)}))
+    if job.live is not None:
+        return
     lora = _SettingsChange() if is_adapter else _SettingsChange(("--lora", str(_LORA.rank)), {"lora": _LORA})
     kinds = () if folder.is_quantized or find_missing(NF4) else _QUANTIZED
     quantized = [_SettingsChange(("--quantize", kind), {"folder": replace(folder, quantize=kind)}) for kind in kinds]

@@ -17,6 +17,7 @@ from zero_offload.finetune.fit.request import Planned, Request, Upgrade, drive_w
 from zero_offload.plan.forecast import Bottleneck, Forecast
 from zero_offload.plan.step_time import Prediction
 from zero_offload.plan.table import ACTIVATIONS, GPU, MEMORY, NVME, PROGRAM, REFERENCE, PlanTable, by_place, shortage
+from zero_offload.plan.turns import BlockTurns
 from zero_offload.plan.wear import Wear
 
 BESIDE_BYTES = 256 * MIB
@@ -86,7 +87,13 @@ class FolderPlan:
     not_adapted: tuple[str, ...]
     """Linear layers that have none, likewise."""
     notes: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
+    """Modules that begin with random numbers."""
     """Parts of the folder's config that were not understood, and are guessed."""
+    turns: BlockTurns | None = None
+    """Set where blocks take turns."""
+    most_live: int = 0
+    """The largest number of them with which the run fits; 0 where none does."""
     alternatives: tuple[Alternative, ...] = ()
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()

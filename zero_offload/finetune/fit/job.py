@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.finetune.model.folder import Lora, ModelFolder
+from zero_offload.finetune.model.folder import LiveChoice, Lora, ModelFolder
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.hardware.machines import Drives
 from zero_offload.plan.step_time import StepBatch
@@ -27,6 +27,8 @@ class FolderJob:
     folder: ModelFolder
     offload: OffloadConfig
     lora: Lora | None = None
+    live: LiveChoice | None = None
+    """Blocks that take turns, if some do."""
     batch: int = 4
     """Samples (with packing: sequences; with DPO: pairs) per micro-batch and rank."""
     accumulate: int = 4
@@ -65,6 +67,7 @@ class FolderJob:
             folder,
             config.offload,
             config.adapters(),
+            config.turns(),
             batch=config.batch,
             accumulate=config.accumulate,
             seq=config.seq,

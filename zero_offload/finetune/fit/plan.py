@@ -13,8 +13,10 @@ written as fractions into the settings of the run. The run deals units by these 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from zero_offload.finetune.fit.request import (
     plan_request,
 )
 from zero_offload.finetune.fit.work import FolderWork, with_saved
+from zero_offload.finetune.model.folder import LiveChoice
 from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
 from zero_offload.plan.forecast import NOTICED, break_even_tokens, find_bottleneck
@@ -44,6 +47,7 @@ from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, val
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import weight
 from zero_offload.plan.step_time import Prediction, kept_bytes, predict
+from zero_offload.plan.turns import most_live
 
 PROGRAM_BYTES = 900 * MIB
 """Host memory of a process with torch, transformers and TRL, before it has a model."""
@@ -58,10 +62,12 @@ def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bo
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT and Trainer use
-        plan_of = functools.partial(_plan, out=out, model=FolderWork(job.folder))
-        plan = plan_of(job)
+        model = FolderWork(job.folder)
+        plan_of = functools.partial(_plan, out=out, model=model)
+        plan = plan_of(job) if job.live is None else _plan_in_turns(job, job.live, out, model)
+        # Its job says how many blocks live.
         if tries and (not plan.fits or plan.wears_out):
-            found = (each for each in find_alternatives(job, plan_of) if not plan.fits or each.plan.spares(plan))
+            found = (each for each in find_alternatives(plan.job, plan_of) if not plan.fits or each.plan.spares(plan))
             plan = replace(plan, alternatives=tuple(found))
         if tokens and plan.fits:
             plan = replace(plan, by_tokens=tuple(by_tokens(plan, plan_of)))
@@ -70,6 +76,18 @@ def plan_job(job: FolderJob, out: Path | None, *, tries: bool = True, tokens: bo
 
 def _plan(job: FolderJob, *, out: Path | None, model: FolderWork) -> FolderPlan:
     return Planner(job, out, model).plan()
+
+
+def _plan_in_turns(job: FolderJob, live: LiveChoice, out: Path | None, model: FolderWork) -> FolderPlan:
+    """With as many blocks alive as are asked for, or as fit; and the largest number that fits."""
+
+    def planner(num_live: int) -> Planner:
+        return Planner(replace(job, live=replace(live, num_live=num_live)), out, model)
+
+    num_blocks = len(model.blocks(job))
+    most = most_live(num_blocks, lambda num_live: planner(num_live).fits_in_turns())
+    given = live.num_live if isinstance(live.num_live, int) else max(most, 1)
+    return replace(planner(given).plan(), turns=replace(live, num_live=given).of(num_blocks), most_live=most)
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,7 @@ class Planner:
         config = job.offload
         work = model.work(job, Partition.of(config, job.ranks).optimizer_shards)
         self._adapted, self._notes = model.adapted[job.lora, job.folder.quantize], model.notes
+        self._drawn = model.drawn
         self._rehearsal = model.rehearsal(job)
         self._work = with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
         self._here = Cluster(job.ranks, job.nodes).ranks_per_node
@@ -107,6 +126,26 @@ class Planner:
 
     def plan(self) -> FolderPlan:
         limits = self._budgets(self._job.offload)
+        if self._job.live is None:
+            return self._plan_within(limits)
+        found = [self._plan_within(each) for each in self._in_turns(limits)]
+        return min(found, key=lambda plan: (not plan.fits, plan.step_s if plan.fits else sum(plan.used.values())))
+
+    def fits_in_turns(self) -> bool:
+        """True if a run whose blocks take turns fits on some tiers."""
+        settings = list(self._in_turns(self._budgets(self._job.offload)))
+        return any(self._plan_within(each).fits for each in reversed(settings))  # drives first
+
+    def _in_turns(self, limits: OffloadConfig) -> Iterator[OffloadConfig]:
+        """The tiers that a run may have whose blocks take turns. It deals shares of gradients and states by what is
+        trained as it begins, so each kind has one tier."""
+        kinds: list[str] = [kind.value for kind in (StateKind.GRADS, StateKind.OPTIMIZER) if is_automatic(limits, kind)]
+        tiers: list[Any] = ["device"] * bool(self._device_bytes) + ["cpu"] + ["nvme"] * bool(limits.nvme_dirs)
+        chosen = itertools.combinations_with_replacement(tiers, len(kinds))
+        for each in chosen:
+            yield replace(limits, **dict(zip(kinds, each, strict=True)))
+
+    def _plan_within(self, limits: OffloadConfig) -> FolderPlan:
         drives: dict[str, Any] = {kind.value: Tier.NVME.value for kind in PLACED_KINDS if is_automatic(limits, kind)}
         if not drives:
             return self._plan_with(limits)
@@ -159,6 +198,7 @@ class Planner:
             self._hidden_tokens(planned),
             *self._adapted,
             self._notes,
+            self._drawn,
         )
 
     def _with_one_more_drive(self, planned: Planned, now: Prediction) -> Prediction | None:

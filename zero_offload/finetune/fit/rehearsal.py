@@ -20,9 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero_offload.base.config import OffloadConfig
 from zero_offload.base.host import host_empty
 from zero_offload.finetune.model.build import meta_model, recompute_blocks
 from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder
+from zero_offload.model.first_forward import DtypeWatch, give_dtypes
+from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.model_spec import ModelSpec
 
 
@@ -52,20 +55,20 @@ class Rehearsal:
 
 
 def rehearse(
-    folder: ModelFolder, lora: Lora | None, dtype: torch.dtype, rows: int, seq: int, *, recompute: bool
+    folder: ModelFolder, lora: Lora | None, config: OffloadConfig, rows: int, seq: int, *, recompute: bool
 ) -> Rehearsal:
-    """Run one micro-batch; some seconds for a model of 8B parameters, and no memory.
+    """Run one micro-batch in the dtypes of `config`; some seconds for a model of 8B parameters, and no memory.
 
-    Raises what the model raises for such a batch, such as more tokens than it has positions for.
+    Raises what the model raises for such a batch, such as more tokens than it has positions for. Raises ConfigError for
+    an operation that would get floats of two dtypes.
     """
     # Quantized weights are no other: what operations make of them is counted below.
     model: Any = meta_model(replace(folder, quantize=None, quantization=None), lora)
     units = {unit.name for unit in ModelSpec.from_module(model).units}
+    dtypes = resolve(model, config, strict=False)
+    give_dtypes(model, dtypes)
     if recompute:
         recompute_blocks(model)
-    for param in model.parameters():
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
     model.train()
     saved = dict.fromkeys(("", *units), 0)
     with FakeTensorMode(allow_non_fake_inputs=True):  # those on meta
@@ -73,12 +76,12 @@ def rehearse(
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
-        live = _LiveBytes((*model.parameters(), *model.buffers()))
-        with live:
+        live, watch = _LiveBytes((*model.parameters(), *model.buffers())), DtypeWatch(model, dtypes.compute)
+        with live, watch, watch.names():
             with _saving(model, live, saved):
                 loss = _loss(model, folder, rows, seq)
             loss.backward()
-    made = max(param.numel() for param in model.parameters()) * dtype.itemsize if folder.is_quantized else 0
+    made = max(param.numel() for param in model.parameters()) * dtypes.compute.itemsize if folder.is_quantized else 0
     return Rehearsal(rows, seq, live.peak + made, saved)
 
 

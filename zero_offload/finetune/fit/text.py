@@ -19,6 +19,7 @@ from zero_offload.finetune.fit.request import Planned, Upgrade, is_automatic
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.memory import PLACED_KINDS
 from zero_offload.plan.table import TIER_PLACES, Row, table_lines
+from zero_offload.plan.turns import turns_text
 from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
 from zero_offload.runs.number_format import format_duration, format_number, format_written
 
@@ -70,23 +71,35 @@ def _folder_lines(plan: FolderPlan) -> Iterator[str]:
         yield "what would fit:"
         yield from _alternative_lines(plan)
     else:
-        yield "nothing that was tried fits: LoRA, compact states, smaller batches, shorter sequences"
+        fewer = "fewer live blocks" if plan.turns is not None else "live blocks, LoRA"
+        yield f"nothing that was tried fits: {fewer}, compact states, smaller batches, shorter sequences"
 
 
 def _what_lines(plan: FolderPlan) -> Iterator[str]:
     job, units = plan.job, plan.planned.workload.work
     trained, whole = _counts(plan.planned)
     what = f"{job.folder.path.name}: {whole:,} parameters in {len(units)} units"
-    if trained < whole:
+    if plan.turns is not None:
+        what += f", {trained:,} of them trained at a time"
+    elif trained < whole:
         rank = f"LoRA of rank {job.lora.rank}" if job.lora is not None else "an adapter"
         what += f", {trained:,} of them trained ({rank})"
     if job.ranks > 1:
         what += f", on {job.ranks} ranks"
     yield what
+    if plan.turns is not None:
+        yield f"  {turns_text(plan.turns, plan.most_live)}"
+        if plan.job.steps and (never := plan.turns.never_live(plan.job.steps)):
+            yield (
+                f"  warning: {plan.job.steps:,} steps are too few for all: {len(never)} of {plan.turns.num_blocks} "
+                "blocks are never trained; give a smaller --live-every, more --live-blocks or more steps"
+            )
     if plan.adapted:
         yield f"  adapters on {', '.join(plan.adapted)}"
     if plan.not_adapted and job.lora is not None and not job.lora.targets:
         yield f"  none on other linear layers: {', '.join(plan.not_adapted)}"
+    if plan.drawn:
+        yield f"  in no file, and so drawn by the seed: {', '.join(plan.drawn)}"
     if job.folder.is_quantized:
         quantized = round(sum(each.quantized_numel for each in units))
         others = f"the other {whole - trained - quantized:,} frozen ones"
@@ -395,6 +408,15 @@ def _folder_json(plan: FolderPlan) -> dict[str, Any]:
         "reasons": list(plan.shortages),
         "model": str(job.folder.path),
         "adapted": list(plan.adapted),
+        "live": None
+        if plan.turns is None
+        else {
+            "blocks": plan.turns.num_live,
+            "of": plan.turns.num_blocks,
+            "order": plan.turns.order,
+            "every": plan.turns.period,
+            "most": plan.most_live,
+        },
         "bytes": {name: _by_tier(row) for name, row in plan.table.rows.items()},
         "used_bytes": plan.used,
         "available_bytes": plan.available,
@@ -405,6 +427,7 @@ def _folder_json(plan: FolderPlan) -> dict[str, Any]:
         "hidden_from_tokens": plan.hidden_tokens,
         "one_more_drive_step_s": plan.one_more_drive and plan.one_more_drive.step_s,
         "notes": list(plan.notes),
+        "drawn": list(plan.drawn),
         "steps": job.steps or None,
         "run_s": plan.run_s,
         "written_bytes_per_step": plan.written_per_step,

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.rehearsal import Rehearsal, rehearse
-from zero_offload.finetune.model.build import group_frozen_experts, meta_model
-from zero_offload.finetune.model.folder import ModelFolder
+from zero_offload.finetune.model.build import blocks_of, drawn_heads, group_frozen_experts, meta_model
+from zero_offload.finetune.model.folder import LiveChoice, ModelFolder
 from zero_offload.finetune.model.targets import adapted, not_adapted
 from zero_offload.hardware.probe import is_remote
 from zero_offload.plan.dtypes import resolve
@@ -24,6 +25,7 @@ from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import UnitNumel, value_bytes
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec
 from zero_offload.plan.shapes import UnitWork, work_of
+from zero_offload.plan.turns import numels_in_turns
 from zero_offload.runtime.hooks import experts_in
 
 _INSIDE_WIDTHS = 50
@@ -38,6 +40,8 @@ class FolderWork:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
         self._work: dict[object, tuple[UnitWork, ...]] = {}
+        self._in_turns: dict[object, nn.Module] = {}
+        """The model whose blocks take turns, by all but how many of them live."""
         self._rehearsals: dict[object, Rehearsal] = {}
         self.adapted: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         """By adapter and quantization, what has adapters and what has none."""
@@ -47,8 +51,11 @@ class FolderWork:
     def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""
         folder, config = job.folder, job.offload
-        key = (job.lora, folder.quantize, folder.group_size, str(config.numerics), shards)
+        key = (job.lora, job.live, folder.quantize, folder.group_size, str(config.numerics), shards)
         if key not in self._work:
+            if job.live is not None:
+                self._work[key] = self._work_in_turns(job, job.live, shards)
+                return self._work[key]
             model = meta_model(folder, job.lora, getattr(torch, config.compute_dtype_name))
             group_frozen_experts(model, folder)
             self.adapted[job.lora, folder.quantize] = adapted(model), not_adapted(model)
@@ -61,6 +68,38 @@ class FolderWork:
                 for index, (each, unit) in enumerate(zip(found.units, layout.units, strict=True))
             )
         return self._work[key]
+
+    def blocks(self, job: FolderJob) -> list[nn.Module]:
+        """The blocks that take turns, on meta, frozen as they are before their turn."""
+        return list(blocks_of(self._model_in_turns(job)).values())
+
+    def _model_in_turns(self, job: FolderJob) -> nn.Module:
+        assert job.live is not None
+        key = (job.live.trains_around, str(job.offload.numerics))
+        if key not in self._in_turns:
+            any_number = replace(job.live, num_live="auto")
+            dtype = getattr(torch, job.offload.compute_dtype_name)
+            self._in_turns[key] = meta_model(job.folder, None, dtype, any_number)
+        return self._in_turns[key]
+
+    def _work_in_turns(self, job: FolderJob, live: LiveChoice, shards: int) -> tuple[UnitWork, ...]:
+        """When all blocks have been trained, and the largest live."""
+        model, blocks = self._model_in_turns(job), self.blocks(job)
+        turns, names = live.of(len(blocks)), {id(param): name for name, param in model.named_parameters()}
+        named = [{names[id(param)] for param in block.parameters()} for block in blocks]
+        spec = ModelSpec.from_module(model)
+        layout = make_layout(spec, resolve(model, job.offload), shards)
+        in_base = {each.index for each in layout.sections if not each.trainable and self._is_in_files(each)}
+        numels = numels_in_turns(layout, spec, named, turns.num_live, in_base, turns.master)
+        # Arithmetic is that of a step in which they live.
+        largest = sorted(blocks, key=lambda block: sum(each.numel() for each in block.parameters()), reverse=True)
+        for block in largest[: turns.num_live]:
+            block.requires_grad_(True)
+        found = work_of(model, ModelSpec.from_module(model))
+        for block in blocks:
+            block.requires_grad_(False)
+        self.adapted[None, job.folder.quantize], self.notes = ((), ()), found.notes
+        return tuple(replace(each, numel=numel) for each, numel in zip(found.units, numels, strict=True))
 
     def _numel(self, work: UnitWork, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...]) -> UnitNumel:
         """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
@@ -79,18 +118,23 @@ class FolderWork:
         return self._stored is not None and all(is_stored(piece.spec) for piece in section.params)
 
     @functools.cached_property
+    def drawn(self) -> tuple[str, ...]:
+        """Modules that begin with random numbers."""
+        return drawn_heads(self._folder)
+
+    @functools.cached_property
     def _stored(self) -> torch.dtype | None:
         """The dtype of the folder's files, as its config says, if they are on a drive that is read each time."""
         dtype = getattr(self._folder.config, "dtype", None)
         return dtype if isinstance(dtype, torch.dtype) and not is_remote(self._folder.path) else None
 
     def rehearsal(self, job: FolderJob) -> Rehearsal:
-        dtype, (rows, seq) = getattr(torch, job.offload.compute_dtype_name), job.shape
+        config, (rows, seq) = job.offload, job.shape
         few = min(rows, max(_TOKENS_MAX // seq, 1))
-        key = (job.lora, job.folder.quantize, dtype, rows, seq, job.recompute)
+        key = (job.lora, job.folder.quantize, str(config.numerics), rows, seq, job.recompute)
         if key not in self._rehearsals:
             try:
-                found = rehearse(job.folder, job.lora, dtype, few, seq, recompute=job.recompute).of_rows(rows)
+                found = rehearse(job.folder, job.lora, config, few, seq, recompute=job.recompute).of_rows(rows)
             except ZeroOffloadError:
                 raise
             except Exception as error:  # of any model's code: some asks for values, which there are none of

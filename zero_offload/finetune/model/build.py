@@ -8,6 +8,7 @@ files when they are offloaded. An adapter's folder names its base; the model has
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from zero_offload.finetune.model.folder import (
     ADAPTER_CONFIG_NAME,
     CAUSAL,
     CLASSIFY,
+    LiveChoice,
     Lora,
     ModelFolder,
     adapter_file,
@@ -30,7 +32,7 @@ from zero_offload.finetune.model.targets import Targets
 from zero_offload.finetune.model.text_generation import generation_config
 from zero_offload.integrations.adapter_kinds import plain_init
 from zero_offload.integrations.experts import group_experts, has_frozen_experts
-from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names
+from zero_offload.integrations.file_names import AdapterFile, FileNames, transformers_names, untie
 from zero_offload.integrations.gate import reading
 from zero_offload.integrations.peft import adapter_file_names, base_names
 from zero_offload.integrations.pretrained import plan_weights, state_names
@@ -45,12 +47,28 @@ their dtype.
 """
 
 
-def meta_model(folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None) -> nn.Module:
+def meta_model(
+    folder: ModelFolder, lora: Lora | None, dtype: torch.dtype | None = None, live: LiveChoice | None = None
+) -> nn.Module:
     """The model on meta, with its adapters, and `requires_grad` as in training; it takes no memory. `dtype`: of
-    computation with quantized weights."""
+    computation with quantized weights. With `live` blocks are frozen, as they are before their turn."""
     with torch.device("meta"):
-        model: nn.Module = _assemble(folder, lora, dtype).model
+        built = _assemble(folder, lora, dtype)
+    model: nn.Module = built.model
+    if live is not None:
+        freeze_blocks(model, live, built.names.fresh)
     return model
+
+
+def drawn_heads(folder: ModelFolder) -> tuple[str, ...]:
+    """The modules that a new head consists of: no file has their parameters, so these begin with random numbers."""
+    if folder.task == CAUSAL or folder.adapter is not None:
+        return ()
+    with torch.device("meta"):
+        built = _assemble(folder, None)
+    drawn = built.names.fresh - set(built.model.all_tied_weights_keys)
+    names = [name for name, _ in built.model.named_parameters() if name in drawn]
+    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
 
 
 def group_frozen_experts(model: nn.Module, folder: ModelFolder) -> None:
@@ -76,25 +94,56 @@ def recompute_blocks(model: nn.Module) -> None:
 
     Raises ConfigError for a model that transformers does not divide into such blocks.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
-    if not found:
+    if not (blocks := blocks_of(model)):
         raise ConfigError(
             f"transformers has no blocks in {type(model).__name__} that backward could run again; give --recompute none"
         )
-    checkpoint([module for name, module in found.items() if not any(name.startswith(f"{each}.") for each in found)])
+    checkpoint(list(blocks.values()))
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks into which transformers divides a model, in order, by name."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    return {name: module for name, module in found.items() if not any(name.startswith(f"{each}.") for each in found)}
+
+
+def freeze_blocks(model: nn.Module, live: LiveChoice, fresh: Collection[str]) -> None:
+    """Let nothing be trained but what lives in all steps: each block begins with its first turn. `fresh` parameters are
+    in no file, and so are trained in any order.
+
+    Raises ConfigError for a model that transformers does not divide into blocks, or of too few.
+    """
+    if not (blocks := blocks_of(model)):
+        raise ConfigError(
+            f"--live-blocks: transformers has no blocks in {type(model).__name__} that could take turns; leave it out"
+        )
+    if live.num_live != "auto":
+        live.of(len(blocks))
+    if not live.trains_around:
+        for name, param in model.named_parameters():
+            param.requires_grad_(name in fresh)
+    for block in blocks.values():
+        block.requires_grad_(False)
 
 
 def build_model(
-    folder: ModelFolder, offload: OffloadConfig | None, lora: Lora | None, seed: int = 0, *, trains: bool = True
+    folder: ModelFolder,
+    offload: OffloadConfig | None,
+    lora: Lora | None,
+    seed: int = 0,
+    *,
+    trains: bool = True,
+    live: LiveChoice | None = None,
 ) -> nn.Module:
     """The folder's model, offloaded as `offload` says, with the folder's weights. Every rank must call.
 
     Where the directories hold a generation and `existing="resume"`, weights are the generation's; `zo.resume` is the
     caller's. An adapter in `folder` goes on training. With `trains=False` the model is in eval mode, and nothing of it
-    is trained. New heads and adapters begin with values drawn by `seed`. Raises what `zo.offload` and
-    `zo.load_pretrained` raise, and ConfigError for a `lora` that does not go with the model.
+    is trained. With `live` blocks take turns, and are frozen now. New heads and adapters begin with values drawn by
+    `seed`. Raises what `zo.offload` and `zo.load_pretrained` raise, and ConfigError for a `lora` or `live` that does
+    not go with the model.
     """
     torch.manual_seed(seed)
     # Heads that are in no file, and peft's copies of them, begin with numbers that are computed from others.
@@ -108,6 +157,8 @@ def build_model(
         for name in _FOR_PEFT:
             vars(module).pop(name, None)
     group_frozen_experts(model, folder)
+    if live is not None:
+        freeze_blocks(model, live, built.names.fresh)
     is_new = trains and folder.adapter is None
     plan_weights(model, folder.path, built.names if is_new else _without_draws(model, built.names))
     return offload_model(model, offload)
@@ -217,12 +268,18 @@ def _file_names(folder: ModelFolder, base: Any) -> FileNames:
         is_whole = type(base).__name__ in (folder.config.architectures or ())
         return FileNames(fresh=frozenset(name for name in known if not (is_whole or name.startswith(f"{prefix}."))))
     with open_weights(folder.path) as stored:
-        of_files, joined = transformers_names(
-            base, known, stored, folder.path, lambda new: folder.task != CAUSAL and not new.startswith(f"{prefix}.")
+        # Of another head's files: that head, and the pooler before it.
+        of_files, made = transformers_names(
+            base,
+            known,
+            stored,
+            folder.path,
+            lambda new: folder.task != CAUSAL and (not new.startswith(f"{prefix}.") or ".pooler." in new),
         )
-    has = {*of_files.values(), *joined}
+        untie(base, of_files, stored, folder.path)
+    has = {*of_files.values(), *made}
     # Heads are made for the task; whatever else is missing is an error of the load.
     fresh = [name for name in known if name not in has and not name.startswith(f"{prefix}.")]
     if folder.task == CLASSIFY:
         fresh += [name for name in known if name not in has and ".pooler." in name]
-    return FileNames(of_files, frozenset() if folder.task == CAUSAL else frozenset(fresh), joined=joined)
+    return FileNames(of_files, frozenset() if folder.task == CAUSAL else frozenset(fresh), made=made)

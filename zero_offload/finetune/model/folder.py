@@ -30,6 +30,7 @@ from zero_offload.integrations.gate import check_sizes, culprit_of, read_object,
 from zero_offload.integrations.quantize import need_library, stored_quantization
 from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import EXPERT_COUNTS
+from zero_offload.plan.turns import BlockTurns
 
 CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
 CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_NAME = "config.json", "adapter_config.json", "generation_config.json"
@@ -53,6 +54,31 @@ class Lora:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     """As `Targets` takes them; () is what peft calls "all-linear"."""
+
+
+@dataclass(frozen=True)
+class LiveChoice:
+    """Blocks of a model that take turns; the fields are `BlockTurns`'."""
+
+    num_live: int | str
+    """Or "auto", until a plan has found how many fit."""
+    order: str
+    every: int
+    seed: int
+    master: str = "keep"
+
+    @property
+    def trains_around(self) -> bool:
+        """True if what is around the blocks is trained in all steps."""
+        return self.order == "random"
+
+    def of(self, num_blocks: int) -> BlockTurns:
+        """Raises ConfigError where the model has too few blocks for it."""
+        assert isinstance(self.num_live, int), "the plan says how many"
+        try:
+            return BlockTurns(num_blocks, self.num_live, self.order, self.every, self.seed, self.master)
+        except ConfigError as error:
+            raise ConfigError(f"--live-blocks {self.num_live}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -207,8 +233,14 @@ def _class_names(words: Mapping[str, Any], file: Path) -> list[str]:
     return [named[number] for number in numbers]
 
 
-def check_training(folder: ModelFolder, *, has_adapter: bool, merge: bool) -> None:
-    """Raise ConfigError where nothing would be trained, or nothing could be merged."""
+def check_training(folder: ModelFolder, *, has_adapter: bool, merge: bool, in_turns: bool) -> None:
+    """Raise ConfigError where nothing would be trained, or nothing could be merged. `in_turns`: blocks are trained
+    so."""
+    if in_turns and folder.adapter is not None:
+        raise ConfigError(
+            f"--live-blocks trains the blocks of a model, and {folder.adapter} is an adapter, whose base is frozen; "
+            f"give the base, {folder.path}, or leave it out"
+        )
     if merge and not has_adapter:
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
     if merge and folder.quantization is not None:

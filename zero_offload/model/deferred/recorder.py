@@ -539,7 +539,8 @@ class Tracer:
         if faces and op.written and all(t.is_meta and self.is_unknown(t) for t in op.written):
             self._defer(op, filled)
             return op.targets
-        is_unknown = any(self.is_unknown(t) for t in op.tensors if all(t is not f for f in filled))
+        unread = op.tensors if op.reads_forms else filled
+        is_unknown = any(self.is_unknown(t) for t in op.tensors if all(t is not f for f in unread))
         if is_unknown and not op.gives_tensors:
             raise ConfigError(
                 f"{op.name} reads values of a parameter, which zo.deferred_init(values='skip') leaves out; "
@@ -548,7 +549,7 @@ class Tracer:
         for tensor in op.written:
             if _is_followed(tensor) and self._record_of(tensor) is None:
                 self._follow(tensor)
-        node = self._node(op, filled) if op.gives_tensors or op.written else None
+        node = self._node(op, unread) if op.gives_tensors or op.written else None
         reals = self._reals(faces, filled)
         results = op.run(reals)
         if node is not None:
@@ -560,7 +561,8 @@ class Tracer:
 
         The program's generator stays as it is. Numbers are drawn from one of each operation's own, seeded by both.
         """
-        if filled and len(op.tensors) == 1:
+        others = [self._record_of(tensor) for tensor in op.tensors if all(tensor is not each for each in filled)]
+        if filled and all(record is not None and not record.unknown for record in others):
             node, record = self._node(op, filled), self._recorded[filled[0].untyped_storage()]
             if node.generator_state is not None:
                 seed = hash((torch.initial_seed(), node.order)) % (1 << 63)
@@ -578,9 +580,9 @@ class Tracer:
         source = sources[0] if self.is_face(sources[0]) else self.face(sources[0])
         return op.func(target, source)
 
-    def _node(self, op: DispatchedOp, filled: Sequence[Tensor]) -> Node:
+    def _node(self, op: DispatchedOp, unread: Sequence[Tensor]) -> Node:
         reads = []
-        unread = {id(self._record_of(tensor)) for tensor in filled}
+        without = {id(self._record_of(tensor)) for tensor in unread}
 
         def noted(leaf: Any) -> Any:
             if isinstance(leaf, torch.Generator):
@@ -590,7 +592,7 @@ class Tracer:
             record = self._record_of(leaf)
             if record is None:
                 return leaf.detach().clone()
-            if id(record) not in unread:
+            if id(record) not in without:
                 reads.append(record.value)
             return Ref.of(leaf, record.key)
 
@@ -688,6 +690,11 @@ _FILLS = {
     *(aten.geometric_, aten.zero_, aten.fill_, aten.copy_),
 }
 """In-place operations whose result does not depend on what was there."""
+_OF_FORMS = {
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like, aten.randn_like),
+    *(aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided),
+}
+"""Operations that make a tensor of another one's form."""
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -752,6 +759,11 @@ class DispatchedOp:
     def only_casts(self) -> bool:
         """True if it is a change of dtype on the same device."""
         return self.func.overloadpacket is aten._to_copy and self.kwargs.get("device") is None
+
+    @property
+    def reads_forms(self) -> bool:
+        """True if it reads no element of its tensors."""
+        return self.func.overloadpacket in _OF_FORMS
 
     @property
     def gives_tensors(self) -> bool:

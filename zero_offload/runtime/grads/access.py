@@ -19,7 +19,7 @@ from zero_offload.base.types import Tier
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.standins.sources import GradSource
+from zero_offload.standins.sources import GradLife, GradSource
 from zero_offload.storage.shards.grad_store import Product, multiply
 
 
@@ -60,12 +60,17 @@ class GradAccess(GradSource):
     def scale(self, param: nn.Parameter, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         self.ledger.scale(param, factor, divides=divides)
 
-    def life_of(self, param: nn.Parameter) -> object:
+    def life_of(self, param: nn.Parameter) -> GradLife:
         """An object that stays the same until the gradient held of `param` ends."""
         section, index = self.ledger.place(param)
-        return section.lives.setdefault(index, object())
+        if section.given:
+            self.ledger.check_given(section)
+        return section.lives.setdefault(index, GradLife())
 
-    def check_held(self, param: nn.Parameter, life: object) -> None:
+    def note_given(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        self.ledger.note_given(param, values)
+
+    def check_held(self, param: nn.Parameter, life: GradLife) -> None:
         """Raise where this gradient is over, or is not complete."""
         section, index = self.ledger.place(param)
         name = self.ledger.name_of(param)
@@ -74,6 +79,8 @@ class GradAccess(GradSource):
             raise ZeroOffloadError(
                 f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again"
             )
+        if section.given:
+            self.ledger.check_given(section)
         self.check_complete(param)
 
     def check_complete(self, param: nn.Parameter) -> None:
@@ -96,13 +103,37 @@ class GradAccess(GradSource):
         """The gradient itself, in the parameter's shape, where it rests on the compute device; else None. Its storage
         has no other gradient."""
         section, index = self.ledger.place(param)
-        if section.store.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
+        if self.ledger.loss_scale != 1.0:  # in memory it still has it, unless the program had it in hand before
+            return section.exposed[index].grad if index in section.exposed else None
+        if not self.shows_memory(param):
             return None
         self.ledger.read_factors()
         return section.expose(index)
 
+    def is_shown(self, param: nn.Parameter, grad: torch.Tensor) -> bool:
+        """True if the program has this very tensor as the gradient."""
+        section, index = self.ledger.places.get(id(param), (None, 0))
+        return section is not None and index in section.exposed and section.exposed[index].grad is grad
+
+    def shows_memory(self, param: nn.Parameter) -> bool:
+        """True if the program gets the gradient itself, and not a stand-in. A ring's memory is others' soon."""
+        store = self.ledger.place(param)[0].store
+        is_in_ring = self.arriving.updates_in_backward and not store.on_device
+        is_whole = self._collectives.world_size == 1 and not is_dtensor(param)
+        return store.tier is Tier.DEVICE and is_whole and not is_in_ring
+
+    def adopt(self, param: nn.Parameter, grad: torch.Tensor) -> bool:
+        """True if an assigned tensor is the gradient from now on; False where a copy has to be."""
+        if not self.shows_memory(param) or not self.ledger.place(param)[0].can_adopt(grad):
+            return False
+        self.ledger.adopt(param, grad.detach() if grad.requires_grad else grad)
+        self.norms.clear()
+        return True
+
     def copies(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""
+        """Copies of the gradients held of `params` as a step would use them, fp32, host. Collective."""
+        for param in params:
+            self.share(param)
         held = [section.params[index] for section, indices in self.ledger.chosen(params) for index in indices]
         found = {param: self.read(param).cpu() for param in held}
         self.ledger.save_changed()
@@ -145,18 +176,14 @@ class GradAccess(GradSource):
 
     def read(self, param: nn.Parameter) -> torch.Tensor:
         section, index = self.ledger.place(param)
-        piece, mine = section.layout.params[index], self.read_part(param)
-        if section.layout.num_shards == 1:
-            return mine.view(piece.spec.shape)
-        whole = mine.new_empty(piece.spec.numel)
-        whole[self.span(param)] = mine
-        pieces, begin = list[tuple[torch.Tensor, int]](), 0
-        for shard in range(section.layout.num_shards):
-            first, last = section.layout.in_shard(piece, shard)
-            pieces += [(whole[begin : begin + last - first], shard)] if first < last else []
-            begin += last - first
-        self._collectives.launch_spread(pieces, f"the gradient of {piece.spec.name}")()
-        return whole.view(piece.spec.shape)
+        piece, mine, what = (
+            section.layout.params[index],
+            self.read_part(param),
+            f"the gradient of {self.name_of(param)}",
+        )
+        if section.layout.num_shards > 1:
+            self._collectives.agreement.same(f"the gather of {what}")
+        return self._collectives.gather_param(section.layout, piece, mine, what).view(piece.spec.shape)
 
     def write(self, param: nn.Parameter, values: torch.Tensor) -> None:
         span, flat = self.span(param), values.detach().reshape(-1)
@@ -178,6 +205,7 @@ class GradAccess(GradSource):
         if self.ledger.any_held(None):
             self.ledger.loss_scale = loss_scale
             self.ledger.overflowed |= bad
+            self.ledger.unscale_exposed()
         return bad or self.ledger.overflowed
 
     def clamp(self, params: Collection[nn.Parameter], low: float | None, high: float | None) -> None:
@@ -188,6 +216,8 @@ class GradAccess(GradSource):
         self.ledger.read_factors()
         for section, indices in self.ledger.by_section(params):
             section.land()
+            if section.exposed:
+                section.follow_exposed()
             chosen = sorted(section.holding.intersection(indices))
             if not chosen:
                 continue
@@ -195,7 +225,9 @@ class GradAccess(GradSource):
             self.ledger.change(section, chosen)
             for index in chosen:
                 factor, scale = section.store.factors.get(index, 1.0), self.ledger.loss_scale
-                if math.frexp(factor)[0] == 0.5:
+                if index in section.exposed:
+                    view, left = section.store.view(index), 1.0
+                elif math.frexp(factor)[0] == 0.5:
                     # A power of two, such as a loss scaler's, divides the bounds: 16 bits may have no room for it.
                     view, left = section.store.view(index), factor / scale
                 else:
@@ -206,12 +238,17 @@ class GradAccess(GradSource):
                 view.clamp_(
                     None if low is None else max(-most, low / left), None if high is None else min(most, high / left)
                 )
+            if section.exposed:
+                section.follow_exposed()
             self.norms.clear()
 
     def zero(self, params: Collection[nn.Parameter]) -> None:
-        """Let gradients be zeros, to which the next backward adds."""
+        """Let gradients be zeros, to which the next backward adds. Those that the program has in hand are written."""
+        self.ledger.read_factors()
+        params = [param for param in params if not self.ledger.zero_exposed(param)]
+        self.ledger.end_scale_of_zeros()
         places = [self.ledger.place(param) for param in params]
-        lives = [section.lives.get(index, object()) for section, index in places]
+        lives = [section.lives.get(index, GradLife()) for section, index in places]
         self.arriving.clear(params, by_program=True)
         for (section, index), life in zip(places, lives, strict=True):
             section.lives[index] = life
@@ -219,6 +256,8 @@ class GradAccess(GradSource):
 
     def hold_zeros(self, params: Iterable[nn.Parameter]) -> None:
         """A step takes these, which are zeros: write those where gradients rest."""
+        for section, _ in self.ledger.by_section(self.ledger.zeroed):
+            self.ledger.check_given(section)
         for param in self.ledger.zeroed.intersection(params):
             self.write_part(param, host_zeros(1, torch.float32), "zeros")
 

@@ -42,6 +42,7 @@ from zero_offload.standins.grad_hooks import has_hooks
 from zero_offload.standins.sliced_grad import GradSlices, WholeGrad
 from zero_offload.storage.shards.grad_store import Gathered, GradMemory
 from zero_offload.storage.shards.ring_grads import GradRing
+from zero_offload.storage.shards.shard import Shard
 from zero_offload.storage.shards.store import ShardStore
 
 
@@ -103,9 +104,25 @@ class Gradients:
         self.ledger.add([self._made.section(unit, section)], unit.placed_params)
         self._made.resize_staging(self.ledger.sections)
 
+    def freeze(self, section: Section) -> None:
+        """Hold none of a section whose parameters are frozen again."""
+        self._drop_room(self.ledger.freeze(section))
+        self._made.resize_staging(self.ledger.sections)
+
+    def lay_out(self, empty: Sequence[Shard]) -> None:
+        """Sections have other layouts. Those of `empty` have no parameter any more, and no gradient."""
+        gone = {shard.layout.index for shard in empty}
+        for section in self.ledger.sections:
+            if section.layout.index in gone:
+                self._drop_room(section)
+        self.ledger.lay_out(gone)
+        self._made.resize_staging(self.ledger.sections)
+
     def rest(self, param: nn.Parameter) -> None:
         """No gradient of the section of `param` is held, and none will come for long."""
-        section, _ = self.ledger.place(param)
+        self._drop_room(self.ledger.place(param)[0])
+
+    def _drop_room(self, section: GradSection) -> None:
         section.store.drop_room()
         if section.local is not None:
             section.local.drop_room()
@@ -415,6 +432,12 @@ class Gradients:
             self._remove(section, indices, GradState.EMPTY if by_program else GradState.TAKEN)
         self._end_if_none()
 
+    def end_exposed(self, params: Iterable[nn.Parameter]) -> None:
+        """A step is about to take these parameters' gradients, of which the program may have some in hand."""
+        if any(section.exposed for section in self.ledger.sections):
+            for section, indices in self.ledger.by_section(params):
+                section.end_exposed(indices, keeps=True)
+
     def drop(self, params: Collection[nn.Parameter] | None = None, *, to: GradState = GradState.EMPTY) -> bool:
         """Drop the gradients (of `params`; by default all). True if there were any. `to`: as `GradSection.remove`."""
         found = False
@@ -449,7 +472,9 @@ class Gradients:
 
     def _remove(self, section: GradSection, indices: Collection[int], to: GradState) -> None:
         """Hold these parameters' gradients no longer."""
-        section.store.shown |= not section.exposed.keys().isdisjoint(indices)
+        if not section.exposed.keys().isdisjoint(indices):
+            section.unit.wait_for_update()  # of other parameters of the section, which reads the store
+            section.end_exposed(indices, keeps=False)
         if section.fresh is not None and not section.holding.isdisjoint(indices):
             section.fresh.land()
         if not (gone := section.remove(indices, to)):

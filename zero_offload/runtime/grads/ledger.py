@@ -13,6 +13,7 @@ factor ends.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.hardware.device import Device
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.runtime.grads.section import Factor, GradSection
+from zero_offload.runtime.grads.section import Factor, Given, GradSection
 from zero_offload.runtime.units.unit import Section
+from zero_offload.standins.owners import dropped_error
 
 
 class GradLedger:
@@ -67,6 +70,14 @@ class GradLedger:
         # Sums over sections are made in one order, whenever each of them came.
         self.sections.sort(key=lambda each: each.layout.index)
 
+    def freeze(self, section: Section) -> GradSection:
+        """None of its parameters is trained any more; no gradient of them is held."""
+        frozen = next(each for each in self.sections if each.section is section)
+        frozen.layout = section.shard.layout
+        self.sections.remove(frozen)
+        self.zeroed.difference_update(frozen.params)
+        return frozen
+
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Another parameter has the place of one without a gradient."""
         section, index = self.places[id(new)] = self.places.pop(id(old))
@@ -74,9 +85,20 @@ class GradLedger:
         section.taken.discard(index)
         self.zeroed.discard(old)
 
+    def lay_out(self, empty: Collection[int]) -> None:
+        """Sections have other layouts; those of these numbers have no parameter any more, and go."""
+        self.places = {key: place for key, place in self.places.items() if place[0].layout.index not in empty}
+        self.sections = [section for section in self.sections if section.layout.index not in empty]
+        self.zeroed = {param for param in self.zeroed if id(param) in self.places}
+        for section, _ in self.places.values():
+            section.layout = section.section.shard.layout
+
     def place(self, param: nn.Parameter) -> tuple[GradSection, int]:
-        """A parameter's section and its index there."""
-        return self.places[id(param)]
+        """A parameter's section and its index there. Raises ZeroOffloadError for a parameter that is gone."""
+        try:
+            return self.places[id(param)]
+        except KeyError:
+            raise dropped_error(param) from None
 
     def name_of(self, param: nn.Parameter) -> str:
         section, index = self.places[id(param)]
@@ -103,6 +125,10 @@ class GradLedger:
         for section in self.sections:
             if section.fresh is not None:
                 section.fresh.land()
+            if section.exposed:
+                section.follow_exposed()
+            if section.given:
+                self.check_given(section)
             held = sorted(section.holding)
             yield section, [index for index in held if wanted is None or id(section.params[index]) in wanted]
 
@@ -131,6 +157,10 @@ class GradLedger:
             return
         section, index = self.places[id(param)]
         section.land()
+        if index in section.exposed:
+            grad = section.exposed[index].grad
+            grad.div_(factor) if divides else grad.mul_(factor)
+            return
         self._is_scaled = True
         if not self._device.is_host and isinstance(factor, torch.Tensor) and factor.device == self._device.torch_device:
             section.factors.setdefault(index, []).append(self._capture(factor, divides))
@@ -196,12 +226,85 @@ class GradLedger:
         section, index = self.places[id(param)]
         self.change(section, [index])
         section.store.write(index, values)
+        if section.exposed:
+            section.follow_exposed()
+        self._hold_written(param)
+        self.note_change(what, section, [index])
+
+    def adopt(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """The program replaces a gradient by a tensor of its own, which the section `can_adopt`: `param.grad` is this
+        tensor. One rank."""
+        section, index = self.places[id(param)]
+        self.change(section, [index])
+        if grad.dtype != section.store.dtype:
+            section.store.widen()
+            section.follow_exposed()
+        section.adopt(index, grad)
+        self._hold_written(param)
+
+    def _hold_written(self, param: nn.Parameter) -> None:
+        """A parameter's gradient is where it rests, as a step uses it."""
+        section, index = self.places[id(param)]
         section.factors.pop(index, None)
         if self.loss_scale != 1.0:
             section.store.factors[index] = self.loss_scale  # which the step divides out
         section.hold(index)
         self.zeroed.discard(param)
-        self.note_change(what, section, [index])
+
+    def note_given(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """A copy of `grad` was assigned: a change of the tensor itself would be missed."""
+        if not grad.is_inference():
+            section, index = self.places[id(param)]
+            section.given[index] = Given(weakref.ref(grad), grad._version)
+
+    def check_given(self, section: GradSection) -> None:
+        """Raise where an assigned tensor was changed since."""
+        for index, (tensor, version) in section.given.items():
+            grad = tensor()
+            if grad is not None and grad._version != version:
+                name = section.layout.params[index].spec.name
+                raise ZeroOffloadError(
+                    f"the tensor that was assigned to the gradient of {name} was changed afterwards. In plain torch it "
+                    "is the gradient; here .grad has a copy, since gradients rest elsewhere, and misses the change. "
+                    "Assign after the last change, or change param.grad"
+                )
+
+    def zero_exposed(self, param: nn.Parameter) -> bool:
+        """Write zeros to a gradient that the program has in hand, also after a step has used it. False for others."""
+        section, index = self.places[id(param)]
+        kept = section.kept.pop(index, _nothing)()
+        if index in section.exposed:
+            section.follow_exposed()
+            section.exposed[index].grad.zero_()
+        elif kept is not None and section.can_adopt(kept):
+            self.adopt(param, kept.zero_())
+        else:
+            return False
+        return True
+
+    def end_scale_of_zeros(self) -> None:
+        """The loss scale ends with the last gradient, except zeros that the program has in hand."""
+        if self.loss_scale == 1.0:
+            return
+        for section in self.sections:
+            if section.holding - section.exposed.keys() or any(each.grad.any() for each in section.exposed.values()):
+                return
+        for section in self.sections:
+            section.store.factors.clear()
+        self.loss_scale, self.overflowed = 1.0, False
+
+    def unscale_exposed(self) -> None:
+        """`loss_scale` was set: gradients that the program has in hand are divided by it at once, in fp32."""
+        for section in self.sections:
+            if not section.exposed:
+                continue
+            section.follow_exposed()
+            if section.store.dtype != torch.float32:
+                section.store.widen()
+                section.follow_exposed()
+            for index, (grad, _) in section.exposed.items():
+                grad.mul_(1.0 / self.loss_scale)
+                section.store.factors[index] = self.loss_scale
 
     def save_changed(self) -> None:
         """Sum up what was changed where it rests, and let it leave for where it was."""
@@ -230,3 +333,7 @@ class GradLedger:
         self.loss_scale, self.overflowed, self._is_scaled = 1.0, False, False
         self._captured = None
         return True
+
+
+def _nothing() -> None:
+    """The reference to a tensor that is not kept."""

@@ -78,14 +78,18 @@ class GradNorms:
         for section, indices in self._ledger.chosen(params):
             sums, factors = section.sums(indices), section.store.factors  # here, not by a call: this runs in each step
             squares = math.fsum(
-                (factors.get(index, 1.0) / self._ledger.loss_scale) ** 2 * each.sumsq
-                for index, each in zip(indices, sums, strict=True)
+                [
+                    (factors.get(index, 1.0) / self._ledger.loss_scale) ** 2 * each.sumsq
+                    for index, each in zip(indices, sums, strict=True)
+                ]
             )
             # Tensor-parallel ranks that hold the same count it once between them.
             total += squares / section.layout.num_copies
             bad += sum(
-                not (each.finite and math.isfinite(factors.get(index, 1.0)))
-                for index, each in zip(indices, sums, strict=True)
+                [
+                    not (each.finite and math.isfinite(factors.get(index, 1.0)))
+                    for index, each in zip(indices, sums, strict=True)
+                ]
             )
         total, bad = self._collectives.sum_over_shards([total, bad])
         return total, bad == 0

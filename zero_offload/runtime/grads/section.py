@@ -12,20 +12,24 @@ when no more come. `pieces` gives the sum to the reduction; `drop` when the sum 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device, aliased
 from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SHARD_NUMEL, SectionLayout
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.sliced_grad import SlicedGrad
+from zero_offload.standins.sources import GradLife
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.shards.drive_grads import AttachBuffer
 from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, StagedGrad, neighbours
@@ -50,11 +54,19 @@ class Factor(NamedTuple):
     """True if it is a divisor."""
 
 
+class Given(NamedTuple):
+    """A tensor that the program has assigned to `.grad`, which is a copy of it here."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+
 class Exposed(NamedTuple):
-    """A gradient that the program has as an ordinary tensor, over the memory where it rests."""
+    """A gradient that the program has as an ordinary tensor, over the memory where it rests. That memory has the
+    gradient as the program sees it: factors are multiplied there at once."""
 
     grad: torch.Tensor
-    """Of the parameter's shape, with a storage that has no other gradient."""
+    """Of the parameter's shape. Its storage is the program's own, or has no other gradient."""
     address: int
 
 
@@ -119,7 +131,11 @@ class GradSection:
     """Parameters whose gradient a step has used, and the program has not dropped since: in torch they still have it."""
     exposed: dict[int, Exposed] = field(default_factory=dict)
     """By the parameter's index, gradients that the user has in hand, and may have changed."""
-    lives: dict[int, object] = field(default_factory=dict)
+    kept: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
+    """Exposed gradients that a step has used: while the program has them or, until the next backward, views of them."""
+    given: dict[int, Given] = field(default_factory=dict)
+    """Tensors that the program has assigned, and of which copies are held."""
+    lives: dict[int, GradLife] = field(default_factory=dict)
     """Of parameters whose gradient the program has a handle of, an object that ends with the gradient."""
     factors: dict[int, list[Factor]] = field(default_factory=dict)
     """Factors of gradients held beside those of the store, not read yet."""
@@ -146,7 +162,10 @@ class GradSection:
 
     def begin(self) -> None:
         """The first gradient of a backward or micro-batch comes."""
-        self.num_expected = sum(each.requires_grad for each in self.params)
+        if self.kept or self.exposed:
+            self.kept.clear()
+            self.follow_exposed()
+        self.num_expected = sum([each.requires_grad for each in self.params])
         self.move_to(GradState.ARRIVING)
 
     def join_waiting(self) -> None:
@@ -213,10 +232,13 @@ class GradSection:
             self.taken |= gone
         elif self.taken:
             self.taken.difference_update(indices)
+            for index in indices if self.kept else ():
+                self.kept.pop(index, None)
         for each in (self.holding, self.waiting, self.reduced):
             each -= gone
-        for index in gone if self.exposed else ():
-            self.exposed.pop(index, None)
+        assert self.exposed.keys().isdisjoint(gone)
+        for index in indices if self.given else ():
+            self.given.pop(index, None)
         for index in gone if self.factors else ():
             self.factors.pop(index, None)
         if gone and not self.holding and self.state in (GradState.HELD, GradState.WAITING):
@@ -231,19 +253,64 @@ class GradSection:
             # Of a view of our own: what is kept is found by the count of tensors in a storage.
             shown = aliased(place.view(self.layout.params[index].spec.shape))
             self.exposed[index] = Exposed(shown, place.data_ptr())
+            self.store.shown.add(index)
         return self.exposed[index].grad
 
+    def adopt(self, index: int, grad: torch.Tensor) -> None:
+        """A tensor of the program is the gradient, and exposed: contiguous, of the store's device and dtype."""
+        self.store.adopt(index, grad.detach().view(-1))
+        self.exposed[index] = Exposed(grad, grad.data_ptr())
+        self.store.shown.add(index)
+
+    def can_adopt(self, grad: torch.Tensor) -> bool:
+        """True if the tensor may be a gradient where it is, now or when the store is widened to its dtype."""
+        is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.is_inference()
+        dtypes = (self.store.dtype, torch.float32)
+        is_held = is_plain and grad.dtype in dtypes and grad.device == self.store.device
+        return is_held and grad.is_contiguous() and not grad.is_neg()
+
     def follow_exposed(self) -> None:
-        """Write tensors that the program has put in the place of exposed gradients (`.data =`) where those rest. An
-        exposed gradient whose sum has moved, since it is wider, follows it.
+        """Tensors that the program has put in the place of exposed gradients (`.data =`) are the gradients from now on.
+        An exposed gradient whose sum has moved, since it is wider, follows it. Raises where a view of it cannot.
         """
-        for index, (grad, address) in self.exposed.items():
+        left_behind = list[str]()
+        for index, (grad, address) in list(self.exposed.items()):
             if grad.data_ptr() != address:
-                self.store.write(index, grad.reshape(-1))
+                loss_scale = self.store.factors.get(index, 1.0)
+                self.store.leave(index, keeps=False)
+                if grad.dtype != self.store.dtype and self.can_adopt(grad):
+                    self.store.widen()
+                self.adopt(index, grad) if self.can_adopt(grad) else self.store.write(index, grad.reshape(-1))
+                if loss_scale != 1.0:
+                    self.store.factors[index] = loss_scale  # which the step divides out
+        for index, (grad, _) in self.exposed.items():
             place = self.store.view(index)
             if grad.data_ptr() != place.data_ptr():
+                if is_viewed(grad):
+                    left_behind.append(self.layout.params[index].spec.name)
                 grad.data = aliased(place.view(grad.shape))
                 self.exposed[index] = Exposed(grad, place.data_ptr())
+        if left_behind:
+            raise ZeroOffloadError(
+                f"the gradient of {left_behind[0]} became a sum in fp32, in other memory, and the program has a view "
+                "of it from before, which would show other values. Drop views of .grad before the next backward or "
+                "assignment, or keep copies (.clone())"
+            )
+
+    def end_exposed(self, indices: Iterable[int], *, keeps: bool) -> None:
+        """Gradients are about to end, and may be in the program's hands: then their memory is the program's. `keeps`:
+        a step takes the values, which the program may change meanwhile."""
+        for index in self.exposed.keys() & set(indices):
+            shown: Callable[[], torch.Tensor | None] = weakref.ref(self.exposed[index].grad)
+            if is_viewed(self.exposed[index].grad, self.store.view(index)):
+                shown = partial(_itself, self.exposed[index].grad)
+            del self.exposed[index]
+            self.store.shown.discard(index)
+            if shown() is None:
+                continue
+            self.store.leave(index, keeps=keeps)
+            if keeps:
+                self.kept[index] = shown
 
     # Factors
 
@@ -256,6 +323,10 @@ class GradSection:
         """Let these gradients count `factor` times, or be divided by it."""
         factors = self.store.factors
         for index in indices:
+            if index in self.exposed:
+                place = self.store.view(index)
+                place.div_(factor) if divides else place.mul_(factor)
+                continue
             before = factors.get(index, 1.0)
             is_first = before == 1.0 and not divides
             factors[index] = factor if is_first else Product.of(before, factor, divides=divides)
@@ -754,6 +825,18 @@ def own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
     alone = grad.nbytes == grad.untyped_storage().nbytes() and not _is_shared(grad)
     return grad.detach().reshape(-1).to(dtype, copy=not alone)
+
+
+def _itself(grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
+def is_viewed(grad: torch.Tensor, ours: torch.Tensor | None = None) -> bool:
+    """True if there are views of an exposed gradient, or a graph has it. `ours` is a view of our own, maybe of it."""
+    storage = grad.untyped_storage()
+    num_ours = 2 + (ours is not None and ours.untyped_storage()._cdata == storage._cdata)
+    handle: Any = grad
+    return handle._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > num_ours
 
 
 def _is_shared(grad: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from zero_offload.base.alike import Compared, Texts, by_value, difference
+from zero_offload.base.alike import Compared, Texts, by_value, difference, name_ranks
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
@@ -50,6 +50,11 @@ class Agreement:
         self._compared: dict[str, Compared] = {}
         self._error: ZeroOffloadError | None = None
         """The error of this forward or backward; the rest of that pass runs on this rank alone."""
+
+    def awaited(self) -> str:
+        """The ranks that this one waits for, as far as it knows. Any thread may ask."""
+        late = [] if self._channel is None else self._channel.late()
+        return name_ranks(late) if late else "the other ranks"
 
     def begin(self) -> None:
         """A forward starts on all ranks; whatever went wrong before is over."""

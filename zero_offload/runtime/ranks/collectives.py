@@ -14,7 +14,7 @@ Flags and sums are blocking calls. All are on the control thread, each announced
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -24,9 +24,11 @@ import torch.distributed as dist
 from zero_offload.base.alike import Compared
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.events import Counters
-from zero_offload.base.host import host_tensor
+from zero_offload.base.host import host_reserved, host_tensor
+from zero_offload.base.problems import warning_after
 from zero_offload.base.spans import Track, now
 from zero_offload.base.types import Branches, GradReduction
+from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup, all_gather, reduce_scatter
 from zero_offload.runtime.ranks.watch import Notice, time_limit
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 COME_S = timedelta(seconds=5)
 """How long ranks wait for each other where one may have been left by an exception."""
+WARN_S = 10.0
+"""How long a rank waits silently in a call that it may have made alone."""
 
 
 _TAGS = 1 << 30
@@ -216,13 +220,41 @@ class Collectives:
             self.agreement.compare(name, compared())
 
     @contextmanager
-    def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
-        """As `Agreement.together`; ranks that hold the other parts of the model are told as well."""
+    def together(self, call: str, notice: Notice | None = None, *, may_be_alone: bool = False) -> Iterator[None]:
+        """As `Agreement.together`; ranks that hold the other parts of the model are told as well. With `may_be_alone`
+        some rank easily makes the call alone: a rank that waits warns, and says for which others."""
         notice = notice or Notice()
         row = self._group.row if len(self._group.columns) > 1 else None
         members = [] if row is None else dist.get_process_group_ranks(row)
-        with self._watch.together(row, members, call, notice), self.agreement.together(call, notice):
-            yield
+        with (
+            ExitStack() as waiting,
+            self._watch.together(row, members, call, notice),
+            self.agreement.together(call, notice),
+        ):
+            try:
+                yield
+            finally:
+                if may_be_alone and self.is_shared:
+                    waiting.enter_context(warning_after(WARN_S, lambda: self._waiting_text(call)))
+
+    def _waiting_text(self, call: str) -> str:
+        return f"rank {self._watch.rank} has waited {WARN_S:g} s for {self.agreement.awaited()} in {call}"
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks have the model, or other parts of it."""
+        return bool(self._over_all)
+
+    def of_first(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The values that rank 0 gives, host, on all ranks."""
+        self.agreement.same(what)
+        row = self._group.row if len(self._group.columns) > 1 else None
+        holder = [values]
+        with self._watch.waiting(what):
+            for group in (self._group.agreement_group, row):
+                if group is not None:
+                    dist.broadcast_object_list(holder, group=group, group_src=0)
+        return holder[0]
 
     def launch_gather(self, flat: torch.Tensor, unit: str) -> Callable[[], None]:
         """Fill `flat`, (numel,), parameters of `unit` of which this rank's part is in place; returns the wait."""
@@ -236,10 +268,10 @@ class Collectives:
         return wait
 
     def launch_spread(self, pieces: Sequence[tuple[torch.Tensor, int]], what: str) -> Callable[[], None]:
-        """Fill each of the pieces, (numel,), on all ranks with what the rank with that shard has; returns the wait."""
+        """Fill each of the pieces, (numel,), on all ranks with what the rank with that shard has; returns the wait. All
+        have said before that they do so."""
         if self._gathers is None:
             return lambda: None
-        self.agreement.same(f"the gather of {what}")
         nbytes = sum(piece.nbytes for piece, _ in pieces)
         self.counters.add("gathered", nbytes)
 
@@ -248,6 +280,19 @@ class Collectives:
             return lambda: [wait() for wait in waits].clear()
 
         return self._watched(launch, self._gathers, f"the gather of {what}", (Track.GATHER, what, nbytes))
+
+    def gather_param(self, layout: SectionLayout, piece: ParamSlice, mine: torch.Tensor, what: str) -> torch.Tensor:
+        """(numel,) of a parameter, of which this rank's shard has the elements `mine`; on the compute device where
+        others have some. All have said before that they do so."""
+        if layout.num_shards == 1:
+            return mine
+        numel, device = piece.spec.numel, self._device
+        whole = host_reserved([numel], mine.dtype) if device.type == "cpu" else mine.new_empty(numel, device=device)
+        spans = [layout.in_shard(piece, shard) for shard in range(layout.num_shards)]
+        parts = whole.split([end - begin for begin, end in spans])
+        parts[self.shard_index].copy_(mine)
+        self.launch_spread([(part, shard) for shard, part in enumerate(parts) if part.numel()], what)()
+        return whole
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.

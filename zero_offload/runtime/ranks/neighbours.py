@@ -71,6 +71,10 @@ class Channel:
                 self._look_after(deadline)
         return [tuple(page.words[slot : slot + len(words)].tolist()) for page in self._pages]
 
+    def late(self) -> list[int]:
+        """Ranks that have not taken this rank's turn yet. Any thread may ask."""
+        return [page.rank for page in self._others if page.words[_POSTED] < self._turn]
+
     def leave(self) -> None:
         """This rank takes no further turn: ranks that wait for it learn so at once."""
         self._mine.words[_LEFT] = 1

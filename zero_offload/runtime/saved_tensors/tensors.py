@@ -21,7 +21,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -33,7 +33,7 @@ from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
 from zero_offload.runtime.saved_tensors.activations import Activations
-from zero_offload.runtime.units.unit import Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.brought import changed_in_place
 from zero_offload.standins.derived import Derived, Step, plain_of
 from zero_offload.standins.owners import AtRest
@@ -97,6 +97,11 @@ class SavedTensors:
         self._cast_units += [u for u in leaving if any(s.layout.dtype == torch.float32 for s in u.sections)]
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage |= {each: unit for unit in units for s in unit.sections for each in s.storages}
+
+    def forget(self, sections: Iterable[Section]) -> None:
+        """The memory of these goes: others may have its addresses."""
+        for storage in (each for section in sections for each in section.storages):
+            self._unit_of_storage.pop(storage, None)
 
     def begin(self, *, checks: bool = False) -> None:
         """An outermost forward; `checks`: what changes tensors past torch's versions is looked for."""

@@ -4,8 +4,8 @@
 Each section has one buffer of constant identity on the compute device. Every parameter has a storage of its own over
 its part of that memory, made once. So `as_strided` and code that asks for a storage find this parameter's values alone.
 Autograd keeps views of these storages, so neither they nor the buffer are replaced. Away means that the pages (on a
-CPU) or the memory (on a GPU) are gone, not the tensors. `Unit` knows states and uses; `ParamPrefetcher` decides when to
-move.
+CPU) or the memory (on a GPU) are gone, not the tensors. The storages are then closed (`access.py`), and while values
+are on their way. `Unit` knows states and uses; `ParamPrefetcher` decides when to move.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.standins.guard import GuardedParameter, class_at_rest
 from zero_offload.standins.owners import AtRest
 from zero_offload.standins.views import storage_of
+from zero_offload.storage.memory.access import StorageAccess
 from zero_offload.storage.memory.resizable import Buffer, ResizableBuffer
 from zero_offload.storage.shards.shard import Shard
 
@@ -63,6 +64,9 @@ class Section:
         """Of each parameter: the storage that it is in, and the element of that where it begins."""
         self.storages = frozenset(storage._cdata for storage, _ in self._parts.values())
         """Addresses of torch's objects for the parameters' memory, which views of them share."""
+        whole = flat.untyped_storage()._cdata
+        self.access = StorageAccess(storage for storage, _ in self._parts.values() if storage._cdata != whole)
+        """Whether torch may reach the parameters' memory; that of the whole buffer is for us."""
         self.num_own_tensors = 0
         """Tensors on the buffer that stay, once the unit is sealed."""
 
@@ -76,6 +80,16 @@ class Section:
         storage = storage_of(tensor)
         return storage is not None and storage._cdata in self.storages
 
+    def names_under(self, view: torch.Tensor) -> list[str]:
+        """The parameter in which a view of their memory begins."""
+        place, at = view.untyped_storage()._cdata, view.storage_offset() * view.itemsize // self.flat.itemsize
+        found = ((piece, *self._parts[piece.begin, piece.end]) for piece in self.layout.params)
+        return [
+            piece.spec.name
+            for piece, storage, begin in found
+            if storage._cdata == place and begin <= at < begin + piece.spec.numel
+        ]
+
     @property
     def num_tensors(self) -> int:
         """Tensors on the parameters' memory, and their storages themselves."""
@@ -85,7 +99,7 @@ class Section:
         """A parameter's part of the buffer, of its (local) shape; also while the buffer has no memory."""
         storage, begin = self._parts[piece.begin, piece.end]
         # torch checks the bounds of slices against memory that is there, and not those of an alias.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self.access.opened():
             place = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
             place.set_(storage, begin, (0,), (1,))
             view: torch.Tensor = torch.ops.aten._reshape_alias(place, piece.spec.shape, piece.spec.strides)
@@ -155,6 +169,21 @@ class Unit:
             raise AssertionError(f"unit {self.name}: {self.state.value} cannot become {to.value} ({moves})")
         self.state = to
         self._moves.append(to.value)
+        self.set_access()
+
+    def set_access(self) -> None:
+        """Let torch reach the parameters' memory while it has their newest values, and at no other time."""
+        is_open = self.state is UnitState.PRESENT and self.update is None
+        for section in self.sections:
+            if is_open:
+                section.access.open()
+            else:
+                section.access.close()
+
+    def begin_update(self, update: UnitUpdate) -> None:
+        """New values are on their way."""
+        self.update = update
+        self.set_access()
 
     @property
     def is_updating(self) -> bool:
@@ -167,7 +196,9 @@ class Unit:
             self.update.wait()
         if self._errors.error is not None:
             self._errors.check()
-        self.update = None
+        if self.update is not None:
+            self.update = None
+            self.set_access()
 
     @property
     def in_use(self) -> bool:
@@ -203,6 +234,7 @@ class Unit:
         finally:
             if not is_complete:
                 self.detach()
+            self.set_access()
         return is_complete
 
     def detach(self) -> None:
@@ -211,6 +243,7 @@ class Unit:
             if section.buffer is not None and section.buffer.attached:
                 section.buffer.detach()
         self.has_memory = False
+        self.set_access()  # a device has exchanged memory under the storages
 
     def unguard(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
@@ -345,16 +378,33 @@ class Unit:
 
     # Views that others hold. Touching one while the unit is away is a fault, not an exception.
 
-    def thaw(self, layout: UnitLayout) -> None:
-        """Some sections are trained from now on, and their shards say so already."""
+    def lay_anew(self, layout: UnitLayout) -> None:
+        """Some sections are trained from now on, or frozen again, and their shards say so already."""
         self.layout = layout
         for section in self.sections:
             section.layout = section.shard.layout
+
+    def change(self, layout: UnitLayout) -> None:
+        """The model has changed, and shards say so already: some parameters have other names or places in the model.
+        Sections without a parameter go; they have no memory. Without any the unit is empty, and always here."""
+        kept = [(at, param) for at, _, param in self.placed_params if at.shard.layout.params]
+        self.layout, self.name = layout, layout.name
+        self.sections = tuple(section for section in self.sections if section.shard.layout.params)
+        self.params = [param for _, param in kept]
+        for section in self.sections:
+            section.layout = section.shard.layout
+        self.num_frames = sum(s.buffer.num_frames for s in self.sections if s.buffer is not None)
+        if not self.sections:
+            self.resident = self.updates_in_place = True
+            self.stays, self.state = False, UnitState.PRESENT
+        for name in ("placed_params", "_unguarded"):
+            self.__dict__.pop(name, None)
 
     def seal(self) -> None:
         """Every tensor that is to stay on the buffers is made, and no other one lives."""
         for section in self.sections:
             section.num_own_tensors = section.num_tensors
+        self.set_access()
 
     @property
     def lent(self) -> bool:

@@ -158,9 +158,9 @@ class RunDirectory:
         return cls._lock_with(_join_lock, Path(path).absolute(), system)
 
     @classmethod
-    def look(cls, path: str | Path) -> RunDirectory:
+    def look(cls, path: str | Path, system: FileSystem = REAL) -> RunDirectory:
         """Open without a lock, to read what never changes. It may be another user's, and on a read-only file system."""
-        return cls._lock_with(lambda *_: -1, Path(path).absolute(), REAL, is_read_only=True)
+        return cls._lock_with(lambda *_: -1, Path(path).absolute(), system, is_read_only=True)
 
     @classmethod
     def read(cls, path: str | Path) -> RunDirectory:

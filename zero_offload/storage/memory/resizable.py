@@ -7,16 +7,16 @@ back. Storages over parts of it (`part`) are pointed at the new memory each time
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.hardware.device import aliased
 from zero_offload.storage.memory.arena import num_frames
-
-_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-"""Exchanges the memory of two storages. torch has it since March 2026 (pytorch/pytorch#177449)."""
+from zero_offload.storage.memory.exchange import exchanger
 
 
 class FrameAllocator(Protocol):
@@ -103,8 +103,8 @@ class ResizableBuffer:
         self._nbytes = numel * dtype.itemsize
         self.num_frames = num_frames(self._nbytes)
         self._attached = False
-        self._parts: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        """Storages of their own over parts of the memory, with those parts of the tensor."""
+        self._parts: list[tuple[Callable[[torch.UntypedStorage], None], torch.Tensor]] = []
+        """Calls that give a storage over a part of the memory that of another one, with those parts of the tensor."""
 
     @property
     def attached(self) -> bool:
@@ -116,15 +116,16 @@ class ResizableBuffer:
         Its memory comes and goes with the buffer's. It is the buffer's own where torch cannot point a storage at other
         memory, or a device type takes no alias.
         """
-        accelerator = ACCELERATORS.get(self.tensor.device.type)
-        if _swap is None or (accelerator is not None and not accelerator.has_aliases):
+        accelerator, exchange = ACCELERATORS.get(self.tensor.device.type), exchanger()
+        if exchange is None or (accelerator is not None and not accelerator.has_aliases):
             return self._storage, begin
         assert not self._attached
         at_begin = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
         # As bytes, which any version of DLPack knows. An alias of no bytes is a storage that cannot be resized.
         storage = aliased(at_begin.view(torch.uint8)).untyped_storage()
         at_begin.set_(self._storage, begin, (0,), (1,))
-        self._parts.append((storage, torch.ops.aten._reshape_alias(at_begin, (end - begin,), (1,)).view(torch.uint8)))
+        elements = torch.ops.aten._reshape_alias(at_begin, (end - begin,), (1,)).view(torch.uint8)
+        self._parts.append((functools.partial(exchange, storage), elements))
         return storage, 0
 
     def attach(self) -> bool:
@@ -141,15 +142,15 @@ class ResizableBuffer:
         self._budget.take(self.num_frames)
         self._attached = True
         with torch._C._DisableFuncTorch():  # its transforms wrap tensors that an operation makes
-            for storage, elements in self._parts:
-                _swap(storage, aliased(elements).untyped_storage())
+            for point_at, elements in self._parts:
+                point_at(aliased(elements).untyped_storage())
         return True
 
     def detach(self) -> None:
         """Free the memory; kernels already launched may still use it, as with any freed tensor."""
         assert self._attached
-        for storage, elements in self._parts:
-            _swap(storage, elements.new_empty(0).untyped_storage())
+        for point_at, elements in self._parts:
+            point_at(elements.new_empty(0).untyped_storage())
         self._storage.resize_(0)
         self._budget.release(self.num_frames)
         self._attached = False

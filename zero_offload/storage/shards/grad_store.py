@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from zero_offload.base.host import host_empty
 from zero_offload.base.types import KIB, MIB, Tier
 from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
@@ -135,8 +136,8 @@ class GradStore:
         """By the parameter's index, what its gradient is to be multiplied by; what has none is used as it is."""
         self.held = False
         """True if a step's gradients are inside."""
-        self.shown = False
-        """True if the user has seen gradients that are over, and may have kept them."""
+        self.shown: set[int] = set()
+        """Parameters whose gradient the program has in hand where it rests: it stays there while `dtype` does."""
         self._memory = memory
         self._has_sums = sums_up
         self._adopted: dict[int, torch.Tensor] = {}
@@ -254,6 +255,24 @@ class GradStore:
         self._place(index).copy_(values)
         self.held = True
 
+    @property
+    def device(self) -> torch.device:
+        """Where `view` is."""
+        return self._memory.device.torch_device if self.on_device else torch.device("cpu")
+
+    def adopt(self, index: int, flat: torch.Tensor) -> None:
+        """Take a gradient of the program, (numel,) `dtype`, as it is. It counts as changed; its factor ends."""
+        self.factors.pop(index, None)
+        self._adopted[index] = flat
+        self.held = True
+
+    def leave(self, index: int, *, keeps: bool) -> None:
+        """The memory of a parameter's gradient is the program's from now on. With `keeps` its values stay, in other
+        memory."""
+        before = self._adopted.pop(index)
+        if keeps:
+            self._adopted[index] = before.clone()
+
     def widen(self) -> None:
         """Switch to fp32, keeping the values, which is exact."""
         raise NotImplementedError
@@ -279,6 +298,8 @@ class HostGrads(GradStore):
         self._array: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
         """Into the open array, by the parameter's index: making one takes longer than writing a small gradient."""
+        self._left: set[int] = set()
+        """Parameters whose place in the array is the program's. Their gradients are beside it, in `_adopted`."""
         self._coming: StagedGrad | None = None
         """Where parts of all gradients gather."""
         self._arriving: Handoff | None = None
@@ -353,9 +374,18 @@ class HostGrads(GradStore):
             self.complete()
 
     def write(self, index: int, values: torch.Tensor) -> None:
-        if self.shown and not self.held:
-            self._detach_shown_array()
+        if self._left and not self.held:
+            self._detach_left_array()
         super().write(index, values)
+
+    def leave(self, index: int, *, keeps: bool) -> None:
+        if index in self._adopted:
+            super().leave(index, keeps=keeps)
+            return
+        if keeps:
+            self._adopted[index] = self._in_array(index).clone()
+        self._views.pop(index, None)
+        self._left.add(index)
 
     def _may_keep(self, grad: torch.Tensor) -> bool:
         """True if a gradient may stay as autograd has made it."""
@@ -365,14 +395,14 @@ class HostGrads(GradStore):
         """Write a gradient to its place, or add it to what a step would make of the one there."""
         if adds or grad.dtype.itemsize > self.dtype.itemsize:
             self.widen()
-        if self._adopted:
+        if self._left and not self.held:
+            self._detach_left_array()
+        if self._adopted and not (index in self._left or (adds and index in self.shown)):
             self._adopted.pop(index, None)
-        if self.shown and not self.held:
-            self._detach_shown_array()
         # In the first place, so that a gradient costs no call for it.
         place = self._views.get(index)
-        if place is None or self._arriving is not None:
-            place = self._in_array(index)
+        if place is None or self._arriving is not None or self._adopted:
+            place = self._place(index)
         factor, threads = self.factors.pop(index, 1.0), self._memory.num_threads
         if adds:
             assert place.dtype == torch.float32
@@ -387,9 +417,9 @@ class HostGrads(GradStore):
             self.sums[index] = found
         self.held = True
 
-    def _detach_shown_array(self) -> None:
+    def _detach_left_array(self) -> None:
         """Leave an array of which the user has views to those; the next gradients get another."""
-        self.shown = False
+        self._left.clear()
         if self._array is not None and _has_more_views(self._array, len(self._views)):
             self._drop_array()
 
@@ -417,6 +447,9 @@ class HostGrads(GradStore):
         return Need(f"gradients of {self.unit}")
 
     def _place(self, index: int) -> torch.Tensor:
+        if index in self._left and index not in self._adopted:
+            part = self.parts[index]
+            self._adopted[index] = host_empty(part.stop - part.start, self.dtype)
         return self._adopted[index] if index in self._adopted else self._in_array(index)
 
     def _in_array(self, index: int) -> torch.Tensor:
@@ -428,14 +461,16 @@ class HostGrads(GradStore):
         return self._views[index]
 
     def widen(self) -> None:
-        """As there; all are in the array then."""
+        """As there; all are in the array then, except those that the program has in hand, or whose place it has."""
         if self.dtype != torch.float32:
             self._widen_array()
-        if self._adopted:
+            moving = self._adopted.keys() - self._left
+        else:
+            moving = self._adopted.keys() - self._left - self.shown
+        if moving:
             self.writable_array()  # where there is no memory for it, they stay
-        while self._adopted:
-            index, grad = self._adopted.popitem()
-            self._in_array(index).copy_(grad)
+        for index in moving:
+            self._in_array(index).copy_(self._adopted.pop(index))
 
     def _widen_array(self) -> None:
         """Switch to fp32. The wide array is taken before the narrow one goes: without memory for it nothing changes."""
@@ -476,6 +511,7 @@ class HostGrads(GradStore):
         self._wait_for_arrival()
         self._array = None
         self._views.clear()
+        self._left.clear()
 
     def _sum_up(self, indices: Iterable[int]) -> None:
         for index in indices:

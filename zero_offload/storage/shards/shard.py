@@ -244,6 +244,12 @@ class Replica:
         """The shards may have other values now; those of a base stay."""
         self.fresh = self.base is not None
 
+    def take_extents(self) -> list[Extent]:
+        """Its extents, which are the caller's from now on."""
+        taken = [] if self._extent is None else [self._extent]
+        self._extent, self.fresh = None, False
+        return taken
+
     def launch_fetch(self, address: int, urgency: Urgency) -> Transfer:
         """Bring the values, `layout.nbytes`, from disk to host memory at `address`."""
         if self.base is not None:
@@ -284,6 +290,8 @@ class Shard:
     """The slot of the newest values, where they rest on disk."""
     committed: int | None = None
     """The slot that the committed generation names; never written to."""
+    uncommitted: frozenset[Component] = frozenset()
+    """States that came since: that generation has none of them."""
     dirty: bool = True
     """True if it changed in memory since it was last written to a slot."""
     writes: list[Transfer] = field(default_factory=list)
@@ -318,7 +326,7 @@ class Shard:
     @property
     def on_disk(self) -> bool:
         """True if the working copy is in the slots (then generations cost no further write)."""
-        return any(component not in self.memory for component in self.components)
+        return not self.memory.keys() >= set(self.components)
 
     def wait_for_writes(self) -> None:
         """Return when what was written can be read. Raises StorageError when a write failed."""

@@ -5,7 +5,8 @@ nothing. The calls, and what makes them:
     `lay_out`, or `restore` each section of a generation; `place_memory`, `write_components`   (offload);
     `rest_in_base`                             a frozen shard that files have as it is (load, resume);
     `grow`                                     when further parameters are offloaded (offload);
-    `thaw`, then `retire`                      when a frozen section is trained from now on (thaw);
+    `lay_anew`, then `retire`                  when a section is trained from now on, or frozen again (thaw);
+    `vacate`                                   when the model has none of a section's parameters any more (offload);
     `add_states`, `drop_states`                when an optimizer says what it keeps, and when none of it is wanted;
     `launch_fetch`, `launch_fetch_parts`       parameters for forward and backward (runtime);
     `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
@@ -27,7 +28,7 @@ import torch
 
 from zero_offload.base.errors import CapacityError, IntegrityError, ZeroOffloadError
 from zero_offload.base.events import Counters
-from zero_offload.base.host import host_empty
+from zero_offload.base.host import host_empty, host_reserved
 from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
 from zero_offload.plan.buffers import is_on_device
@@ -56,6 +57,8 @@ from zero_offload.storage.shards.snapshot import DeviceStaging, Snapshots
 
 HOST = HostDevice()
 _STATES = Need("states of a section", fills_late=True)
+KEPT_CHUNKS = 2
+"""Those in which a parameter begins and ends: its neighbours have the rest of them."""
 ChunkSource = Callable[[Component, int, int], torch.Tensor]
 """source(component, begin, end) -> the component's array of the chunk [begin, end), host."""
 
@@ -156,6 +159,8 @@ class ShardStore:
         """The slots of sections that a generation has and no shard yet; by index."""
         self._retired: list[Extent] = []
         """Extents that the committed generation alone names."""
+        self._kept: dict[tuple[int, int], dict[Component, torch.Tensor]] = {}
+        """Arrays of the chunks that `read_chunk` keeps, by section and row: the newest that rest on disk."""
         self._size_staging()
 
     @property
@@ -167,6 +172,7 @@ class ShardStore:
     def _size_staging(self) -> None:
         self.state_staging_bytes = max(array_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
         """Staging that `open_chunks` may use."""
+        self._kept.clear()  # shards have changed
         self.staging = LazyRegion(self.arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
 
@@ -182,9 +188,10 @@ class ShardStore:
         del self.shards[num_shards:]
         self._size_staging()
 
-    def thaw(self, shard: Shard, layout: SectionLayout) -> Shard:
-        """Let a frozen shard be as `layout` has it, which is trained; `write_components` follows. Returns the shard as
-        it was, from which values are read until `retire` or, after an error, `freeze`.
+    def lay_anew(self, shard: Shard, layout: SectionLayout) -> Shard:
+        """Let a shard be trained that was frozen, or the other way round, as `layout` has it; `write_components`
+        follows. It has no states. Returns the shard as it was, from which values are read until `retire` or, after an
+        error, `lay_back`.
 
         Raises CapacityError, and changes nothing, where there is no room. No update may be under way.
         """
@@ -194,33 +201,62 @@ class ShardStore:
         before = replace(shard, memory=dict(shard.memory), writes=[])
         tiers = {StateKind.OPTIMIZER: shard.placement.optimizer}
         shard.layout, shard.on_device = layout, is_on_device(layout, tiers, is_host=self._device.is_host)
-        if shard.on_device:
-            shard.memory = {}
-        shard.slots, shard.current, shard.committed, shard.base, shard.awaits_base = (), 0, None, None, False
+        shard.memory = self._values_that_stay(shard, before)
+        shard.slots, shard.cache, shard.current, shard.committed = (), None, 0, None
+        shard.base, shard.awaits_base = None, False
         try:
             self._take_memory(shard, shard.components)
             self._lay_out([(shard, shard.components)])
             self._size_staging()
         except BaseException:
-            self.freeze(shard, before)
+            self.lay_back(shard, before)
             raise
         return before
 
-    def freeze(self, shard: Shard, before: Shard) -> None:
-        """Let a shard that `thaw` has changed be again as it was; no generation has it otherwise."""
+    def _values_that_stay(self, shard: Shard, before: Shard) -> dict[Component, torch.Tensor]:
+        """The memory of values that rest where they did `before`."""
+        if not shard.placement.value_in_memory or before.on_device or shard.on_device:
+            return {}
+        return {each: array for each, array in before.memory.items() if each is Component.VALUE}
+
+    def lay_back(self, shard: Shard, before: Shard) -> None:
+        """Let a shard that `lay_anew` has changed be again as it was; no generation has it otherwise."""
         extents = _extents_of(shard)
         for each in fields(Shard):
             setattr(shard, each.name, getattr(before, each.name))
-        if self.swap is not None:
-            self.swap.free(extents)
+        self._free(extents)
         if shard.replica is not None and shard.base is not None and shard.replica.memory is None:
             shard.replica.base = replace(shard.base, layout=shard.layout.whole(), shard_index=0)
             shard.replica.outdate()
         self._size_staging()
 
+    def vacate(self, shard: Shard, layout: SectionLayout) -> None:
+        """Give up all that a shard has: `layout` has no parameter. Its room on disk is free when a generation is made
+        without it. No update may be under way.
+        """
+        self.read_lazy()
+        self.snapshots.wait_for_slots()
+        shard.wait_for_writes()
+        shard.wait_for_copies()
+        if shard.on_device:
+            self._device.mark().synchronize()
+        self._retire(_extents_of(shard))
+        if shard.replica is not None:
+            self._retire(shard.replica.take_extents())
+        emptied = Shard(layout, shard.placement, shard.on_device, dirty=False)
+        for each in fields(Shard):
+            setattr(shard, each.name, getattr(emptied, each.name))
+        self._size_staging()
+
     def retire(self, before: Shard) -> None:
-        """The shard was this, and is another. Its room on disk is free when a generation names the other."""
-        self._retire(_extents_of(before))
+        """The shard was this, and is another. Its room on disk is free when a generation names the other; at once
+        where none has named this. None has a cache."""
+        self._free([] if before.cache is None else [before.cache])
+        before.cache = None
+        if before.committed is None:
+            self._free(_extents_of(before))
+        else:
+            self._retire(_extents_of(before))
 
     def _retire(self, extents: Iterable[Extent]) -> None:
         """These belong to no shard. A generation that is committed may name them, until the next one is."""
@@ -228,10 +264,18 @@ class ShardStore:
         if self._num_slots == 1:
             self._free_retired()  # there are no generations
 
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes on disk of what the committed generation alone names; the next one gives them back."""
+        return sum(int(extent.blocks["nbytes"].sum()) for extent in self._retired)
+
     def _free_retired(self) -> None:
-        if self._retired and self.swap is not None:
-            self.swap.free(self._retired)
-            self._retired = []
+        self._free(self._retired)
+        self._retired = []
+
+    def _free(self, extents: Sequence[Extent]) -> None:
+        if extents and self.swap is not None:
+            self.swap.free(extents)
 
     # Components of shards, and where they are: memory and extents, taken when there is something to put there
 
@@ -334,6 +378,9 @@ class ShardStore:
             for component, part in zip(sizes, memory.split(list(sizes.values())), strict=True):
                 shard.memory[component] = part.view(component_dtype(layout, component))
             return
+        if layout.is_thawed and sizes.keys() > {Component.VALUE}:  # it stays when the master goes
+            self._take_memory(shard, [Component.VALUE])
+            del sizes[Component.VALUE]
         # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
         region = self.arena.allocate(sum(sizes.values()), _STATES)
         offset = 0
@@ -374,6 +421,7 @@ class ShardStore:
                 shard.memory.pop(component, None)
             raise
         self._keep(shard, missing)
+        shard.uncommitted |= {*missing}
         if rested_in_memory and shard.on_disk:
             self._fill_slot(shard)
         if shard.on_device:
@@ -388,8 +436,12 @@ class ShardStore:
             self._device.mark().synchronize()  # an update on the device may be under way
         for component in shard.states:
             shard.memory.pop(component, None)
-            self._retire([slot.pop(component) for slot in shard.slots if component in slot])
-        shard.states, shard.dirty = (), True
+            extents = [slot.pop(component) for slot in shard.slots if component in slot]
+            if extents and component in shard.uncommitted:
+                self.disk.free(extents)
+            else:
+                self._retire(extents)
+        shard.states, shard.dirty, shard.uncommitted = (), True, frozenset()
         self._size_staging()
 
     def _fill_slot(self, shard: Shard) -> None:
@@ -423,6 +475,7 @@ class ShardStore:
         way. Values in memory are replaced by the files', unless a file is gone: `read_base` follows then.
         """
         self.read_lazy()
+        self._kept.clear()
         self.snapshots.wait_for_slots()
         base = InBase(shard.layout, tuple(sorted(spans, key=lambda span: span.begin)), shard_index, self.base)
         shard.base, shard.awaits_base, shard.dirty = base, Component.VALUE in shard.memory, False
@@ -595,9 +648,10 @@ class ShardStore:
 
     # Whole shards
 
-    def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
+    def read_chunk(self, shard: Shard, component: Component, row: int, *, keeps: bool = False) -> torch.Tensor:
         """The array of one chunk, on the host: a copy of a device's memory, or a view of host memory where it rests. A
-        chunk on disk becomes a view of staging, valid until the next read.
+        chunk on disk becomes a view of staging, valid until the next read. With `keeps` the next reads of it come from
+        memory, as do those of one chunk more. `read_lazy` ends that: a forward or an update begins.
         """
         if component in shard.memory:
             return _on_host(shard, shard.array(component, row))
@@ -608,9 +662,17 @@ class ShardStore:
                 return values.zero_()  # it was never written
             shard.base.launch_fetch([Stretch(begin, end, values.data_ptr())], Urgency.URGENT).wait()
             return values
+        key = shard.layout.index, row
+        if (array := self._kept.get(key, {}).get(component)) is not None:
+            return array
         shard.wait_for_writes()
         extent = shard.slots[shard.current][component]
-        return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
+        array = self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
+        if keeps:
+            self._kept.setdefault(key, {})[component] = host_reserved(array.shape, array.dtype).copy_(array)
+            if len(self._kept) > KEPT_CHUNKS:
+                del self._kept[next(iter(self._kept))]
+        return array
 
     def read_range(self, shard: Shard, begin: int, out: torch.Tensor) -> None:
         """Values from element `begin` of the shard on, into `out`, (n,) of their dtype, host."""
@@ -628,7 +690,8 @@ class ShardStore:
         return lazy
 
     def read_lazy(self) -> None:
-        """Read all lazy values now: they are about to change, or to be out of reach."""
+        """Read all lazy values now, and keep no chunk: they are about to change, or to be out of reach."""
+        self._kept.clear()
         for lazy in list(self._lazy):
             lazy.read()
         self._lazy.clear()
@@ -684,7 +747,7 @@ class ShardStore:
             if row not in rows:
                 continue
             chunk = OpenChunks(shard, range(row, row + 1), begin, end, {})
-            used = 0
+            used, written = 0, dict[Component, torch.Tensor]()
             for component in components:
                 values = source(component, begin, end)
                 _check_array(shard, component, values, end - begin)
@@ -696,8 +759,14 @@ class ShardStore:
                     used += values.nbytes
                 target.copy_(values)
                 chunk.addresses[component] = target.data_ptr()
+                written[component] = target
+            kept = self._kept.pop((shard.layout.index, row), None)
             self.close_chunks(chunk)
             shard.wait_for_writes()
+            if kept is not None:
+                for component in kept.keys() & written.keys():
+                    kept[component].copy_(written[component])
+                self._kept[shard.layout.index, row] = kept
         if shard.on_device:
             self.snapshots.staging.updated()
         self.finish_update(shard)
@@ -728,6 +797,7 @@ class ShardStore:
         for shard, slot in zip(self.shards, slots, strict=True):
             shard.committed = slot if shard.base is None and shard.slots else None
             assert shard.committed is None or 0 <= slot < len(shard.slots), f"section {shard.layout.index}, slot {slot}"
+            shard.uncommitted = frozenset()
         self._free_retired()
 
 
