@@ -50,6 +50,10 @@ In torch 2.10 and 2.11 another takes every shape where a tensor has no memory. A
 give memory as it was found. One copies late, and not from any memory. The last ones torch refuses where a gradient is
 required, and a copy requires none.
 """
+STALE = ("empty", "lstsq")
+"""Parts of names of functions whose values depend on stale memory: torch fills nothing, or hands LAPACK's gelsy pivots
+that nothing has set (issue 187411 of torch).
+"""
 ANSWERED = {
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "output_nr", "data", "mT", "T"),
@@ -155,6 +159,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
         for func, name, place, args, kwargs in calls(lambda: net.weight):
             _, _, _, plain_args, plain_kwargs = next(plain)
             short = name.split(".")[-2 if name.endswith(("__get__", "__set__")) else -1]
+            is_stale = any(part in short for part in STALE)
             if not {short, func.__name__}.isdisjoint(EXCEPTIONS):
                 continue
             version = net.weight._version
@@ -171,7 +176,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
             if is_changed:
                 changed.add(short)
                 (param,) = [x for x in tree_leaves((plain_args, plain_kwargs)) if isinstance(x, nn.Parameter)]
-                if "empty" not in short and not torch.equal(net.weight.data.clone().nan_to_num(), param.nan_to_num()):
+                if not is_stale and not torch.equal(net.weight.data.clone().nan_to_num(), param.nan_to_num()):
                     wrong.append((name, place, "leaves", net.weight.tolist(), "not", param.tolist()))
                 net.weight.copy_(torch.eye(SIZE))
             if isinstance(found, Exception):
@@ -180,7 +185,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
                 continue
             answered.add(short)
             is_view = any(isinstance(each, AtRest | Away) for each in tree_leaves(found))
-            values = not is_view and "empty" not in short
+            values = not is_view and not is_stale
             if isinstance(expected, Exception):
                 wrong.append((name, place, "answers where torch raises", repr(expected)[:80]))
             elif described(found, values=values) != described(expected, values=values):
