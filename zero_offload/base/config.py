@@ -68,22 +68,32 @@ class OffloadConfig:
     """ZeRO stage, for several ranks: 1 divides optimizer states over them, 2 gradients too, 3 parameters too;
     0 divides nothing."""
     params: PlacementRequest = "cpu"
+    """Tier of the values that forward uses: "device", "cpu", "nvme", fractions such as {"cpu": 0.5, "nvme": 0.5}, or
+    "auto"."""
     grads: PlacementRequest = "cpu"
+    """Tier of gradients, from backward to the update; as `params`."""
     optimizer: PlacementRequest = "cpu"
+    """Tier of masters and moments; as `params`."""
     activations: PlacementRequest = "device"
-    """Where tensors rest that forward keeps for backward; "auto" is "device"."""
+    """Tier of tensors that forward keeps for backward; as `params`, and "auto" is "device"."""
     nvme: str | Path | Sequence[str | Path] | None = None
     """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
     existing: str = "refuse"
+    """Treatment of a generation in that directory: "refuse" (an error names its step), "resume" or "discard"."""
     generation: int | None = None
     """With existing="resume": the number of the one to go on from; None is the newest."""
     precision: str | Precision = "bf16"
     """"bf16", "fp16" (with `zo.GradScaler`), "fp32" or a Precision. Read it as `numerics`."""
     device_memory: int | str | None = None
+    """The most bytes of a GPU's memory: a number, or text such as "20GiB"; None is what is free. Read the budgets
+    through `budget_bytes`."""
     cpu_memory: int | str | None = None
+    """The most bytes of this process's host memory for states, gradients and buffers; activations are not counted.
+    None is what is free, in equal parts for the ranks of a machine."""
     nvme_capacity: int | str | None = None
-    """Budgets; None is what the machine has. Read them through `budget_bytes`."""
+    """The most bytes of the directories; None is what is free there."""
     durability: str = "process"
+    """The end that a run survives: "commit" (power loss), "process" (kill -9, a crash) or "scratch" (none)."""
     commit_every: int | str = 1
     """Between two generations: optimizer steps, a duration such as "30s", "2min" or "1h" by rank 0's clock, or "auto".
     "auto" is the shortest duration with which commits, as measured, take at most 2% of the time from training.

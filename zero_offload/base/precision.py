@@ -24,8 +24,11 @@ class Precision:
     """
 
     compute: str = "bf16"
+    """Dtype of forward and backward: "bf16", "fp16" or "fp32"."""
     reduce: str = "fp32"
+    """Dtype in which gradients cross between ranks."""
     states: str = "fp32"
+    """Form of optimizer states at rest: "fp32", "bf16" or "compact"."""
     modules: Mapping[ModuleKey, str] = field(default_factory=dict, hash=False)
     """Other compute dtypes for some modules and all below them: {"*.router": "fp32", nn.LayerNorm: "fp32"}. The
     innermost module that a key matches decides; of several keys for one module, the last. See `plan/dtypes.py`."""

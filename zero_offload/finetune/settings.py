@@ -53,6 +53,7 @@ class FinetuneConfig:
     data: tuple[str, ...] = ()
     """Files, folders or names of data sets."""
     eval_data: tuple[str, ...] = ()
+    """Data for evaluation, as `data`."""
     split: float = 0.0
     """The share of the data that is kept for evaluation; 0 is none."""
     method: str = "auto"
@@ -62,6 +63,7 @@ class FinetuneConfig:
     steps: int = 0
     """Optimizer steps; 0: as many as `epochs` have."""
     epochs: float = 1.0
+    """Passes over the data."""
     batch: int = 4
     """Samples (with packing: sequences) per micro-batch and rank."""
     accumulate: int = 4
@@ -73,8 +75,11 @@ class FinetuneConfig:
     warmup: float = 0.03
     """Steps until the peak; below 1 a share of all steps, and none where that is less than one."""
     weight_decay: float = 0.0
+    """Decay of AdamW."""
     clip: float = 1.0
+    """The largest norm of all gradients, to which larger ones are clipped."""
     seed: int = 0
+    """Seed of the order of data, of new heads and adapters, and of live blocks."""
     lora: int = 0
     """Rank of the adapters; 0 trains all parameters."""
     lora_alpha: float = 0.0
@@ -109,6 +114,7 @@ class FinetuneConfig:
     samples: int = 2
     """Texts that the model writes at each evaluation."""
     offload: OffloadConfig = field(default_factory=lambda: default_offload())
+    """The table `[offload]`: where states rest."""
 
     def __post_init__(self) -> None:
         if problems := list(_find_problems(self)):

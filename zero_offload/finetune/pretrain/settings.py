@@ -38,7 +38,9 @@ class TrainConfig:
     out: Path = RUNS / "stdlib"
     """Run directory: metrics, report, sample, and the NVMe tier where none is named."""
     steps: int = 450
+    """Optimizer steps."""
     seq: int = 128
+    """Bytes of text in a sequence: each is a token."""
     batch: int = 16
     """Sequences per micro-batch and rank."""
     accumulate: int = 1
@@ -46,18 +48,25 @@ class TrainConfig:
     lr: float = 3e-3
     """Peak learning rate: reached after `warmup` steps, then a cosine down to a tenth of it."""
     warmup: int = 20
+    """Steps until the peak."""
     weight_decay: float = 0.1
     """Applied to matrices; norm weights are not decayed."""
     clip: float = 1.0
+    """The largest norm of all gradients, to which larger ones are clipped."""
     seed: int = 0
+    """Seed of the values and of the order of data."""
     eval_every: int = 50
+    """Steps between evaluations."""
     eval_batches: int = 8
+    """Batches of an evaluation."""
     recompute: str = ""
     """"none" or "block" (a block's activations are computed again in backward); empty: as the preset."""
     sample_bytes: int = 240
+    """Length of the text that the model writes at the end."""
     trace: int = 0
     """Steps to trace, after the second one of this start; no part of what the run is."""
     offload: OffloadConfig = field(default_factory=lambda: _offload_config({}, RUNS / "stdlib"))
+    """The table `[offload]`: where states rest."""
 
     def __post_init__(self) -> None:
         if problems := list(_find_problems(self)):
