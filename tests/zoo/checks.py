@@ -20,7 +20,6 @@ import numpy
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_offload as zo
@@ -29,6 +28,7 @@ from tests.zoo.families import TRANSFORMERS, Family
 from tests.zoo.inputs import Inputs, loss_of
 from tests.zoo.libraries import LIBRARIES, Library
 from zero_offload.model.first_forward import DtypeWatch, give_dtypes
+from zero_offload.model.without_memory import without_memory
 from zero_offload.plan.dtypes import resolve
 
 STEPS = 4
@@ -356,7 +356,7 @@ def dtypes(subject: Subject, folder: Path) -> str:
         precisions.append(zo.Precision(buffers={"*": "fp32"}))
     for precision in precisions:
         config = zo.OffloadConfig(precision=precision)
-        found = without_memory(subject, config)
+        found = error_without_memory(subject, config)
         if found is None:
             return LEFT_OUT
         real = with_memory(subject, zo.offload(subject.build(), config))
@@ -365,7 +365,7 @@ def dtypes(subject: Subject, folder: Path) -> str:
     return HOLDS
 
 
-def without_memory(subject: Subject, config: zo.OffloadConfig) -> str | None:
+def error_without_memory(subject: Subject, config: zo.OffloadConfig) -> str | None:
     """The error about dtypes, empty without one; None where the class cannot run without memory."""
     inputs = subject.batch(0)
     try:
@@ -373,8 +373,7 @@ def without_memory(subject: Subject, config: zo.OffloadConfig) -> str | None:
             model = subject.library.build(subject.family).train()
         wanted = resolve(model, config)
         give_dtypes(model, wanted)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
+        with without_memory(model):
             watch = DtypeWatch(model, wanted.compute)
             with Answers(), watch, watch.names():
                 loss_of(model(**inputs)).backward()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +24,7 @@ from zero_offload.base.host import host_empty
 from zero_offload.finetune.model.build import meta_model, recompute_blocks
 from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder
 from zero_offload.model.first_forward import DtypeWatch, give_dtypes
+from zero_offload.model.without_memory import without_memory
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.model_spec import ModelSpec
 
@@ -71,8 +71,7 @@ def rehearse(
         recompute_blocks(model)
     model.train()
     saved = dict.fromkeys(("", *units), 0)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # those on meta
-        model.to_empty(device="cpu")
+    with without_memory(model):
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
