@@ -59,7 +59,7 @@ check: $(READY)
 # that need tools of others run in `make test-tools`. It prints the reading grade of each page.
 docs: $(DOCS) $(NATIVE)
 	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs build/site
-	$(BIN)/python -m pytest -q tests/house/test_guide.py tests/fake_gpu/test_programs.py $(ARGS)
+	$(BIN)/python -m pytest -q tests/house/test_pages.py tests/fake_gpu/test_programs.py $(ARGS)
 
 native: $(READY) $(NATIVE)
 

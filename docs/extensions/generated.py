@@ -6,33 +6,17 @@ Both read the code as the site is built, so a page cannot lack a setting or a fl
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import importlib
-import inspect
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
+from fields import field_texts
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from zero_offload.cli.main import build_parser
-
-
-def field_texts(cls: type) -> dict[str, str]:
-    """The text behind each field of a dataclass. Fields in a row share the text behind the last of them."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    texts: dict[str, str] = {}
-    waiting: list[str] = []
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            waiting.append(node.target.id)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and waiting:
-            texts |= dict.fromkeys(waiting, " ".join(str(node.value.value).split()))
-            waiting = []
-    return texts
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Programs of README, the guide and examples, as they stand, on a machine with a GPU: those that use torch alone."""
+"""Programs of README, docs and examples, as they stand, on a machine with a GPU: those that use torch alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tests.helpers import programs
 pytestmark = pytest.mark.usefixtures("late")
 
 CHAPTERS = [
-    (page, chapter) for page, given in programs.GIVEN.items() for chapter in given if chapter not in programs.OF_TOOLS
+    (page, chapter)
+    for page, given in programs.GIVEN.items()
+    for chapter in given
+    if (page, chapter) not in programs.OF_TOOLS
 ]
 
 

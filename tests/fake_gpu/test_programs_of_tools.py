@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.tools, pytest.mark.usefixtures("late")]
 
 tools: Any = pytest.importorskip("tests.helpers.tools")
 LONG = {"diffusion_full.py", "diffusion_lora.py", "trl_sft.py", "README.md"}
-LONG |= {f"docs/{name}.md" for name in ("GUIDE", "LORA-AND-QUANTIZATION", "MOE")}
+LONG |= {f"docs/{name}.md" for name in ("choose/plan", "use/fine-tune", "use/lora-and-quantization", "use/moe")}
 """Examples, and pages whose commands train or plan several times."""
 EXAMPLES = [name for name in programs.EXAMPLES if name not in (*programs.PLAIN_EXAMPLES, *programs.EXAMPLES_NOT_RUN)]
 
@@ -65,9 +65,9 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("lightning")
-@pytest.mark.parametrize("chapter", sorted(programs.OF_TOOLS))
-def test_a_chapter_of_the_guide(chapter: str) -> None:
-    programs.run_page("docs/GUIDE.md", chapter)
+@pytest.mark.parametrize(("page", "chapter"), sorted(programs.OF_TOOLS))
+def test_a_chapter(page: str, chapter: str) -> None:
+    programs.run_page(page, chapter)
 
 
 @pytest.mark.parametrize("page", programs.pages_of_tools())

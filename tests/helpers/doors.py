@@ -30,7 +30,9 @@ HEADING = "## Doors"
 HEAD = f"""{HEADING}
 
 Ways into a model and out of it: load, do nothing or what the third column says, save, and compare. A right door has \
-all names and values. A refused one ends in an error that names the door that is right. A lost one loses something in \
+all names and values. A refused one ends in an error that names the door that is right.
+
+A lost one loses something in \
 the library without an error, and its test fails when a version mends it. Calls of `zo` are ours. Versions are those \
 of `constraints.txt`; tests of {", ".join(f"{name} {version}" for name, version in BESIDE.items())} are skipped where \
 these are not installed.

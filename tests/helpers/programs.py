@@ -1,9 +1,9 @@
 """The programs of README, docs and examples: where they are, what their folders become, and which cannot run.
 
-A page's blocks of Python run as they stand, in order, in one process: `run_page`. Blocks of the guide are parts of a
+A page's blocks of Python run as they stand, in order, in one process: `run_page`. Blocks of most pages are parts of a
 reader's program, which `GIVEN` stands in for. Loops over `range` are cut to `ROUNDS`, and folders are small ones of the
 same class (`FOLDERS`). A line `...` is where the reader's own code stands. Commands of shell blocks: `commands`.
-Everything that is not run has a reason in `NOT_RUN`; `tests/house/test_guide.py` holds that nothing else is left out.
+Everything that is not run has a reason in `NOT_RUN`; `tests/house/test_pages.py` holds that nothing else is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from torch.nn import functional as F
 import zero_offload as zo
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    *(
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "docs").rglob("*.md"))
+        if path.parent.name not in ("decisions", "about")
+    ),
+)
 EXAMPLES = tuple(sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 ROUNDS = 3
 
@@ -377,33 +384,37 @@ def changed() -> Names:
 
 GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "README.md": {"In Python": (lambda: {"MyTransformer": MyTransformer, "batch": batch},)},
-    "docs/GUIDE.md": {
-        "Precision": (precise,),
+    "docs/use/precision.md": {"": (precise,), "fp16": (scaled,)},
+    "docs/use/changing-models.md": {
         "Parameters added later": (adapted,),
         "Modules that are removed, moved or replaced": (changed,),
-        "fp16": (scaled,),
-        "Micro-batches": (trained,),
+    },
+    "docs/use/micro-batches.md": {"": (trained,)},
+    "docs/use/larger-than-ram.md": {
         "Models larger than memory": (plain,),
         "Activations": (plain,),
         "Large vocabularies": (logits,),
-        "Hugging Face folders": (adapted,),
-        "Between steps": (followed,),
-        "Copies and averages": (trained,),
-        "Trainers": (in_trainer,),
-        "accelerate": (in_accelerate,),
-        "Lightning": (in_lightning,),
-        "Coming from elsewhere": (plain, adapted, ada_lora, averaged),
-        "torch.distributed.checkpoint": (trained,),
-        "Where a step goes": (trained, trained),
-        "The report": (trained,),
     },
+    "docs/use/hugging-face.md": {"": (adapted,)},
+    "docs/use/between-steps.md": {"": (followed,)},
+    "docs/use/copies.md": {"": (trained,)},
+    "docs/use/trainers.md": {"": (in_trainer,)},
+    "docs/use/accelerate.md": {"": (in_accelerate,)},
+    "docs/use/lightning.md": {"": (in_lightning,)},
+    "docs/use/adapters.md": {"": (adapted, ada_lora)},
+    "docs/use/state-dicts.md": {"": (averaged,)},
+    "docs/use/distributed-checkpoint.md": {"": (trained,)},
+    "docs/move/from-deepspeed.md": {"Calls": (plain,)},
+    "docs/read/steps.md": {"": (trained, trained)},
+    "docs/read/report.md": {"": (trained,)},
 }
 """By page and chapter: what each block finds. Blocks of other pages find what the blocks before them have made."""
 OF_TOOLS = {
-    *("Precision", "Parameters added later", "Hugging Face folders", "Trainers", "accelerate", "Lightning"),
-    "Coming from elsewhere",
+    ("docs/use/precision.md", ""),
+    ("docs/use/changing-models.md", "Parameters added later"),
+    *((f"docs/use/{name}.md", "") for name in ("hugging-face", "trainers", "accelerate", "lightning", "adapters")),
 }
-"""Chapters of the guide whose programs use software of others."""
+"""Pages and chapters whose programs use software of others."""
 
 
 # Examples

@@ -1,4 +1,4 @@
-"""The Python of README, the guide and the other pages runs as it stands on a CPU. tests/fake_gpu runs it on a GPU."""
+"""The Python of README and the pages of docs runs as it stands on a CPU. tests/fake_gpu runs it on a GPU."""
 
 from __future__ import annotations
 

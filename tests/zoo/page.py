@@ -16,6 +16,8 @@ from tests.zoo.libraries import LIBRARIES
 PAGE = Path(__file__).parents[2] / "docs" / "ZOO.md"
 HEAD = """# Families of models
 
+After this page you know which families of models train offloaded, and what holds of each.
+
 `make zoo` builds a tiny model of each family, offloads it, and writes this page. A family is a folder of \
 `transformers/models`, a class of diffusers' transformers and U-Nets, or a module of timm. The class of a folder is \
 the first of a list of heads that it has. timm's column has the name of a model, the smallest of the module.

@@ -348,7 +348,7 @@ def _needs_other(name: str) -> Callable[[Any, Any], Any]:
                 f"{name} of parameter {described(param)}, and None. If that is its .grad: step() uses a gradient up, "
                 "where torch keeps it until zero_grad(). Read it before step(), by 'with zo.gathered(model, "
                 'kind="grads") as grads:\', which gives copies by name. For code that reads .grad after step(), such '
-                "as peft's update_and_allocate, docs/GUIDE.md has the lines"
+                "as peft's update_and_allocate, docs/use/adapters.md has the lines"
             )
         return operator(param, other)
 

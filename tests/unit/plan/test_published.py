@@ -11,7 +11,7 @@ FITTED = {run.gpu: run for run in reversed(RUNS)}
 """The first run of each card."""
 FAR = {("a100-80", "MPT-7B", 2048), ("a100-40", "MPT-13B", 1024)}
 """Runs that are predicted worse: without recompute, and with little memory beside the gathers."""
-GUIDE = Path(__file__).parents[3] / "docs" / "GUIDE.md"
+PAGE = Path(__file__).parents[3] / "docs" / "choose" / "predictions.md"
 
 
 @pytest.mark.parametrize("run", FITTED.values(), ids=lambda run: run.gpu)
@@ -36,5 +36,5 @@ def test_a_card_without_a_run_names_the_card_it_is_taken_for() -> None:
             assert gpu.share == GPUS[gpu.share.card].share._replace(card=gpu.share.card) and gpu.share.card in FITTED
 
 
-def test_the_guide_shows_the_runs() -> None:
-    assert "\n".join(as_table()) in GUIDE.read_text()
+def test_the_page_shows_the_runs() -> None:
+    assert "\n".join(as_table()) in PAGE.read_text()
