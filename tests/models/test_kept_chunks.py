@@ -36,29 +36,123 @@ def train(model: nn.Module, optimizer: Any, step: int) -> None:
     runtime(model).drain()
 
 
-@pytest.mark.parametrize("durability", ["scratch", "process"])
-def test_an_average_reads_its_bytes_and_the_students(durability: str, tmp_path: Path) -> None:
-    student = offloaded(tmp_path / "student", durability=durability)
-    config = zo.OffloadConfig(params="nvme", nvme=tmp_path / "average", precision="fp32", durability=durability)
-    average = zo.copy(student, config, kind="frozen")
+def forward(model: nn.Module, optimizer: Any, path: Path) -> None:
+    with torch.no_grad():
+        assert torch.isfinite(model(tokens_of(0)).float()).all()
+
+
+def update(model: nn.Module, optimizer: Any, path: Path) -> None:
+    if optimizer is None:
+        return forward(model, optimizer, path)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    train(model, optimizer, 1)
+
+
+def gather(model: nn.Module, optimizer: Any, path: Path) -> None:
+    with zo.gathered(model) as params:
+        for name, values in read_masters(model).items():
+            assert torch.equal(params[name].detach(), values.to(params[name].dtype))
+
+
+def save(model: nn.Module, optimizer: Any, path: Path) -> None:
+    if optimizer is not None:
+        zo.save_checkpoint(model, optimizer, path / f"checkpoint{len(list(path.iterdir()))}")
+    zo.export_pretrained(model, path / f"export{len(list(path.iterdir()))}")
+
+
+def write_all(model: nn.Module, optimizer: Any, path: Path) -> None:
+    with zo.gathered(model, mode="write"):
+        pass
+
+
+def edit_states(model: nn.Module, optimizer: Any, path: Path) -> None:
+    for param in [] if optimizer is None else model.parameters():
+        optimizer.state[param]["exp_avg"].mul_(0.5)
+
+
+def step_alone(model: nn.Module, optimizer: Any, path: Path) -> None:
+    """No forward comes before an update, and it is of one section."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    weight = model.head.weight
+    weight.grad = torch.zeros(weight.shape)
+    optimizer.step()
+    weight.grad = None
+
+
+def nothing(model: nn.Module, optimizer: Any, path: Path) -> None:
+    """A commit follows."""
+
+
+USERS = {each.__name__: each for each in (forward, update, gather, save, write_all, edit_states, step_alone, nothing)}
+
+
+@pytest.mark.parametrize("user", ["forward", "commit", "gathered"])
+def test_an_average_reads_and_writes_its_bytes_once(user: str, tmp_path: Path) -> None:
+    """After a commit too, which makes all of it go to another slot."""
+    student = offloaded(tmp_path / "student")
+    average = zo.copy(student, average_on(tmp_path / "average"), kind="frozen")
     expected = read_masters(average)
     nbytes = sum(values.nbytes for values in expected.values())
     optimizer = zo.AdamW(student.parameters(), lr=1e-2)
-    for step in range(2):
+    for step in range(3):
         train(student, optimizer, step)
         before = [moved(model) for model in (student, average)]
         with torch.no_grad():
             for mine, theirs in zip(average.parameters(), student.parameters(), strict=True):
                 mine.lerp_(theirs, 0.25)
-        (read, _), (read_here, written) = (
-            [now - then for now, then in zip(moved(model), counts, strict=True)]
-            for model, counts in zip((student, average), before, strict=True)
-        )
+        read, read_here = (moved(model)[0] - then[0] for model, then in zip((student, average), before, strict=True))
         assert read == pytest.approx(nbytes, rel=0.02) and read_here == pytest.approx(nbytes, rel=0.02)
-        assert written >= nbytes
+        assert moved(average)[1] < before[1][1] + nbytes  # the last chunk waits for a neighbour
+        if user == "forward":
+            average(tokens_of(step))
+        elif user == "gathered":
+            with zo.gathered(average) as params:
+                assert all(map(torch.isfinite, (each.detach().sum() for each in params.values())))
+        else:
+            zo.commit(student, optimizer, also=[average])
+            runtime(average).drain()
+        assert moved(average)[1] - before[1][1] == pytest.approx(nbytes, rel=0.02)
         for name, values in read_masters(student).items():
             expected[name].lerp_(values, 0.25)
         assert all(torch.equal(values, expected[name]) for name, values in read_masters(average).items())
+    zo.close(student)
+    zo.close(average)
+
+
+def average_on(path: Path, **settings: Any) -> zo.OffloadConfig:
+    return zo.OffloadConfig(params="nvme", nvme=path, precision="fp32", **settings)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trainable"])
+@pytest.mark.parametrize("user", USERS)
+def test_what_waits_is_written_before_it_is_used(user: str, kind: str, tmp_path: Path) -> None:
+    """Each second parameter has changed, after a generation that names the slots, and after none."""
+    precision, width = ("bf16", 33) if kind == "trainable" else ("fp32", WIDTH)
+    settings: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "precision": precision}
+    config = zo.OffloadConfig(nvme=tmp_path / "one", existing="resume", **settings)
+    model = zo.offload(build(partial(TinyLM, width, 2)).requires_grad_(kind == "trainable"), config)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2) if kind == "trainable" else None
+    if optimizer is not None:
+        train(model, optimizer, 0)
+    for commits in (0, 1, 2):
+        expected = {name: values.clone() for name, values in read_masters(model).items()}
+        with torch.no_grad():
+            for name, param in list(model.named_parameters())[commits % 2 :: 2]:
+                param.mul_(1.5)
+                expected[name].mul_(1.5)
+        USERS[user](model, optimizer, tmp_path)
+        found = read_masters(model)
+        assert all(torch.equal(values, expected[name]) for name, values in found.items()), commits
+        zo.commit(model, optimizer)
+    zo.close(model)
+    again = zo.offload(build(partial(TinyLM, width, 2)).requires_grad_(kind == "trainable"), config)
+    zo.resume(again, zo.AdamW(again.parameters()) if kind == "trainable" else None)
+    assert all(torch.equal(values, expected[name]) for name, values in read_masters(again).items())
+    zo.close(again)
 
 
 def masters_of(model: nn.Module) -> list[torch.Tensor]:

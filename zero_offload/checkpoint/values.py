@@ -249,7 +249,7 @@ class Edited:
         if row != self._row:
             # All at once: the memory that a chunk is read into is that which it is written from.
             self._row = row
-            needed = self._edits if self._store.writes_in_place(self._shard) else self._shard.components
+            needed = self._edits if self._store.writes_in_place(self._shard, row) else self._shard.components
             self._arrays = {each: self._array(each, begin, end) for each in needed}
         array = self._arrays[component]
         for low, high, values in self._edits.get(component, ()):
@@ -272,7 +272,7 @@ def replace_masters(store: ShardStore, shard: Shard, masters: ChunkSource) -> No
 
     def source(component: Component, begin: int, end: int) -> torch.Tensor:
         nonlocal read_row
-        if read_row != (row := begin // CHUNK_NUMEL) and not store.writes_in_place(shard):
+        if read_row != (row := begin // CHUNK_NUMEL) and not store.writes_in_place(shard, row):
             # All at once: the memory that a chunk is read into is that which it is written from.
             read_row = row
             states.update({each: store.read_chunk(shard, each, row).clone() for each in shard.states})

@@ -23,7 +23,7 @@ components rest in memory is a cache: it is written after every update and belon
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -296,6 +296,8 @@ class Shard:
     """True if it changed in memory since it was last written to a slot."""
     writes: list[Transfer] = field(default_factory=list)
     """Writes not yet known to be complete."""
+    write_held: Callable[[], None] | None = None
+    """Writes what is held back of it; see `Held`."""
     last_copy: Event | None = None
     """A copy between values in host memory, which may be part of a replica, and the compute device. Earlier copies do
     not end later than it. For all the host knows it is under way."""
@@ -329,7 +331,13 @@ class Shard:
         return not self.memory.keys() >= set(self.components)
 
     def wait_for_writes(self) -> None:
-        """Return when what was written can be read. Raises StorageError when a write failed."""
+        """Return when its slot has everything, and can be read. Raises StorageError when a write failed."""
+        if self.write_held is not None:
+            self.write_held()
+        self.wait_for_launched()
+
+    def wait_for_launched(self) -> None:
+        """The same, but what is held back stays so."""
         for transfer in list(self.writes):
             if not transfer.arrived:
                 transfer.wait()

@@ -39,6 +39,7 @@ from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena, Need
 from zero_offload.storage.memory.pool import LazyRegion
+from zero_offload.storage.shards.held import Held
 from zero_offload.storage.shards.shard import (
     Component,
     InBase,
@@ -160,7 +161,9 @@ class ShardStore:
         self._retired: list[Extent] = []
         """Extents that the committed generation alone names."""
         self._kept: dict[tuple[int, int], dict[Component, torch.Tensor]] = {}
-        """Arrays of the chunks that `read_chunk` keeps, by section and row: the newest that rest on disk."""
+        """Arrays of the chunks that `read_chunk` keeps, by section and row: the newest of what rests on disk."""
+        self._held: dict[int, Held] = {}
+        """Changes that wait to be written, by section; their chunks are kept."""
         self._size_staging()
 
     @property
@@ -172,7 +175,7 @@ class ShardStore:
     def _size_staging(self) -> None:
         self.state_staging_bytes = max(array_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
         """Staging that `open_chunks` may use."""
-        self._kept.clear()  # shards have changed
+        self._drop_kept()  # shards have changed
         self.staging = LazyRegion(self.arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
 
@@ -204,6 +207,7 @@ class ShardStore:
         shard.memory = self._values_that_stay(shard, before)
         shard.slots, shard.cache, shard.current, shard.committed = (), None, 0, None
         shard.base, shard.awaits_base = None, False
+        self._forget_held(shard)
         try:
             self._take_memory(shard, shard.components)
             self._lay_out([(shard, shard.components)])
@@ -241,6 +245,7 @@ class ShardStore:
         if shard.on_device:
             self._device.mark().synchronize()
         self._retire(_extents_of(shard))
+        self._forget_held(shard)
         if shard.replica is not None:
             self._retire(shard.replica.take_extents())
         emptied = Shard(layout, shard.placement, shard.on_device, dirty=False)
@@ -411,6 +416,7 @@ class ShardStore:
         if not missing or not shard.layout.trainable:
             return
         self.snapshots.wait_for_slots()
+        shard.wait_for_writes()
         rested_in_memory = not shard.on_disk
         try:
             # Memory first: a manifest names every extent that a slot has, and a resume takes memory for each.
@@ -475,7 +481,6 @@ class ShardStore:
         way. Values in memory are replaced by the files', unless a file is gone: `read_base` follows then.
         """
         self.read_lazy()
-        self._kept.clear()
         self.snapshots.wait_for_slots()
         base = InBase(shard.layout, tuple(sorted(spans, key=lambda span: span.begin)), shard_index, self.base)
         shard.base, shard.awaits_base, shard.dirty = base, Component.VALUE in shard.memory, False
@@ -651,7 +656,8 @@ class ShardStore:
     def read_chunk(self, shard: Shard, component: Component, row: int, *, keeps: bool = False) -> torch.Tensor:
         """The array of one chunk, on the host: a copy of a device's memory, or a view of host memory where it rests. A
         chunk on disk becomes a view of staging, valid until the next read. With `keeps` the next reads of it come from
-        memory, as do those of one chunk more. `read_lazy` ends that: a forward or an update begins.
+        memory, as do those of one chunk more, and its changes wait there. `read_lazy` ends that: a forward or an update
+        begins.
         """
         if component in shard.memory:
             return _on_host(shard, shard.array(component, row))
@@ -665,14 +671,35 @@ class ShardStore:
         key = shard.layout.index, row
         if (array := self._kept.get(key, {}).get(component)) is not None:
             return array
-        shard.wait_for_writes()
-        extent = shard.slots[shard.current][component]
-        array = self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
+        shard.wait_for_launched()
+        if keeps and key not in self._kept:
+            self._make_room_to_keep()
+        held = self._held.get(shard.layout.index)
+        slot = (held.slot_before(row) if held is not None else None) or shard.slots[shard.current]
+        dtype = component_dtype(shard.layout, component)
+        array = self.disk.read_block(slot[component], row, dtype, self.staging.region)
         if keeps:
             self._kept.setdefault(key, {})[component] = host_reserved(array.shape, array.dtype).copy_(array)
-            if len(self._kept) > KEPT_CHUNKS:
-                del self._kept[next(iter(self._kept))]
         return array
+
+    def _make_room_to_keep(self) -> None:
+        """Write the chunk that was kept first, if it waits, and keep it no more."""
+        while len(self._kept) >= KEPT_CHUNKS:
+            section, row = next(iter(self._kept))
+            if section in self._held:
+                self._held[section].write_chunk(row)
+            del self._kept[section, row]
+
+    def _drop_kept(self) -> None:
+        """Write what waits, of all shards, and keep no chunk. Raises StorageError."""
+        for held in self._held.values():
+            held.write()
+        self._kept.clear()
+
+    def _forget_held(self, shard: Shard) -> None:
+        """The shard has no slots of before any more; nothing waits for them."""
+        shard.write_held = None
+        self._held.pop(shard.layout.index, None)
 
     def read_range(self, shard: Shard, begin: int, out: torch.Tensor) -> None:
         """Values from element `begin` of the shard on, into `out`, (n,) of their dtype, host."""
@@ -691,7 +718,7 @@ class ShardStore:
 
     def read_lazy(self) -> None:
         """Read all lazy values now, and keep no chunk: they are about to change, or to be out of reach."""
-        self._kept.clear()
+        self._drop_kept()
         for lazy in list(self._lazy):
             lazy.read()
         self._lazy.clear()
@@ -715,63 +742,103 @@ class ShardStore:
             out[array_range(layout, component, begin, end)] = self.read_chunk(shard, component, row)
         return out
 
-    def writes_in_place(self, shard: Shard) -> bool:
-        """True if what is written takes the place of the newest values: no generation names it."""
+    def writes_in_place(self, shard: Shard, row: int) -> bool:
+        """True if what is written of a chunk takes the place of its newest values: no generation names it."""
         if not shard.on_disk:
             return True
-        return shard.base is None and bool(shard.slots) and shard.writable_slot() == shard.current
+        if shard.base is not None or not shard.slots:
+            return False
+        held = self._held.get(shard.layout.index)
+        is_behind = held is not None and held.slot_before(row) is not None
+        return not is_behind and shard.writable_slot() == shard.current
 
     def write_components(
         self, shard: Shard, source: ChunkSource, changed: tuple[Collection[int], Collection[Component]] | None = None
     ) -> None:
         """Replace every component of a shard, after a commit under way; what rests on disk goes to a slot that no
         generation needs. With `changed`, chunks and components, `source` has all others as they are: they are
-        written only where that slot has older ones. The caller has read lazily what it changes of values.
+        written only where that slot has older ones. The caller has read lazily what it changes of values. Chunks that
+        `read_chunk` keeps may wait to be written.
 
         Raises ZeroOffloadError where the source gives an array of another dtype, size or device than the component's.
         """
         if changed is None:
             self.read_lazy()
         self.snapshots.wait_for_slots()
-        in_place = self.writes_in_place(shard)
+        comes_to_slot = shard.on_disk and (shard.base is not None or not shard.slots)
         self.make_writable(shard)
         self.ensure_cache(shard)
         shard.wait_for_copies()
-        staging = self.staging.region
-        everything = range(len(shard.layout.chunks())), shard.components
-        # Only a slot that no generation names is changed in part; another slot gets all chunks.
-        rows, components = changed if changed and in_place else everything
+        rows: Collection[int] = range(len(shard.layout.chunks()))
+        components: Collection[Component] = ()
+        if changed is not None and not comes_to_slot:
+            rows, components = changed
+            self._begin_move(shard)
         if not shard.on_disk:
             self._leave_base(shard)  # before its values in memory are others than the files'
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            if row not in rows:
-                continue
-            chunk = OpenChunks(shard, range(row, row + 1), begin, end, {})
-            used, written = 0, dict[Component, torch.Tensor]()
-            for component in components:
-                values = source(component, begin, end)
-                _check_array(shard, component, values, end - begin)
-                if component in shard.memory:
-                    target = shard.array(component, row)
-                    chunk.memory_bytes += target.nbytes
-                else:
-                    target = staging.tensor(values.dtype, values.numel(), used)
-                    used += values.nbytes
-                target.copy_(values)
-                chunk.addresses[component] = target.data_ptr()
-                written[component] = target
-            kept = self._kept.pop((shard.layout.index, row), None)
-            self.close_chunks(chunk)
-            shard.wait_for_writes()
-            if kept is not None:
-                for component in kept.keys() & written.keys():
-                    kept[component].copy_(written[component])
-                self._kept[shard.layout.index, row] = kept
+            if row in rows:
+                mine = components if components and self.writes_in_place(shard, row) else shard.components
+                if not self._hold(shard, row, mine, source):
+                    self._write_chunk(shard, OpenChunks(shard, range(row, row + 1), begin, end, {}), mine, source)
         if shard.on_device:
             self.snapshots.staging.updated()
         self.finish_update(shard)
         self._leave_base(shard)
+
+    def _begin_move(self, shard: Shard) -> None:
+        """A generation names the shard's slot: what changes goes to another one, and the rest before that is used."""
+        if shard.on_disk and shard.writable_slot() != shard.current:
+            before, shard.current = shard.slots[shard.current], shard.writable_slot()
+            rows = range(len(shard.layout.chunks()))
+            self._held_of(shard).begin_move(before, shard.slots[shard.current], rows)
+
+    def _held_of(self, shard: Shard) -> Held:
+        held = self._held.setdefault(shard.layout.index, Held(self.disk))
+        shard.write_held = held.write
+        return held
+
+    def _hold(self, shard: Shard, row: int, components: Collection[Component], source: ChunkSource) -> bool:
+        """Change a chunk that is kept, and let it wait to be written. False where it is not, or not all of it."""
+        kept = self._kept.get((shard.layout.index, row), {})
+        if not kept.keys() >= set(components) or not shard.slots:
+            return False
+        begin, end = shard.layout.chunks()[row]
+        for component in components:
+            values = source(component, begin, end)
+            _check_array(shard, component, values, end - begin)
+            kept[component].copy_(values)
+        self._held_of(shard).hold(row, {each: kept[each] for each in components}, shard.slots[shard.writable_slot()])
+        return True
+
+    def _write_chunk(
+        self, shard: Shard, chunk: OpenChunks, components: Iterable[Component], source: ChunkSource
+    ) -> None:
+        """Write a chunk where it rests, and what is kept of it."""
+        staging, used, row = self.staging.region, 0, chunk.rows.start
+        written = dict[Component, torch.Tensor]()
+        for component in components:
+            values = source(component, chunk.begin, chunk.end)
+            _check_array(shard, component, values, chunk.end - chunk.begin)
+            if component in shard.memory:
+                target = shard.array(component, row)
+                chunk.memory_bytes += target.nbytes
+            else:
+                target = staging.tensor(values.dtype, values.numel(), used)
+                used += values.nbytes
+            target.copy_(values)
+            chunk.addresses[component] = target.data_ptr()
+            written[component] = target
+        kept = self._kept.pop((shard.layout.index, row), None)
+        self.close_chunks(chunk)
+        shard.wait_for_launched()
         shard.writes.clear()
+        if shard.layout.index in self._held:
+            self._held[shard.layout.index].note_written(row, written)
+        if kept is not None:
+            for component in kept.keys() & written.keys():
+                kept[component].copy_(written[component])
+            self._kept[shard.layout.index, row] = kept
 
     # Generations
 
