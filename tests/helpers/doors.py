@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "COMPATIBILITY.md"
 RIGHT, REFUSED, LOST = OUTCOMES = ("right", "refused", "lost")
 """How an outcome begins. Behind a colon may stand what is refused, or lost."""
 BESIDE = {
+    "compressed-tensors": "0.20.1",
     "deepspeed": "0.19.8",
     "gguf": "0.19.0",
     "gptqmodel": "7.7.0",
@@ -34,7 +35,7 @@ all names and values. A refused one ends in an error that names the door that is
 
 A lost one loses something in \
 the library without an error, and its test fails when a version mends it. Calls of `zo` are ours. Versions are those \
-of `constraints.txt`; tests of {", ".join(f"{name} {version}" for name, version in BESIDE.items())} are skipped where \
+of `constraints.txt`. Tests of {", ".join(f"{name} {version}" for name, version in BESIDE.items())} are skipped where \
 these are not installed.
 """
 

@@ -256,6 +256,11 @@ def _files_of(path: Path) -> tuple[dict[str, Path], dict[str, str]]:
         raise CheckpointError(
             f"{file} is a GGUF file, which lacks parts of a model: give the folder of safetensors that it was made of"
         )
+    if file.suffix in _PICKLED:
+        raise CheckpointError(
+            f"{file.name} of {file.parent} is pickled, and is not loaded{_training_checkpoint(file.parent)}. Give a "
+            "folder of safetensors"
+        )
     if file.suffix != ".json":
         return {file.name: file}, {}
     weight_map, folder = _read_index(file), file.parent
@@ -286,14 +291,38 @@ def _main_file(folder: Path) -> Path:
     return folder / found[0]
 
 
+_PICKLED = (".bin", ".pt", ".pth")
+
+
 def _what_else(path: Path) -> str:
     """The weights that a folder has instead."""
     if not path.is_dir():
         return ""
-    endings = (".safetensors", ".bin", ".pt", ".pth", GGUF)
-    found = sorted(entry.name for entry in path.iterdir() if entry.suffix in endings)
+    if known := _training_checkpoint(path):
+        return known
+    found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", *_PICKLED, GGUF))
     return f", but {', '.join(found[:3])} (pickled weights and GGUF are not loaded)" if found else ""
 
+
+def _training_checkpoint(folder: Path) -> str:
+    """The library whose checkpoint a folder is, and how its weights are had."""
+    if (folder / ".metadata").is_file():
+        return (
+            ": it is a checkpoint of torch.distributed.checkpoint, which loads it: zo.offload the model, and call "
+            "dcp.load({'model': model.state_dict()}, checkpoint_id=FOLDER), by the names that it was saved under"
+        )
+    if not any(folder.glob("*_model_states.pt")) and not (folder / _DEEPSPEED_SCRIPT).is_file():
+        return ""
+    if (folder / "zero").is_dir():
+        return f": it is a universal checkpoint of DeepSpeed. Run {_DEEPSPEED_SCRIPT} of the one that it was made of"
+    step = folder if (folder / _DEEPSPEED_SCRIPT).is_file() else folder.parent
+    return (
+        f": it is a checkpoint of DeepSpeed. python {step / _DEEPSPEED_SCRIPT} {step} OUT --safe_serialization makes a "
+        "folder of it. Where that refuses tied weights, get_fp32_state_dict_from_zero_checkpoint and save_file make one"
+    )
+
+
+_DEEPSPEED_SCRIPT = "zero_to_fp32.py"
 
 _NAME_LETTERS = 255
 """Of a file; a file system takes no more."""

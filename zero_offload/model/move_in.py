@@ -47,8 +47,10 @@ from zero_offload.storage.shards.store import ShardStore
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Raise if torch divides or copies the model, or a part of it, over ranks or devices itself."""
+    """Raise if a library divides, copies or moves the model, or a part of it, itself."""
     for name, module in model.named_modules():
+        if (problem := _moved_by_others(module)) is not None:
+            raise ConfigError(f"{name or 'the model'} {problem}")
         wrappers = (wrapper_of(kind.__module__) for kind in type(module).__mro__)
         if (what := next(filter(None, wrappers), None)) is not None:
             raise ConfigError(
@@ -56,6 +58,23 @@ def check_not_wrapped(model: nn.Module) -> None:
                 "over the ranks itself (stage=). Call zo.offload(model, config) on the plain model, as it was before "
                 "it was wrapped, and leave the wrapper out"
             )
+
+
+def _moved_by_others(module: nn.Module) -> str | None:
+    """How a library keeps values of a module elsewhere, or will put other parameters into it."""
+    if hasattr(module, "_hf_hook") and any(param.is_meta and recipe_of(param) is None for param in module.parameters()):
+        return (
+            "has values that accelerate keeps elsewhere (a device_map, cpu_offload or disk_offload). Build the model "
+            "without these, or load it by zo.load_pretrained, and call zo.offload on that"
+        )
+    is_cache = type(module._parameters).__module__.startswith("compressed_tensors.")
+    if is_cache or getattr(getattr(module, "quantization_status", None), "value", None) == "compressed":
+        return (
+            "is compressed by compressed-tensors, which puts other parameters into it in the first forward. Load the "
+            "folder by from_pretrained(quantization_config=CompressedTensorsConfig(dequantize=True)), and call "
+            "zo.offload on that"
+        )
+    return None
 
 
 def param_problem(param: nn.Parameter, device: torch.device | None = None) -> str | None:
