@@ -41,6 +41,44 @@ def test_the_error_of_an_unknown_optimizer_names_all_of_ours(nvme: Path) -> None
         torch.optim.Rprop(model.parameters()).step()
 
 
+class OnMasters(torch.optim.Optimizer):
+    """Steps fp32 copies of its own, as wrappers for mixed precision and block by block do (BAdam's)."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        super().__init__(params, {})
+        self.params = [param for group in self.param_groups for param in group["params"]]
+        self.take_masters()
+
+    def take_masters(self) -> None:
+        self.masters = [param.clone().float().detach() for param in self.params]
+        self.inner = torch.optim.AdamW(self.masters, lr=1e-2)
+
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad = param.grad.float()
+            param.grad = None
+        self.inner.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.data.copy_(master.to(param.dtype).data)
+        self.take_masters()
+
+
+@in_pairs(params=["cpu", "nvme"], grads=["cpu", "device", "nvme"])
+def test_an_optimizer_that_has_masters_of_its_own(params: str, grads: str, nvme: Path) -> None:
+    model, plain = zo.offload(build(Model), placed("fp32", (params, grads, "cpu"), nvme)), build(Model)
+    losses: list[list[float]] = []
+    for each in (model, plain):
+        optimizer = OnMasters(each.parameters())
+        losses.append([])
+        for seed in range(3):
+            loss = each(tokens_of(seed))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, (param.detach().clone() for param in model.parameters()), plain.parameters()))
+
+
 def with_torch_clip(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
     for seed in range(4):
         loss = model(tokens_of(seed))

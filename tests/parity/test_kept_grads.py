@@ -14,6 +14,7 @@ from tests.helpers.kept_grads import FourLayers, Program, run_on_ranks
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import full, in_turn
 from tests.helpers.ranks import RankPool
+from zero_offload.runtime.grads.access import GradAccess
 
 SETTINGS = [
     {"grads": "device"},
@@ -115,4 +116,115 @@ def test_a_dropped_gradient_keeps_its_memory(keep: Callable[[Tensor], Tensor]) -
     assert torch.equal(kept, expected) and not torch.equal(weight.grad, expected)
     kept.zero_()
     assert weight.grad.any()
+    zo.close(model)
+
+
+def drop_one_by_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+DROPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "None": drop_one_by_one,
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "others": lambda model, optimizer: [
+        setattr(param, "grad", torch.ones(param.shape)) for param in model.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_program_keeps_outlives_the_drop(drop: str, grads: str, precision: str, nvme: Path) -> None:
+    """The step that follows is that of other gradients."""
+    config = zo.OffloadConfig(precision=precision, grads=grads, nvme=nvme, durability="scratch", overlap="forward")
+    model = zo.offload(build(TinyLM), config)
+    optimizer = zo.SGD(model.parameters(), lr=0.5)
+    model(tokens_of(0)).backward()
+    params = list(model.parameters())
+    kept, rows = [param.grad.float() for param in params], params[0].grad[1:3]
+    zo.clip_grad_norm_(model, 0.5)
+    expected = [grad.clone() for grad in kept]
+    DROPS[drop](model, optimizer)
+    model(tokens_of(1)).backward()
+    optimizer.step()
+    assert all(map(torch.equal, (grad.clone() for grad in kept), expected))
+    assert torch.equal(rows.clone(), expected[0][1:3])
+    assert torch.nn.utils.get_total_norm(kept) == torch.nn.utils.get_total_norm(expected)
+    rows.add_(1)
+    expected[0][1:3].add_(1)
+    for each in (kept, expected):
+        each[1].mul_(0.5)
+        each[2].clamp_(-1e-3, 1e-3)
+        each[3].zero_()
+        torch._foreach_mul_(each[4:], 0.25)
+        each[5].data = each[5] + 1
+    assert all(map(torch.equal, (grad.clone() for grad in kept), expected))
+    plain = [nn.Parameter(torch.ones(grad.shape)) for grad in expected]
+    for param, grad in zip(plain, kept, strict=True):
+        param.grad = grad
+    torch.optim.SGD(plain, lr=1.0).step()
+    assert all(torch.equal(param, 1 - grad) for param, grad in zip(plain, expected, strict=True))
+    zo.close(model)
+    del model, params, optimizer
+    assert all(map(torch.equal, (grad.clone() for grad in kept), expected))
+
+
+def test_a_drop_reads_what_the_program_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", grads="cpu"))
+    optimizer, read = zo.SGD(model.parameters(), lr=0.5), list[nn.Parameter]()
+    plain_read = GradAccess.read
+    monkeypatch.setattr(GradAccess, "read", lambda self, param: read.append(param) or plain_read(self, param))
+    model(tokens_of(0)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = None
+    model(tokens_of(0)).backward()
+    kept = model.head.weight.grad.detach()
+    optimizer.zero_grad()
+    assert read == [model.head.weight] and kept.shape == model.head.weight.shape
+    model(tokens_of(0)).backward()
+    used = model.head.weight.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len(read) == 1 and used.shape == kept.shape
+    zo.close(model)
+
+
+@pytest.mark.parametrize("values", [0.5, 0.0])
+def test_one_tensor_is_not_the_gradient_of_two(values: float) -> None:
+    """In plain torch a change of one gradient would be one of the other."""
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", grads="cpu"))
+    first, second = model.norm.weight, model.blocks[0].norm.weight
+    one = torch.full((2 * first.numel(),), values)
+    first.grad = one[: first.numel()]
+    for shared in (one[: first.numel()], one[1 : first.numel() + 1], first.grad.detach()):
+        with pytest.raises(zo.ZeroOffloadError, match=r"gradient of (blocks\.0\.)?norm\.weight"):
+            second.grad = shared
+    second.grad = one[first.numel() :]  # beside it
+    first.grad = None
+    second.grad = one[: first.numel()]
+    first.grad = one[first.numel() :]
+    one.mul_(2)
+    for param in (first, second):
+        with pytest.raises(zo.ZeroOffloadError, match="was changed afterwards"):
+            assert param.grad.norm()
+    zo.close(model)
+
+
+def test_a_view_that_was_assigned_and_changes_is_noticed() -> None:
+    """Neither the view nor the tensor that it is of has to live."""
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", grads="cpu"))
+    weight = model.norm.weight
+    for form in (lambda each: each.view(-1), lambda each: each.detach(), lambda each: each[0]):
+        given = torch.ones(1, weight.numel())
+        weight.grad = form(given).view(weight.shape)
+        other = given.view(-1)
+        del given
+        other.mul_(2)
+        with pytest.raises(zo.ZeroOffloadError, match="was changed afterwards"):
+            assert weight.grad.norm()
     zo.close(model)

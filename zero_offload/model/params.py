@@ -7,8 +7,9 @@ works.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -55,6 +56,7 @@ from zero_offload.standins.readers import Readers
 from zero_offload.standins.sources import ParamPlaces, ParamSource, StateSource, Touched
 from zero_offload.standins.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.standins.state_tensor import STEP, StateTensor
+from zero_offload.storage.memory.arena import A_BUFFER
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 
 
@@ -948,11 +950,13 @@ class ModelParams(ParamSource):
         return self._handle(param) if view is None else view
 
     def _handle(self, param: nn.Parameter) -> GradHandle:
-        return GradHandle.of(param, self._grads, self._grads.life_of(param))
+        return GradHandle.of(param, weakref.ref(self._grads), self._grads.life_of(param))
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(grad).__name__}")
+        if isinstance(grad, GradHandle) and (kept := grad.kept) is not None:
+            grad = kept
         if isinstance(grad, GradHandle) and grad.param is param and grad.root() is grad:
             self._grads.check_held(param, grad.life)
             return
@@ -976,10 +980,12 @@ class ModelParams(ParamSource):
         if values.shape == param.shape and not values.any() and not (is_trainable and self._grads.shows_memory(param)):
             self.drop_grads([param])
             if is_trainable:
+                self._grads.check_unshared(param, grad)
                 self._grads.zero([param])
                 self._grads.note_given(param, grad)
             return
         self._check_assigned(param, values, is_trainable)
+        self._grads.check_unshared(param, grad)
         self.drop_grads([param])
         if not self._grads.adopt(param, grad):
             self._grads.write(param, values)
@@ -1023,6 +1029,10 @@ class ModelParams(ParamSource):
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         params = tensors_of(params)
         self._check_not_updated(params)
+        for param in self._grads.in_hand(params):
+            with suppress(CapacityError):  # a use of it raises then
+                self._store.arena.look(4 * param.numel(), A_BUFFER)
+                self._grads.keep(param)
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 param.grad = None

@@ -48,6 +48,8 @@ _COPIED = ("numpy", "tolist", "__array__", "__dlpack__")
 """Of the functions that read memory past torch's operations, those that a copy serves."""
 _NOT_OF_VALUES = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_", "__setstate__"))
 """Changes of the tensor object: a copy would take them with it."""
+_COPIES = frozenset(("clone", "to", "float", "double", "cpu", "cuda", "copy_"))
+"""Functions that give the values themselves, as a copy."""
 _ACCUMULATES = frozenset(
     ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "iadd", "isub", "imul", "itruediv", "true_divide")
 )
@@ -210,7 +212,9 @@ class _CallOnCopies:
             raise no_conversion(param)
         for each in self._params.values():
             owner = self._owner(each)
-            if (error := no_step_of_others(described(each), owner)) is not None:
+            # A step that computes with tensors of its own takes copies here, and writes its result.
+            is_copied = name in _COPIES if not self._changed else name == "copy_" and len(self._params) == 1
+            if not is_copied and (error := no_step_of_others(described(each), owner)) is not None:
                 raise error
             if not owner.access.may_read(each):
                 raise needs_data(func, each)

@@ -3,7 +3,8 @@
 It stands for the gradient that the next step uses: reduced, unscaled, fp32. Norms come from the sums that are known;
 scaling is a factor that the step multiplies by. So torch's clipping, a loss scaler and loggers of norms work, and no
 gradient moves. Clamping changes the gradient where it rests. Any other operation gets a copy of the elements, and what
-it changes there is written back. A view is a handle too, and writes to its root. A handle ends with its gradient.
+it changes there is written back. A view is a handle too, and writes to its root. A handle ends with its gradient, where
+a step uses it. Where the program drops it, the handle has its values, and is an ordinary tensor from then on.
 
 Where ranks divide a gradient, an operation in place that takes each element by itself runs on this rank's part. Others
 get all elements, and are collective.
@@ -43,7 +44,7 @@ class GradHandle(WithViews):
     """Of a view, and of a tensor that `detach` gave: how many assignments to `.data` there were before."""
 
     @staticmethod
-    def of(param: nn.Parameter, access: GradSource, life: GradLife) -> GradHandle:
+    def of(param: nn.Parameter, access: weakref.ref[GradSource], life: GradLife) -> GradHandle:
         make: Any = Tensor._make_wrapper_subclass
         with torch._C.DisableTorchFunctionSubclass():
             # On meta for C++, which then finds no address that it might read; asked for its device it is the
@@ -51,7 +52,7 @@ class GradHandle(WithViews):
             handle: GradHandle = make(
                 GradHandle, param.size(), dtype=torch.float32, device="meta", dispatch_device=True
             )
-        handle.param, handle.life, handle._access, handle._root = param, life, weakref.ref(access), None
+        handle.param, handle.life, handle._access, handle._root = param, life, access, None
         handle._born = None
         return handle
 
@@ -83,6 +84,13 @@ class GradHandle(WithViews):
             )
 
     @property
+    def kept(self) -> Tensor | None:
+        """Its elements, host memory, if the gradient was dropped and this has the values."""
+        if self.life.kept is None:
+            return None
+        return self.within(self.life.kept)
+
+    @property
     def access(self) -> GradSource:
         """Those that hold the gradient. Raises ZeroOffloadError where it is over, or not complete."""
         access = self._access()
@@ -93,6 +101,8 @@ class GradHandle(WithViews):
         return access
 
     def read(self) -> Tensor:
+        if self.life.kept is not None:
+            return self.life.kept.to(_device(self))
         return self.access.read(self.param)
 
     def write(self, values: Tensor) -> None:
@@ -100,6 +110,10 @@ class GradHandle(WithViews):
             raise ZeroOffloadError(
                 f"{self.describe()} was to have shape {tuple(values.shape)}; it keeps its own, {tuple(self.shape)}"
             )
+        if self.life.kept is not None:
+            self.life.kept.copy_(values)
+            torch.autograd.graph.increment_version(self.life.kept)  # a dispatch counts none
+            return
         self.access.write(self.param, values)
 
     def refuse(self, what: str) -> ZeroOffloadError:
@@ -118,7 +132,7 @@ class GradHandle(WithViews):
         name, kwargs, first = func.overloadpacket.__name__, kwargs or {}, args[0] if args else None
         if name in _OF_LISTS:
             return _OF_LISTS[name](func, *args, **kwargs)
-        if name in _OF_ONE and isinstance(first, GradHandle):
+        if name in _OF_ONE and isinstance(first, GradHandle) and (first.life.kept is None or name in _OF_ALL):
             answer = _OF_ONE[name](first, *args[1:], **kwargs)
             if answer is not NotImplemented:
                 return answer
@@ -173,7 +187,7 @@ def _takes_each_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     changed = [each for each in changed_by(func, args, kwargs) if isinstance(each, Tensor)]
     root = changed[0] if len(changed) == 1 and changed[0] is args[0] else None
-    if not isinstance(root, GradHandle) or root._root is not None:
+    if not isinstance(root, GradHandle) or root._root is not None or root.life.kept is not None:
         return None
     return root if root.access.span(root.param) is not None else None
 
@@ -234,13 +248,13 @@ def _device(handle: GradHandle) -> torch.device:
 
 def _detach(handle: GradHandle) -> Tensor:
     access = handle._access()
-    if access is None:
+    if access is None and handle.life.kept is None:
         raise dropped_error(handle.param)
     handle.check_born()
     if handle._root is not None:
         with torch._C.DisableTorchFunctionSubclass():
             return handle._root.view_at(handle)
-    made = GradHandle.of(handle.param, access, handle.life)
+    made = GradHandle.of(handle.param, handle._access, handle.life)
     made._born = handle.life.assignments
     return made
 
@@ -309,6 +323,8 @@ _OF_ONE: dict[str, Callable[..., Any]] = {
     "zero_": _zero_,
 }
 """Operations by torch's names."""
+_OF_ALL = frozenset(("device", "detach", "is_pinned"))
+"""Those that a handle which has its values answers too."""
 
 
 # Lists of gradients, ordinary ones among them: torch itself passes handles one by one
@@ -331,11 +347,12 @@ def _check_and_unscale_(func: Any, grads: list[Tensor], found_inf: Tensor, inv_s
     if plain := [grad for grad in grads if not isinstance(grad, GradHandle)]:
         func(plain, found_inf, inv_scale)
     for handle in _handles(grads):
-        if not handle.access.is_finite(handle.param):
+        is_finite = handle.isfinite().all() if handle.life.kept is not None else handle.access.is_finite(handle.param)
+        if not is_finite:
             found_inf.fill_(1.0)
             break
     for handle in _handles(grads):
-        _mul_(handle, inv_scale)
+        torch.ops.aten.mul_(handle, inv_scale)
 
 
 _OF_LISTS: dict[str, Callable[..., Any]] = {
@@ -358,12 +375,12 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise handle.refuse(f"a .data of shape {tuple(values.shape)} in place of {tuple(handle.shape)}")
     if handle._born is not None:
         raise handle.refuse("an assignment to the .data of a view")
-    if isinstance(values, GradHandle) and values.param is not handle.param:
+    if isinstance(values, GradHandle) and values.life is not handle.life and values.life.kept is None:
         raise handle.refuse(f"an assignment of {values.describe()} to .data, which shares it,")
     if values is not handle:
         handle.copy_(values)
         handle.life.assignments += 1
-        if not isinstance(values, GradHandle):
+        if not isinstance(values, GradHandle) and handle.life.kept is None:
             handle.access.note_given(handle.param, values)
 
 

@@ -161,6 +161,9 @@ class GradLife:
 
     assignments = 0
     """Of `.data`, by which plain torch gives the gradient other memory."""
+    kept: torch.Tensor | None = None
+    """Its values, in host memory, where the program has dropped it and has a handle still: then they are the handle's.
+    """
 
 
 class GradSource(ABC):

@@ -67,8 +67,27 @@ class GradAccess(GradSource):
             self.ledger.check_given(section)
         return section.lives.setdefault(index, GradLife())
 
+    def in_hand(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those with a gradient that rests elsewhere, and that the program has a handle of. One rank."""
+        if self.arriving.num_ranks > 1 or _in_backward():
+            return []
+        found = []
+        for section, indices in self.ledger.by_section(param for param in params if id(param) in self.ledger.places):
+            chosen = [index for index in indices if index in section.lives] if section.lives else []
+            found += [section.params[index] for index in chosen if not is_dtensor(section.params[index])]
+        return found
+
+    def keep(self, param: nn.Parameter) -> None:
+        """The program drops a gradient of which it has a handle: the handle has the values from now on."""
+        section, index = self.ledger.place(param)
+        if (life := section.lives.get(index)) is not None:
+            life.kept = self.read(param).cpu()
+
     def note_given(self, param: nn.Parameter, values: torch.Tensor) -> None:
         self.ledger.note_given(param, values)
+
+    def check_unshared(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        self.ledger.check_unshared(param, values)
 
     def check_held(self, param: nn.Parameter, life: GradLife) -> None:
         """Raise where this gradient is over, or is not complete."""
@@ -77,7 +96,8 @@ class GradAccess(GradSource):
         is_there = index in section.holding or param in self.ledger.zeroed
         if section.lives.get(index) is not life or not is_there:
             raise ZeroOffloadError(
-                f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again"
+                f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again; keep "
+                f"values beyond that by {name}.grad.clone()"
             )
         if section.given:
             self.ledger.check_given(section)

@@ -13,7 +13,6 @@ factor ends.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -48,6 +47,10 @@ class GradLedger:
         """
         self.overflowed = False
         """True if a loss scaler has found that this step must not be taken; it ends with the gradients."""
+        self._given: dict[int, dict[int, Given]] = {}
+        """Tensors that the program has assigned and may hold still, by their storage and the parameter's id."""
+        self._given_at: dict[int, int] = {}
+        """The storage of the last one, by the parameter's id."""
         self._captured: Factor | None = None
         """The last factor in a device's memory; the next parameter mostly has the same."""
         self._changed: tuple[GradSection, set[int]] | None = None
@@ -255,13 +258,31 @@ class GradLedger:
         """A copy of `grad` was assigned: a change of the tensor itself would be missed."""
         if not grad.is_inference():
             section, index = self.places[id(param)]
-            section.given[index] = Given(weakref.ref(grad), grad._version)
+            section.given[index] = given = Given.of(grad)
+            self._given.get(self._given_at.pop(id(param), 0), {}).pop(id(param), None)
+            if given.storage is not None:
+                self._given_at[id(param)] = given.storage.cdata
+                self._given.setdefault(given.storage.cdata, {})[id(param)] = given
+
+    def check_unshared(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Raise where the gradient of another parameter is a copy of a tensor that lies where this one does."""
+        if not self._given or grad.is_inference() or (storage := (given := Given.of(grad)).storage) is None:
+            return
+        for key, other in self._given.get(storage.cdata, {}).items():
+            section, index = self.places.get(key, (None, 0))
+            is_there = section is not None and section.given.get(index) is other
+            if section is not None and is_there and key != id(param) and given.overlaps(other):
+                raise ZeroOffloadError(
+                    f"the tensor that was assigned to the gradient of {self.name_of(param)} has memory of that of "
+                    f"{section.layout.params[index].spec.name}. In plain torch both gradients are one tensor then, and "
+                    "changes of one are those of the other; here each rests for itself. Assign a copy: "
+                    "param.grad = tensor.clone()"
+                )
 
     def check_given(self, section: GradSection) -> None:
         """Raise where an assigned tensor was changed since."""
-        for index, (tensor, version) in section.given.items():
-            grad = tensor()
-            if grad is not None and grad._version != version:
+        for index, (counter, version, *_) in section.given.items():
+            if counter._version != version:
                 name = section.layout.params[index].spec.name
                 raise ZeroOffloadError(
                     f"the tensor that was assigned to the gradient of {name} was changed afterwards. In plain torch it "
@@ -332,6 +353,9 @@ class GradLedger:
             return False
         self.loss_scale, self.overflowed, self._is_scaled = 1.0, False, False
         self._captured = None
+        if self._given and not any(section.given for section in self.sections):
+            self._given.clear()
+            self._given_at.clear()
         return True
 
 

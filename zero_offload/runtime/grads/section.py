@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.host import host_empty
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device, aliased
 from zero_offload.hardware.native import GradSum
@@ -57,8 +60,34 @@ class Factor(NamedTuple):
 class Given(NamedTuple):
     """A tensor that the program has assigned to `.grad`, which is a copy of it here."""
 
-    tensor: weakref.ref[torch.Tensor]
+    counter: torch.Tensor
+    """It counts the changes of that tensor and of its views, and has no memory."""
     version: int
+    storage: StorageWeakRef | None
+    """The memory, for what has some."""
+    begin: int = 0
+    end: int = 0
+    """Addresses."""
+
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> Given:
+        if type(grad) not in (torch.Tensor, nn.Parameter) or grad.layout is not torch.strided:
+            return cls(grad, grad._version, None)
+        with torch.no_grad():
+            counter = grad.detach()
+            counter.data = host_empty(0, grad.dtype)
+        begin, last = (
+            grad.data_ptr(),
+            sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True)),
+        )
+        storage = StorageWeakRef(grad.untyped_storage())
+        return cls(counter, counter._version, storage, begin, begin + (last + 1) * grad.itemsize)
+
+    def overlaps(self, other: Given) -> bool:
+        """True if both have some memory in common."""
+        if self.storage is None or self.storage != other.storage or self.storage.expired():
+            return False
+        return self.begin < other.end and other.begin < self.end
 
 
 class Exposed(NamedTuple):
@@ -135,8 +164,8 @@ class GradSection:
     """Exposed gradients that a step has used: while the program has them or, until the next backward, views of them."""
     given: dict[int, Given] = field(default_factory=dict)
     """Tensors that the program has assigned, and of which copies are held."""
-    lives: dict[int, GradLife] = field(default_factory=dict)
-    """Of parameters whose gradient the program has a handle of, an object that ends with the gradient."""
+    lives: WeakValueDictionary[int, GradLife] = field(default_factory=WeakValueDictionary)
+    """Of parameters whose gradient the program has a handle of, an object that goes with the last of them."""
     factors: dict[int, list[Factor]] = field(default_factory=dict)
     """Factors of gradients held beside those of the store, not read yet."""
 
