@@ -99,7 +99,7 @@ def test_text_says_where_the_step_went(run_dir: Path) -> None:
         ["0.02", "4.0%"],
         ["0.5", "100.0%"],
     ]
-    assert where.splitlines()[5] == "80.0% of the update was hidden"
+    assert where.splitlines()[5] == "80.0% of the update ran beside compute, which did not wait for it"
     assert traced.startswith("steps 3 to 4, traced")
     assert [line.split() for line in traced.splitlines()[1:6]] == [
         ["forward", "0.1", "20.0%"],

@@ -95,10 +95,10 @@ class Progress:
         if live := row.get("live"):
             yield f"block{'s'[: len(live) > 1]} {', '.join(name.rpartition('.')[2] for name in live)}"
         if whole_s := row.get("whole_s", row["step_s"]):  # waits of a validation before it are in there, too
-            yield f"stall {row['stall_s'] / whole_s:.0%}"
+            yield f"{row['stall_s'] / whole_s:.0%} waiting"
         overlap = update_overlap(row.get("update_s", 0.0), row.get("exposed_s", {}).get("update", 0.0))
         if overlap is not None:
-            yield f"update {overlap:.0%} hidden"
+            yield f"update {overlap:.0%} beside compute"
         for tier, written in row["written_bytes"].items():
             if written or row["read_bytes"].get(tier, 0):
                 yield f"{tier} {format_bytes(row['read_bytes'].get(tier, 0))} in {format_bytes(written)} out"

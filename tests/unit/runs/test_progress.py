@@ -28,7 +28,7 @@ def test_a_terminal_sees_one_line_rewritten() -> None:
     text = out.getvalue()
     assert text.count("\r") == 3
     assert text.count("\n") == 2  # the live line is closed once, then the note
-    for part in ("step 3/3", "loss 2.500", "0:00 left", "4,096 tokens/s", "stall 20%"):
+    for part in ("step 3/3", "loss 2.500", "0:00 left", "4,096 tokens/s", "20% waiting"):
         assert part in text
 
 
@@ -47,7 +47,7 @@ def test_the_hidden_share_of_the_update_is_shown() -> None:
     progress.step(_row(1, update_s=0.4, exposed_s={"update": 0.1}))
     progress.step(_row(2, update_s=0.0, exposed_s={"update": 0.0}))
     first, second = out.getvalue().splitlines()
-    assert "| stall 20% | update 75% hidden |" in first and "| stall 20% | nvme" in second
+    assert "| 20% waiting | update 75% beside compute |" in first and "| 20% waiting | nvme" in second
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,11 @@ def test_the_hidden_share_of_the_update_is_shown() -> None:
     [
         (
             200,
-            "step 150/100000 | loss 2.500 val 1.250 | 13:52:05 left | 4,096 tokens/s | stall 20% | update 75% hidden",
+            "step 150/100000 | loss 2.500 val 1.250 | 13:52:05 left | 4,096 tokens/s | 20% waiting | "
+            "update 75% beside compute",
         ),
         (80, "step 150/100000 | loss 2.500 val 1.250 | 13:52:05 left | 4,096 tokens/s"),
-        (70, "step 150/100000 | loss 2.500 val 1.250 | 13:52:05 left | stall 20%"),
+        (70, "step 150/100000 | loss 2.500 val 1.250 | 13:52:05 left | 20% waiting"),
         (40, "step 150/100000 | loss 2.500 val 1.250"),
         (20, "step 150/100000"),
         (8, ""),
@@ -85,7 +86,7 @@ def test_figures_that_a_row_lacks_are_left_out() -> None:
     del row["loss"], row["tokens_per_s"]
     out = io.StringIO()
     Progress(out, num_steps=1).step(row)
-    assert out.getvalue() == "step 1/1 | 0:00 left | stall 20% | nvme 3 MiB in 3 MiB out\n"
+    assert out.getvalue() == "step 1/1 | 0:00 left | 20% waiting | nvme 3 MiB in 3 MiB out\n"
 
 
 def test_a_file_gets_a_plain_line_now_and_then() -> None:

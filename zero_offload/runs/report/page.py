@@ -496,7 +496,7 @@ def _headline(run: Run, summary: Mapping[str, Any], wear: _DriveWear | None) -> 
         most = max(waits, key=lambda cause: waits[cause])
         hidden = summary["update_overlap"]
         about = [f"most of it {WAITS[most]}"] * bool(waits[most])
-        about += [f"{hidden:.0%} of the update hidden"] if hidden is not None else []
+        about += [f"{hidden:.0%} of the update beside compute"] if hidden is not None else []
         yield "waited", f"{sum(waits.values()) / times['step']:.1%}", "; ".join(about)
     plan = summary["planned_rss_bytes"]
     peak = summary["peak_rss_bytes"]

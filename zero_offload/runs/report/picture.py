@@ -105,7 +105,7 @@ def _draw_step_time(axes: Axes, run: Run) -> None:
 def _waits(rows: Sequence[Row]) -> list[tuple[str, str, Callable[[Row], float]]]:
     """Causes that compute waited for, in words, a colour, and the seconds of a step."""
     if not all("exposed_s" in row for row in rows):
-        return [("stall: waiting for parameters", _RED, figure("stall_s"))]
+        return [("waiting for parameters", _RED, figure("stall_s"))]
     return [
         (words, _WAIT_COLORS[cause], exposed(cause))
         for cause, words in WAITS.items()

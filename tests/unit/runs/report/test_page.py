@@ -104,7 +104,7 @@ def test_the_page_has_each_figure_of_each_row(tmp_path: Path) -> None:
     assert headline["waited"][0] == "6.0%" and "most of it waiting for parameters" in headline["waited"][1]
     where, settings = [table for table in data["tables"] if table["title"] in ("where the step went", "settings")]
     assert where["rows"][0] == ["", "s per step", "share"] and where["rows"][-2][0] == "step"
-    assert len(where["rows"][-1]) == 1 and "of the update was hidden" in where["rows"][-1][0]
+    assert len(where["rows"][-1]) == 1 and "of the update ran beside compute" in where["rows"][-1][0]
     assert ["steps", "40"] in settings["rows"] and ["offload.params", "cpu"] in settings["rows"]
 
 
