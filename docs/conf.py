@@ -15,9 +15,10 @@ project = "zero_offload"
 author = "the contributors of zero_offload"
 version = release = zero_offload.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "generated", "links", "reading_ease"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "generated", "links", "reading_ease", "words"]
 exclude_patterns = ["extensions"]
 nitpicky = True
+smartquotes = False
 
 myst_heading_anchors = 4
 myst_links_external_new_tab = True
@@ -37,5 +38,6 @@ html_title = f"zero_offload {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}

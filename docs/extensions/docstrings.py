@@ -19,9 +19,12 @@ def as_literals(text: str) -> str:
     """A docstring whose code is literal, and whose other marks mean nothing."""
     parts = _CODE.split(text)
     for at, part in enumerate(parts):
-        parts[at] = f"``{' '.join(part.split())}``" if at % 2 else re.sub(r"([*|_])(?!\w*``)", r"\\\1", part)
-    # A literal ends before white space or punctuation; behind it a letter needs a break that is not seen.
-    return re.sub(r"(``[^`]+``)(?=\w)", r"\1\\ ", "".join(parts))
+        if at % 2:
+            # A literal ends before white space or punctuation; in front of a letter it needs a break that is not seen.
+            parts[at] = f"``{' '.join(part.split())}``" + "\\ " * parts[at + 1][:1].isalnum()
+        else:
+            parts[at] = re.sub(r"([*|_])(?!\w*``)", r"\\\1", part)
+    return "".join(parts)
 
 
 def _process(app: Sphinx, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.tools, pytest.mark.usefixtures("late")]
 
 tools: Any = pytest.importorskip("tests.helpers.tools")
 LONG = {"diffusion_full.py", "diffusion_lora.py", "trl_sft.py", "README.md"}
-LONG |= {f"docs/{name}.md" for name in ("choose/plan", "use/fine-tune", "use/lora-and-quantization", "use/moe")}
+LONG |= {f"docs/{name}.md" for name in ("choose/hardware", "choose/plan", "choose/recipes")}
+LONG |= {f"docs/use/{name}.md" for name in ("fine-tune", "lora-and-quantization", "moe")}
 """Examples, and pages whose commands train or plan several times."""
 EXAMPLES = [name for name in programs.EXAMPLES if name not in (*programs.PLAIN_EXAMPLES, *programs.EXAMPLES_NOT_RUN)]
 
@@ -70,6 +71,7 @@ def test_a_chapter(page: str, chapter: str) -> None:
     programs.run_page(page, chapter)
 
 
+@pytest.mark.usefixtures("lightning")
 @pytest.mark.parametrize("page", programs.pages_of_tools())
 def test_a_page(page: str) -> None:
     programs.run_page(page)

@@ -384,6 +384,8 @@ def changed() -> Names:
 
 GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "README.md": {"In Python": (lambda: {"MyTransformer": MyTransformer, "batch": batch},)},
+    "docs/start/own-loop.md": {"": (dict,)},
+    "docs/start/first-gpu-loop.md": {"": (dict,)},
     "docs/use/precision.md": {"": (precise,), "fp16": (scaled,)},
     "docs/use/changing-models.md": {
         "Parameters added later": (adapted,),
@@ -404,7 +406,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "docs/use/adapters.md": {"": (adapted, ada_lora)},
     "docs/use/state-dicts.md": {"": (averaged,)},
     "docs/use/distributed-checkpoint.md": {"": (trained,)},
-    "docs/move/from-deepspeed.md": {"Calls": (plain,)},
+    "docs/move/from-deepspeed.md": {"The JSON config": (plain,)},
     "docs/read/steps.md": {"": (trained, trained)},
     "docs/read/report.md": {"": (trained,)},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from dataclasses import fields
@@ -29,7 +30,10 @@ README = (ROOT / "README.md").read_text()
 SHOWN = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 WORDS_MAX = 80
 GRADE_MAX = 9.0
-OF_TOOLS = {f"docs/use/{name}.md" for name in ("lora-and-quantization", "moe", "diffusion", "inference")}
+OF_TOOLS = {
+    *(f"docs/use/{name}.md" for name in ("lora-and-quantization", "moe", "diffusion", "inference")),
+    *(f"docs/start/{name}.md" for name in ("trainer", "lightning")),
+}
 """Pages that are one program."""
 
 _CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
@@ -89,6 +93,25 @@ def test_grades_grow_with_words_and_syllables() -> None:
     easy, hard = "The run goes on. It is fast.", "Heterogeneous accelerators necessitate sophisticated orchestration."
     assert grade(easy) < 3 < 12 < grade(hard)
     assert grade(f"{easy}\n\n```py\n{hard}\n```\n\n| {hard} |\n") == grade(easy)
+
+
+def test_texts_of_errors_are_those_of_the_code() -> None:
+    """Codes in the first cells of the troubleshooting page, part by part where they have dots."""
+    nodes = [node for path in (ROOT / "zero_offload").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    said = "\n".join(filter(None, map(text_of, nodes)))
+    cells = re.findall(r"^\| (.*?) \| ", PAGES["read/troubleshooting.md"], re.MULTILINE)
+    parts = [part.strip() for cell in cells for code in re.findall(r"`([^`]+)`", cell) for part in code.split("...")]
+    assert [part for part in parts if len(part) > 6 and part not in said] == []
+    assert sum(len(part) > 6 for part in parts) > 30
+    classes = [name for name in zo.__all__ if name.endswith("Error")]
+    assert [name for name in classes if f"`{name}`" not in cells] == []
+
+
+def text_of(node: ast.AST) -> str | None:
+    """The text of a literal; where values stand is not known."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(each.value) if isinstance(each, ast.Constant) else "\0" for each in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def chapters_of(page: Path) -> set[str]:

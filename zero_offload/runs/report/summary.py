@@ -85,8 +85,10 @@ def tables(run: Run, summary: Mapping[str, Any]) -> Iterator[Table]:
         words = {"compute": "forward, backward and the rest", **WAITS, "step": "step"}
         rows = [_time_row(words[name], s, times["step"]) for name, s in times.items() if s or name not in WAITS]
         overlap = summary["update_overlap"]
-        note = [] if overlap is None else [f"{overlap:.1%} of the update ran beside compute, which did not wait for it"]
-        yield Table("where the step went", shares, rows, note)
+        notes = (
+            [] if overlap is None else [f"{overlap:.1%} of the update ran beside compute, which did not wait for it"]
+        )
+        yield Table("where the step went", shares, rows, notes)
     if traced := summary["traced_steps"]:
         names = ("forward", "backward", "waited", "other", "step")
         rows = [_time_row(name, traced[f"{name}_s"], traced["step_s"]) for name in names]
