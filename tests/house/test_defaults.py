@@ -31,8 +31,9 @@ NEEDS_ARGUMENT = frozenset({"torch.Generator", "torch.finfo"})
 """Calls that follow one unless they are told."""
 READERS: dict[str, frozenset[str]] = {
     # Inside deferred_init operations run again with the default dtype that they first ran with.
-    "torch.get_default_dtype": frozenset({"model/deferred/recipe.py", "model/deferred/recorder.py"}),
-    "torch.set_default_dtype": frozenset({"model/deferred/recipe.py"}),
+    # A constructor of transformers is asked what it makes of 16 bits as the default.
+    "torch.get_default_dtype": frozenset({"model/deferred/recipe.py", "model/deferred/recorder.py", "plan/dtypes.py"}),
+    "torch.set_default_dtype": frozenset({"model/deferred/recipe.py", "plan/dtypes.py"}),
     # Modules that a user builds go where torch's own would go; skip_init does not look.
     "torch.get_default_device": frozenset({"model/deferred/recorder.py", "nn/tiled_linear.py", "finetune/gpt.py"}),
 }

@@ -1,10 +1,11 @@
-"""Parameters that classes of transformers and diffusers keep in fp32, by their lists of names."""
+"""Parameters that classes of transformers and diffusers keep in fp32, by their lists of names or constructors."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,4 +156,53 @@ def test_a_run_of_an_earlier_version_says_how_it_goes_on(tmp_path: Path, monkeyp
     model, optimizer = opened("resume", zo.Precision(modules={"blocks.0.gate.weight": "bf16"}))
     state = zo.resume(model, optimizer)
     assert state is not None and state.step == 1
+    zo.close(model)
+
+
+def _tiny(kind: str) -> Any:
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 32}
+    if kind == "HunYuan":
+        sizes |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        return library.HunYuanMoEV1ForCausalLM(library.HunYuanMoEV1Config(**sizes, num_experts=2, moe_topk=1))
+    if kind == "CodeGen":
+        config = library.CodeGenConfig(vocab_size=32, n_embd=16, n_layer=1, n_head=4, rotary_dim=4, n_inner=16)
+        return library.CodeGenForCausalLM(config)
+    width = {key: sizes[key] for key in sizes if "key_value" not in key}
+    return library.DebertaForMaskedLM(library.DebertaConfig(**width, pos_att_type=["c2p"], relative_attention=True))
+
+
+@pytest.mark.parametrize("kind", ["HunYuan", "CodeGen"])
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_tensors_that_a_constructor_makes_in_fp32(kind: str, compute: str, tmp_path: Path) -> None:
+    """Of `from_pretrained` a router and a table of angles are in fp32, whatever the model's dtype."""
+    dtype, ids = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]), torch.arange(8).view(1, 8)
+    _tiny(kind).to(dtype).save_pretrained(tmp_path / "plain")
+    plain = type(_tiny(kind)).from_pretrained(tmp_path / "plain", dtype=dtype)
+    expected = {name: each.dtype for name, each in (*plain.named_parameters(), *plain.named_buffers())}
+    assert {name for name, each in expected.items() if each == torch.float32} - {"model.rotary_emb.inv_freq"}
+    before = torch.get_rng_state(), torch.get_default_dtype()
+    for load in (lambda: type(plain).from_pretrained(tmp_path / "plain", dtype=torch.float32), lambda: plain):
+        model = zo.offload(load(), placed(compute, ("nvme",) * 3, tmp_path / "run"))
+        loss = model(input_ids=ids, labels=ids).loss
+        found = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
+        zo.close(model)
+        assert found == expected
+        again = type(plain).from_pretrained(tmp_path / "plain", dtype=dtype)
+        assert loss.item() == again.train(model.training)(input_ids=ids, labels=ids).loss.item()
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.get_default_dtype() == before[1]
+
+
+def test_a_class_that_stops_in_16_bits_trains_here() -> None:
+    """`from_pretrained` of DeBERTa in bf16 has biases in fp32, at which its forward stops."""
+    model, ids = zo.offload(_tiny("DeBERTa"), zo.OffloadConfig()), torch.arange(8).view(1, 8)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    model(input_ids=ids, labels=ids).loss.backward()
+    zo.close(model)
+
+
+def test_a_key_comes_before_what_a_constructor_says(tmp_path: Path) -> None:
+    model = zo.offload(_tiny("HunYuan"), zo.OffloadConfig(precision=zo.Precision(modules={"*.wg": "bf16"})))
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     zo.close(model)

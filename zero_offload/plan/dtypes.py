@@ -11,7 +11,8 @@ and outputs are cast. Pure; never touches data. The call: `resolve`.
 [Note: kept in fp32] Classes of transformers and diffusers name what `from_pretrained` keeps in fp32 where it loads in
 16 bits. Their forwards cast around it. So it is fp32 here as well, without casts of ours, unless a key matches its
 module or its name. transformers has two lists of patterns, of which one counts in fp16 alone. diffusers has one, of
-parts of names.
+parts of names. Other tensors are in fp32 by name of the dtype in a constructor. A second model without memory, built
+with 16 bits as torch's default, tells these, as `from_pretrained` builds it.
 
 [Note: buffers] A floating buffer goes with the parameters beside it, as in `module.to(dtype)`: those of the innermost
 module that has any. Where it has the dtype that most of them have, it gets that of its module. One of another dtype was
@@ -22,8 +23,10 @@ these.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -178,8 +181,10 @@ def _buffer_dtypes(
 
 def _kept_in_fp32(modules: Mapping[str, nn.Module], compute: torch.dtype) -> Callable[[str], bool]:
     """Whether the class of a module around a tensor keeps it in fp32. See [Note: kept in fp32]."""
-    lists = {}
-    for path, module in modules.items():
+    lists, made = {}, dict[str, frozenset[str]]()
+    for path, module in modules.items() if compute != torch.float32 else ():
+        if not any(around in made for around in _outwards(path)) and hasattr(type(module), "_from_config"):
+            made[path] = _made_in_fp32(module, compute)
         names = {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
         strict: Any = getattr(module, "_keep_in_fp32_modules_strict", _NO_LIST)
         if strict is not _NO_LIST:
@@ -187,14 +192,55 @@ def _kept_in_fp32(modules: Mapping[str, nn.Module], compute: torch.dtype) -> Cal
             parts = (name.replace("*", ".*") for name in names)
         else:
             parts = (rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in names)
-        if names and compute != torch.float32:
+        if names:
             lists[path] = re.compile("|".join(sorted(parts)))
 
     def is_kept(name: str) -> bool:
         inside = {path: name if path == "" else name.removeprefix(f"{path}.") for path in _outwards(name)}
-        return any(lists[path].search(_ADAPTED.sub("", inside[path])) for path in inside if path in lists)
+        known = {path: _ADAPTED.sub("", own) for path, own in inside.items()}
+        return any(
+            (path in lists and lists[path].search(own)) or (path in made and own in made[path])
+            for path, own in known.items()
+        )
 
     return is_kept
+
+
+_STOP_IN_16_BITS = ("deberta", "xlnet")
+"""Model types whose forwards multiply such tensors by 16-bit ones, so that those of `from_pretrained` stop in bf16."""
+_MADE: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def _made_in_fp32(model: Any, compute: torch.dtype) -> frozenset[str]:
+    """Tensors to which the constructor of a model of transformers gives fp32, where the default is `compute`."""
+    known = _MADE.setdefault(model, {})
+    if compute not in known:
+        stops = getattr(model.config, "model_type", None) in _STOP_IN_16_BITS
+        known[compute] = frozenset() if stops else _fp32_of_twin(model, compute)
+    return known[compute]
+
+
+def _fp32_of_twin(model: Any, compute: torch.dtype) -> frozenset[str]:
+    config, default = copy.deepcopy(model.config), torch.get_default_dtype()
+    _give_dtype(config, compute)
+    try:
+        torch.set_default_dtype(compute)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            twin = type(model)(config)
+    except Exception:  # a class that is not built from its config alone
+        return frozenset()
+    finally:
+        torch.set_default_dtype(default)
+    tensors = [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]
+    return frozenset(name for name, tensor in tensors if tensor.dtype == torch.float32)
+
+
+def _give_dtype(config: Any, dtype: torch.dtype) -> None:
+    """Parts may be built in the dtype of their own config."""
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", ()):
+        if (inner := getattr(config, name, None)) is not None:
+            _give_dtype(inner, dtype)
 
 
 def _names_of_params(root: nn.Module) -> Iterable[list[str]]:
