@@ -1611,6 +1611,20 @@ FAULTS = [
         "tests/parity/test_kept_grads.py::test_one_tensor_is_not_the_gradient_of_two",
     ),
     fault(
+        "a change of what was assigned to .data is missed in silence",
+        "model/params.py",
+        "            self._life.assigned[id(param)] = self._places.name_of(param), Given.of(values)",
+        "            pass",
+        "tests/models/test_replaced_data.py::test_a_change_of_what_was_assigned_is_not_missed",
+    ),
+    fault(
+        "states beyond the plan are counted again in each turn",
+        "model/params.py",
+        "            nbytes = unplanned_bytes(shard.layout, {*shard.states, *wanted.get(id(shard), ())})",
+        "            nbytes = 2 * unplanned_bytes(shard.layout, {*shard.states, *wanted.get(id(shard), ())})",
+        "tests/parity/test_live_blocks.py::test_states_beyond_the_plan_are_counted_as_long_as_they_are_there",
+    ),
+    fault(
         "the master of a section that thaws is zero",
         "model/thaw.py",
         "        out.copy_(store.read_chunk(before, Component.VALUE, begin // CHUNK_NUMEL))",

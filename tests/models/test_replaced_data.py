@@ -304,3 +304,30 @@ def test_an_average_of_weights(nvme: Path) -> None:
             average[name].lerp_(param, 0.1)
         kept = copy.deepcopy(dict(params))
     assert all(torch.equal(average[name], torch.zeros(()).lerp(kept[name], 0.1)) for name in average)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("form", [lambda flat: flat, lambda flat: flat.detach().view(-1)], ids=["itself", "a view"])
+def test_a_change_of_what_was_assigned_is_not_missed(tier: str, form: Callable[[Tensor], Tensor], nvme: Path) -> None:
+    """In plain torch the parameters lie in the flat tensor then, and change with it."""
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32", params=tier, optimizer=tier, nvme=nvme))
+    optimizer, params = zo.SGD(model.parameters(), lr=1.0), list(model.parameters())
+    model(tokens_of(0)).backward()
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def assign() -> None:
+        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.data = part.view(param.shape)
+
+    assign()
+    assert torch.isfinite(model(tokens_of(0)))
+    changed = form(flat)
+    uses = (lambda: model(tokens_of(0)), optimizer.step, lambda: params[3].norm(), lambda: params[0].add_(1))
+    for use in uses:
+        changed.mul_(0.5)
+        with torch.no_grad(), pytest.raises(zo.ZeroOffloadError, match=r"assigned to \.data of .* changed afterwards"):
+            use()
+        assign()
+        assert torch.equal(nn.utils.parameters_to_vector(model.parameters()).detach(), flat)
+    assert torch.isfinite(model(tokens_of(0)))
+    zo.close(model)

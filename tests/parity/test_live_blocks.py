@@ -191,6 +191,21 @@ def test_a_budget_for_one_turn_is_enough(nvme: Path) -> None:
     zo.close(model)
 
 
+def test_states_beyond_the_plan_are_counted_as_long_as_they_are_there(nvme: Path) -> None:
+    """The third state of amsgrad, of the blocks that live."""
+    model = build(partial(TinyLM, WIDTH, 6)).requires_grad_(False)
+    live = zo.LiveBlocks(model.blocks, 2, order="ascending", every=1)
+    plan = zo.plan(model, zo.OffloadConfig(nvme=nvme, durability="scratch"), live=live)
+    third = 2 * 4 * sum(param.numel() for param in model.blocks[0].parameters())
+    needed = plan.used_bytes(Tier.CPU) + plan.used_bytes(Tier.DEVICE) + third + third // 16
+    zo.offload(model, zo.OffloadConfig(nvme=nvme, durability="scratch", cpu_memory=needed))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    for step in range(9):
+        live.begin_step(step, optimizer)
+        list(train(model, optimizer, tokens_of, lambda _: None, range(step, step + 1)))
+    zo.close(model)
+
+
 def switched(nvme: Path, capacity: int | None, *, commits: bool) -> int:
     """Bytes of the file after two turns."""
     model = build(partial(TinyLM, WIDTH, 3)).requires_grad_(False)

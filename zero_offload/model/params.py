@@ -44,6 +44,7 @@ from zero_offload.plan.quantized import is_wrapper, tensors_of
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import check_not_updated
+from zero_offload.runtime.grads.section import Given
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
@@ -238,8 +239,6 @@ class ModelStates(StateSource):
         self._has_limit = base.config.nvme_capacity is not None
         self._slot_bytes = 0
         """Of frozen sections that were written, beyond the plan."""
-        self._unplanned = dict.fromkeys(Tier, 0)
-        """Bytes of states that the plan does not count."""
         self.readers = Readers()
         self.param_steps: dict[str, int] = {}
         self.begun: set[str] = set()
@@ -375,9 +374,9 @@ class ModelStates(StateSource):
 
     def _count(self, lacking: Iterable[tuple[Shard, Iterable[Component]]]) -> None:
         """Raise where these states would exceed a budget. AdamW's two are a part of the plan."""
-        unplanned = dict(self._unplanned)
-        for shard, components in lacking:
-            nbytes = unplanned_bytes(shard.layout, shard.states, components)
+        unplanned, wanted = dict.fromkeys(Tier, 0), {id(shard): components for shard, components in lacking}
+        for shard in self._store.shards:
+            nbytes = unplanned_bytes(shard.layout, {*shard.states, *wanted.get(id(shard), ())})
             unplanned[Tier.NVME] += nbytes * len(shard.slots)
             unplanned[shard.placement.optimizer] += nbytes * (shard.placement.optimizer is not Tier.NVME)
         shared = self._plan.budget.shared_memory
@@ -390,7 +389,6 @@ class ModelStates(StateSource):
                     f"{tier.value} tier they take {format_bytes(together)}, and {format_bytes(left)} are left. Raise "
                     f"{setting}=, place states elsewhere (optimizer=), or use an optimizer with fewer (amsgrad=False)"
                 )
-        self._unplanned = unplanned
 
     def step_of(self, param: nn.Parameter) -> int | None:
         name = self._places.name_of(param)
@@ -705,6 +703,7 @@ class ModelParams(ParamSource):
         if self._tracker.active:
             self._tracker.touch(units)
             return Touched.OPEN
+        self._life.check_assigned(map(id, params))
         if not all(unit.gathered_uses > 0 or unit.readable for unit in units):
             return Touched.AWAY
         for unit in units:
@@ -733,6 +732,7 @@ class ModelParams(ParamSource):
 
     def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
         self._life.check_alive()
+        self._life.check_assigned([id(param)])
         place = self._places[param]
         piece, section, unit, read = place.piece, place.section, place.unit, read_master if master else read_values
         call = f"a read of parameter {place.name}{' in fp32' * master}, {ALL_ALIKE}"
@@ -795,6 +795,12 @@ class ModelParams(ParamSource):
             elif of_16_bits:
                 self._note_loss(place, values)
             self._states.replace(call, [(place, values)], of_16_bits=of_16_bits)
+
+    def note_assigned(self, param: nn.Parameter, values: torch.Tensor | None) -> None:
+        if values is not None and type(values) in (torch.Tensor, nn.Parameter) and not values.is_inference():
+            self._life.assigned[id(param)] = self._places.name_of(param), Given.of(values)
+        else:
+            self._life.assigned.pop(id(param), None)
 
     def _note_loss(self, place: ParamPlace, values: torch.Tensor) -> None:
         """16-bit values replace those of a parameter that was updated; its master may be rounded by that."""

@@ -592,6 +592,7 @@ class ModelRuntime(Owner):
     def check_step(self) -> None:
         """Raise where no step can be made now."""
         self.life.check_usable()
+        self.life.check_assigned()
         self.check_whole("step()")
         if self.makes_generations and not self._commits.completes:  # else zo.commit looks
             self.check_names("step()", self._changed_roots())

@@ -43,6 +43,7 @@ from zero_offload.base.threads import FirstError
 from zero_offload.base.types import MIB, format_bytes
 from zero_offload.runtime.bring import bring
 from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.grads.section import Given
 from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved_tensors.activations import Activations
@@ -89,6 +90,8 @@ class ModelLife:
         """The load or the change that broke off half-way, if there is one."""
         self.half_updated = ""
         """A clause for the error: the units that an unfinished or broken backward has updated (overlap="backward")."""
+        self.assigned: dict[int, tuple[str, Given]] = {}
+        """Tensors that the program has assigned to `.data`, which is a copy here: the parameter's name, by its id."""
 
     @property
     def is_in_own_process(self) -> bool:
@@ -110,6 +113,17 @@ class ModelLife:
                 "this model was closed by zo.close; build and offload it again (existing='resume' goes on from the "
                 "last generation)"
             )
+
+    def check_assigned(self, chosen: Iterable[int] | None = None) -> None:
+        """Raise where a tensor that was assigned to the `.data` of these parameters, or of any, was changed since."""
+        for key in (list(self.assigned) if chosen is None else chosen) if self.assigned else ():
+            name, given = self.assigned.get(key, ("", None))
+            if given is not None and given.counter._version != given.version:
+                raise ZeroOffloadError(
+                    f"the tensor that was assigned to .data of {name} was changed afterwards. In plain torch its "
+                    "memory is the parameter's; here the parameter has a copy, and misses the change. Assign again "
+                    "after the last change, or change the parameter (param.copy_(values))"
+                )
 
     def check_usable(self) -> None:
         """Raise where there is nothing to compute with or to read."""
@@ -536,6 +550,7 @@ class PassTracker:
     def begin(self, inputs: Iterable[Any] = ()) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
         self._life.check_usable()
+        self._life.check_assigned()
         if self._backward_runs or any(unit.forward_uses or unit.backward_uses for unit in self._units):
             self._clean_up()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"

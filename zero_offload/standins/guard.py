@@ -226,9 +226,14 @@ def _set_data(param: nn.Parameter, values: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             owner.release(param, values.detach())
         return
+    owner = owner_of(param)
+    if owner is not None:
+        owner.access.note_assigned(param, None)
     with torch.no_grad():
         operate(Tensor.copy_, (param, values), {})
     Assignments.note(param)
+    if owner is not None:
+        owner.access.note_assigned(param, values)
 
 
 def _set_(param: nn.Parameter, *source: Any, **kwargs: Any) -> nn.Parameter:

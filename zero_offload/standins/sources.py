@@ -101,6 +101,11 @@ class ParamSource(ABC):
         `of_16_bits`, elements that are what they were keep their master. Collective: all ranks give the same values,
         or random ones, `is_drawn`, of which rank 0's are written."""
 
+    @abstractmethod
+    def note_assigned(self, param: nn.Parameter, values: torch.Tensor | None) -> None:
+        """The program has assigned this tensor to `.data`, which is a copy: changes of it would be missed. None: the
+        tensor of before is of no account."""
+
     @property
     @abstractmethod
     def is_divided(self) -> bool:

@@ -23,7 +23,7 @@ components rest in memory is a cache: it is written after every update and belon
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -67,11 +67,10 @@ def planned_components(layout: SectionLayout) -> tuple[Component, ...]:
     return master_components(layout) + (ADAM_STATES if layout.trainable else ())
 
 
-def unplanned_bytes(layout: SectionLayout, keeps: Sequence[Component], more: Iterable[Component]) -> int:
-    """Bytes that `more` states take of a whole shard that has `keeps`, beyond the states that plans count."""
+def unplanned_bytes(layout: SectionLayout, states: Iterable[Component]) -> int:
+    """Bytes that these states of a whole shard take beyond those that plans count."""
     planned = [each for each in planned_components(layout) if is_state(each)]
-    counted = max(shard_bytes(layout, planned), shard_bytes(layout, keeps))
-    return max(shard_bytes(layout, dict.fromkeys([*keeps, *more])) - counted, 0)
+    return max(shard_bytes(layout, states) - shard_bytes(layout, planned), 0)
 
 
 _MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {
