@@ -73,9 +73,11 @@ def _linked(parts: list[str], meanings: dict[str, str], base: str) -> Any:
     """The text with links at the words that are met for the first time, which are taken out of `meanings`."""
     plain = parts[0]
     for word, plural, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        if (meaning := meanings.pop(word, None)) is None:
+        # "Rank 16" is LoRA's.
+        if word not in meanings or re.match(r" \d", rest):
             plain += word + plural + rest
             continue
+        meaning = meanings.pop(word)
         yield nodes.Text(plain)
         target = f"{base}#{anchor(word)}"
         yield nodes.reference("", word + plural, internal=True, refuri=target, reftitle=meaning, classes=["word"])

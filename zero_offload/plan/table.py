@@ -24,6 +24,8 @@ REFERENCE, PROGRAM = "reference", "program"
 ROWS = (*STATE_ROWS.values(), GENERATIONS, IN_FLIGHT, ACTIVATIONS, REFERENCE, PROGRAM)
 TIER_PLACES = {Tier.DEVICE: GPU, Tier.CPU: MEMORY, Tier.NVME: NVME}
 _NOT_STATES = (ACTIVATIONS, REFERENCE, PROGRAM)
+_WORDS = {GENERATIONS: "kept for a resume", IN_FLIGHT: "in use and on the way", PROGRAM: "Python and libraries"}
+"""Rows whose names say too little."""
 
 Row = Mapping[str, int]
 
@@ -100,7 +102,10 @@ class PlanTable:
     def lines(self, title: str = "") -> Iterator[str]:
         """As a text table."""
         head, *rows = self.cells()
-        return table_lines([[title, *head[1:]], *rows], left=0)
+        lines = list(table_lines([[title, *head[1:]], *rows], left=0))
+        width = max(map(len, lines))
+        for line, (name, *_) in zip(lines, [head, *rows], strict=True):
+            yield f"{line:<{width}}  {_WORDS[name]}" if name in _WORDS else line
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: int | None = None) -> Iterator[str]:
