@@ -54,7 +54,9 @@ def test_a_folder_gets_another_head(tmp_path: Path, capsys: pytest.CaptureFixtur
     model, data = folders.write_folder(tmp_path / "bert", "bert"), labelled(tmp_path / "rows.jsonl", 8)
     flags = ["--steps", 1, "--batch", 2, "--lr", 1e-12]
     finetune(model, data, tmp_path / "mlm", "--method", "mlm", *flags)
-    capsys.readouterr()
+    says = capsys.readouterr().out
+    assert f"measure it: zero-offload evaluate {tmp_path / 'mlm'} --data FILES --method mlm" in says
+    assert "talk to it" not in says
     finetune(tmp_path / "mlm", data, tmp_path / "classify", "--method", "classify", *flags)
     assert "in no file, and so drawn by the seed: bert.pooler.dense, classifier" in capsys.readouterr().out
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("mlm", "classify"))
@@ -66,7 +68,9 @@ def test_a_folder_gets_another_head(tmp_path: Path, capsys: pytest.CaptureFixtur
     # A head of random numbers tells nothing.
     given = ["evaluate", tmp_path / "mlm", "--data", data, "--method", "classify"]
     assert main([*map(str, given)]) != 0
-    assert 'with class="BertForMask' in capsys.readouterr().err
+    says = capsys.readouterr().err
+    assert 'trained by finetune --method mlm as class="BertForMaskedLM"' in says
+    assert "Evaluate it by --method mlm, or give it another head by finetune first" in says
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from zero_offload.base.errors import CapacityError, ConfigError
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(vars(result) | {"out": str(result.out)} | reports))
         elif result.ending is Ending.FINISHED:
-            print("\n".join(_where(result.out, config.quantize)))
+            print("\n".join(_where(result.out, config.method, config.quantize)))
         if page := not args.json and reports.get("page"):
             print(f"report: {page}")
     if result.plan is not None and not result.plan["fits"]:
@@ -77,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
 
 
-def _where(out: Path, quantize: str) -> list[str]:
+def _where(out: Path, asked: str, quantize: str) -> Iterator[str]:
     as_trained = f" --quantize {quantize}" if quantize else ""
-    return [
-        f"talk to it: zero-offload chat {out}{as_trained}",
-        f"measure it: zero-offload evaluate {out} --data FILES{as_trained}",
-    ]
+    if asked in ("mlm", "classify"):  # "auto" is for models that write text
+        as_trained += f" --method {asked}"
+    else:
+        yield f"talk to it: zero-offload chat {out}{as_trained}"
+    yield f"measure it: zero-offload evaluate {out} --data FILES{as_trained}"

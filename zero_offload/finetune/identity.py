@@ -27,7 +27,7 @@ from zero_offload.finetune.model.folder import (
     class_name,
 )
 from zero_offload.finetune.model.text_generation import generation_config
-from zero_offload.finetune.settings import FinetuneConfig
+from zero_offload.finetune.settings import TASKS, FinetuneConfig
 from zero_offload.integrations.gate import reading
 from zero_offload.integrations.identity import (
     Difference,
@@ -136,6 +136,14 @@ def check_outputs(folder: ModelFolder, *, trains: bool = False) -> list[str]:
     leaves_out = (GENERATION, *([] if folder.tokenizer is not None else [TOKENIZER]))  # of a plan it may be missing
     leaves_out += ("class",) if trains and folder.adapter is None else ()
     if found := _difference(before, made_of(folder), folder, description, leaves_out):
+        settings = description.get("identity")
+        method = settings.get("method") if isinstance(settings, dict) else None
+        if found.name == "class" and TASKS.get(str(method), folder.task) != folder.task:
+            raise ConfigError(
+                f"{out} was trained by finetune --method {method} as class={found.before}; as class={found.now} it "
+                f"would have a head of random numbers. Evaluate it by --method {method}, or give it another head by "
+                "finetune first"
+            )
         raise ConfigError(
             f"{out} is what a run left, with {_text(found, folder)}: its numbers would be others. Put back what was "
             f"there; a copy of the folder without {RUN_FILE} is taken as it is"
