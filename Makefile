@@ -22,9 +22,9 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/test_distributed_checkpoint.py \
   tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py tests/zoo
-NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
+NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*) release/call.cpp
 
-.PHONY: train test test-tools zoo nightly faults check docs native asan tsan neon bench clean
+.PHONY: train test test-tools zoo nightly faults check docs native asan tsan neon bench release clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -82,6 +82,11 @@ tsan:
 neon:
 	CXX=aarch64-linux-gnu-g++ $(BIN)/python tests/native/build.py - build/neon_driver
 	qemu-aarch64-static build/neon_driver kernels
+
+# The source distribution and the wheels in dist/, checked. arm64's is called in an emulator, as above.
+release: $(READY)
+	$(BIN)/pip install -q -c constraints.txt '.[release]'
+	PATH=$(BIN):$$PATH $(BIN)/python release/wheels.py $(ARGS)
 
 $(READY): constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)

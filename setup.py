@@ -23,12 +23,13 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 # A contracted multiply-add would change bits between instruction sets; errno from sqrt would cost a branch.
 COMPILE_FLAGS = [
-    *["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    *["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"],
     *["-ffp-contract=off", "-fno-math-errno"],
     f"-I{CSRC}",
     f"-I{CSRC / 'include'}",
 ]
-LINK_FLAGS = ["-shared", "-fopenmp", "-pthread", "-static-libgcc", "-static-libstdc++", "-Wl,--no-undefined"]
+LINK_FLAGS = ["-shared", "-pthread", "-static-libgcc", "-static-libstdc++", "-Wl,--no-undefined"]
+LIBRARIES = ["-lgomp"]  # after the objects: linkers take from a library what is still missing
 # GCC 12 warns about its own AVX-512 headers, which start from an undefined register on purpose.
 ISA_FLAGS = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
@@ -85,7 +86,7 @@ def compile_native(compiler: str, build_dir: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Linked beside and renamed: a process that has the old library mapped keeps it whole.
     linked = target.with_name(f".{target.name}.{os.getpid()}")
-    run([compiler, *LINK_FLAGS, *map(str, objects.values()), "-o", str(linked)])
+    run([compiler, *LINK_FLAGS, *map(str, objects.values()), *LIBRARIES, "-o", str(linked)])
     os.replace(linked, target)
 
 

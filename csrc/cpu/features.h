@@ -40,13 +40,6 @@ bool has_crc32c_instruction();
 
 // Whether memory that a loop streams through comes sooner to who asks for it ahead of time: Intel's
 // processors look less far ahead by themselves than AMD's, which lose by it (docs/decisions/005-kernels.md).
-inline bool gains_by_asking_ahead() {
-#if ZO_X86
-    static const bool is_intel = __builtin_cpu_is("intel");
-    return is_intel;
-#else
-    return false;
-#endif
-}
+bool gains_by_asking_ahead();
 
 }  // namespace zo

@@ -105,7 +105,7 @@ inline uint32_t shifted(const ShiftTable &table, uint32_t crc) {
 }
 
 #if ZO_X86
-#define ZO_CRC_TARGET __attribute__((target("sse4.2")))
+#define ZO_CRC_TARGET __attribute__((target("sse4.2,crc32")))
 
 // As wide as the instruction's register: a narrower one costs each link of the chain a move.
 using Remainder = uint64_t;

@@ -34,7 +34,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_one, sources))
-    link = ["-fopenmp", "-pthread", *(checks or ["-static"]), "-o", output]
+    link = [*build["LIBRARIES"], "-pthread", *(checks or ["-static"]), "-o", output]
     subprocess.run([compiler, *objects, *link], check=True)
 
 

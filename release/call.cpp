@@ -1,0 +1,41 @@
+// Loads the native library named on the command line and calls it, on three threads too. It does so without
+// Python and torch, so that it runs on a glibc that is older than theirs. Linux names the flags of processors
+// of x86.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "../csrc/include/zero_offload.h"
+
+int main(int, char **arguments) {
+    void *library = dlopen(arguments[1], RTLD_NOW);
+    if (library == nullptr) {
+        std::fprintf(stderr, "%s\n", dlerror());
+        return 1;
+    }
+    const auto abi = reinterpret_cast<decltype(&zo_abi)>(dlsym(library, "zo_abi"));
+    const auto sumsq = reinterpret_cast<decltype(&zo_sumsq)>(dlsym(library, "zo_sumsq"));
+    const auto mask =
+        reinterpret_cast<decltype(&zo_isa_supported_mask)>(dlsym(library, "zo_isa_supported_mask"));
+    zo_abi_info info{};
+    info.size = sizeof info;
+    const std::vector<float> values(1 << 20, 2.0f);
+    double sum = 0;
+    int32_t finite = 0;
+    const int status = abi(&info);
+    const int summed = sumsq(ZO_FP32, values.data(), int64_t(values.size()), 3, &sum, &finite);
+    std::printf("ABI %u, instruction sets %#x, squares add up to %.0f\n", info.version, mask(), sum);
+    std::ifstream file("/proc/cpuinfo");
+    const std::string flags{std::istreambuf_iterator<char>(file), {}};
+    const bool has_avx2 = flags.find(" avx2 ") != std::string::npos;
+    const bool sees_avx2 = (mask() >> ZO_ISA_AVX2 & 1) != 0;
+    if (sees_avx2 != has_avx2)
+        std::printf("AVX2: the processor says %d, the library %d\n", has_avx2, sees_avx2);
+    const bool adds_up = summed == 0 && finite == 1 && sum == 4.0 * double(values.size());
+    return status == 0 && adds_up && sees_avx2 == has_avx2 ? 0 : 1;
+}
