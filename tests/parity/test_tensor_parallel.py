@@ -452,6 +452,7 @@ def test_whole_parameters_are_changed_between_steps(shape: tuple[int, ...], stag
     case = replace(at(FP32, stage=stage), shape=shape, plan="matrices")
     for divided_one, otherwise in pool.succeed(change_whole_parameters, case):
         assert "mul_ needs the memory of parameter blocks.0.up.weight" in divided_one
+        assert "zo.gathered(module)" in divided_one and "clone" not in divided_one
         assert "the checksum of new values of norm.bias is" in otherwise
 
 

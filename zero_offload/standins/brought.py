@@ -35,6 +35,7 @@ from zero_offload.standins.refusals import (
     described,
     draws_beside,
     needs_data,
+    needs_whole,
     no_conversion,
     no_step_of_others,
 )
@@ -217,7 +218,7 @@ class _CallOnCopies:
             if not is_copied and (error := no_step_of_others(described(each), owner)) is not None:
                 raise error
             if not owner.access.may_read(each):
-                raise needs_data(func, each)
+                raise needs_whole(func, each)
         unknown = kind_of(func) is Kind.UNKNOWN or (func in named(*ADDRESSES) and func not in named(*_COPIED))
         if unknown:
             raise needs_data(func, param)

@@ -7,6 +7,7 @@ changed where they rest. A whole gradient that the program has changed goes ther
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Iterable
 
 import torch
@@ -21,6 +22,8 @@ from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.standins.sources import GradLife, GradSource
 from zero_offload.storage.shards.grad_store import Product, multiply
+
+_NOWHERE = (None, 0)
 
 
 class GradAccess(GradSource):
@@ -65,22 +68,23 @@ class GradAccess(GradSource):
         section, index = self.ledger.place(param)
         if section.given:
             self.ledger.check_given(section)
-        return section.lives.setdefault(index, GradLife())
+        return section.live(index)
 
     def in_hand(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those with a gradient that rests elsewhere, and that the program has a handle of. One rank."""
         if self.arriving.num_ranks > 1 or _in_backward():
             return []
-        found = []
-        for section, indices in self.ledger.by_section(param for param in params if id(param) in self.ledger.places):
-            chosen = [index for index in indices if index in section.lives] if section.lives else []
-            found += [section.params[index] for index in chosen if not is_dtensor(section.params[index])]
+        found, places = [], self.ledger.places
+        for param in params:
+            section, index = places.get(id(param), _NOWHERE)
+            if section is not None and section.lives and section.living(index) is not None and not is_dtensor(param):
+                found.append(param)
         return found
 
     def keep(self, param: nn.Parameter) -> None:
         """The program drops a gradient of which it has a handle: the handle has the values from now on."""
         section, index = self.ledger.place(param)
-        if (life := section.lives.get(index)) is not None:
+        if (life := section.living(index)) is not None:
             life.kept = self.read(param).cpu()
 
     def note_given(self, param: nn.Parameter, values: torch.Tensor) -> None:
@@ -94,7 +98,7 @@ class GradAccess(GradSource):
         section, index = self.ledger.place(param)
         name = self.ledger.name_of(param)
         is_there = index in section.holding or param in self.ledger.zeroed
-        if section.lives.get(index) is not life or not is_there:
+        if section.living(index) is not life or not is_there:
             raise ZeroOffloadError(
                 f"this gradient of {name} is over: a step has used it, or it was dropped. Read {name}.grad again; keep "
                 f"values beyond that by {name}.grad.clone()"
@@ -268,10 +272,11 @@ class GradAccess(GradSource):
         params = [param for param in params if not self.ledger.zero_exposed(param)]
         self.ledger.end_scale_of_zeros()
         places = [self.ledger.place(param) for param in params]
-        lives = [section.lives.get(index, GradLife()) for section, index in places]
+        lives = [section.living(index) for section, index in places]
         self.arriving.clear(params, by_program=True)
         for (section, index), life in zip(places, lives, strict=True):
-            section.lives[index] = life
+            if life is not None:
+                section.lives[index] = weakref.ref(life)
         self.ledger.zeroed.update(params)
 
     def hold_zeros(self, params: Iterable[nn.Parameter]) -> None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -164,8 +163,8 @@ class GradSection:
     """Exposed gradients that a step has used: while the program has them or, until the next backward, views of them."""
     given: dict[int, Given] = field(default_factory=dict)
     """Tensors that the program has assigned, and of which copies are held."""
-    lives: WeakValueDictionary[int, GradLife] = field(default_factory=WeakValueDictionary)
-    """Of parameters whose gradient the program has a handle of, an object that goes with the last of them."""
+    lives: dict[int, weakref.ref[GradLife]] = field(default_factory=dict)
+    """Of parameters whose gradient the program has had a handle of, an object that goes with the last of them."""
     factors: dict[int, list[Factor]] = field(default_factory=dict)
     """Factors of gradients held beside those of the store, not read yet."""
 
@@ -273,6 +272,17 @@ class GradSection:
         if gone and not self.holding and self.state in (GradState.HELD, GradState.WAITING):
             self.move_to(to)
         return gone
+
+    def living(self, index: int) -> GradLife | None:
+        """The life of a gradient of which the program has a handle."""
+        return self.lives[index]() if index in self.lives else None
+
+    def live(self, index: int) -> GradLife:
+        """The same, or a new one."""
+        if (life := self.living(index)) is None:
+            life = GradLife()
+            self.lives[index] = weakref.ref(life)
+        return life
 
     def expose(self, index: int) -> torch.Tensor:
         """A gradient as an ordinary tensor, the same one until it ends."""
