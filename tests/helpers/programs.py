@@ -406,7 +406,8 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "docs/use/adapters.md": {"": (adapted, ada_lora)},
     "docs/use/state-dicts.md": {"": (averaged,)},
     "docs/use/distributed-checkpoint.md": {"": (trained,)},
-    "docs/move/from-deepspeed.md": {"The JSON config": (plain,)},
+    "docs/move/from-deepspeed.md": {"A whole script": (dict,), "The JSON config": (plain,)},
+    "docs/move/from-fsdp2.md": {"": (dict,)},
     "docs/read/steps.md": {"": (trained, trained)},
     "docs/read/report.md": {"": (trained,)},
 }
