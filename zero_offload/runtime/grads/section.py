@@ -24,7 +24,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.base.host import host_empty
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device, aliased
 from zero_offload.hardware.native import GradSum
@@ -74,7 +73,7 @@ class Given(NamedTuple):
             return cls(grad, grad._version, None)
         with torch.no_grad():
             counter = grad.detach()
-            counter.data = host_empty(0, grad.dtype)
+            counter.data = grad.new_empty(0)  # of the same device: torch refuses others
         begin, last = (
             grad.data_ptr(),
             sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True)),
