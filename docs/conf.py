@@ -41,3 +41,13 @@ html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
+
+
+def setup(app):
+    """Decisions are read by those who change the code: a reader's search leads to pages."""
+    app.connect("doctree-read", _leave_out_of_search)
+
+
+def _leave_out_of_search(app, _):
+    if app.env.docname.startswith("decisions/"):
+        app.env.metadata[app.env.docname]["nosearch"] = True

@@ -15,7 +15,8 @@ _LEFT_OUT = re.compile(r"^ *```.*?^ *```$|^ *[|#].*?$|<[^>]+>|!\[[^\]]*\]\([^)]*
 
 def prose(text: str) -> str:
     """The words of a page that are read as sentences."""
-    text = re.sub(r"\]\([^)]*\)", "]", _LEFT_OUT.sub("", text))
+    text = re.sub(r"^ *\d+\. ", "", _LEFT_OUT.sub("", text), flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
     return re.sub(r"`[^`]+`", "code", text)
 
 

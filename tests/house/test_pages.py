@@ -107,6 +107,18 @@ def test_texts_of_errors_are_those_of_the_code() -> None:
     assert [name for name in classes if f"`{name}`" not in cells] == []
 
 
+def test_drawings_are_shown_and_have_colours_for_light_and_dark() -> None:
+    shown = "".join(PAGES.values())
+    drawings = sorted((DOCS / "drawings").glob("*.svg"))
+    assert drawings and [path.name for path in drawings if f"drawings/{path.name})" not in shown] == []
+    for path in drawings:
+        text = path.read_text()
+        light, _, dark = text.partition("@media (prefers-color-scheme: dark)")
+        used = {name for words in re.findall(r'class="([\w ]+)"', text) for name in words.split()}
+        filled = {name for name in used if re.search(rf"\.{name} {{ fill: #", light)}
+        assert filled and [name for name in filled if f".{name} {{ fill: #" not in dark] == [], path
+
+
 def text_of(node: ast.AST) -> str | None:
     """The text of a literal; where values stand is not known."""
     if isinstance(node, ast.JoinedStr):

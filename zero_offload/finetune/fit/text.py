@@ -152,7 +152,7 @@ def _drive_lines(plan: FolderPlan) -> Iterator[str]:
     """Lines about the tokens or drives that would hide transfers."""
     hidden, tokens = plan.hidden_tokens, plan.job.tokens
     if hidden is not None and hidden > tokens:
-        yield f"  from {hidden:,} tokens of a micro-batch on (now {tokens:,}) compute hides all transfers"
+        yield f"  from {hidden:,} tokens of a micro-batch on (now {tokens:,}) transfers cost no time"
     if plan.one_more_drive is not None:
         then = plan.one_more_drive
         speed = format_number(then.tokens_per_s)
