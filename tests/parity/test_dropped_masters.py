@@ -91,8 +91,8 @@ def test_blocks_that_share_a_section_round_theirs_alone(tier: str, tmp_path: Pat
 
 
 def _on_ranks(rank: int, world_size: int, nvme: Path, settings: dict[str, Any]) -> tuple[Result, Result]:
-    """All ranks have the same rows: the mean of their gradients is each one's. The loop runs here too, since products in
-    bf16 depend on the threads of a process."""
+    """All ranks have the same rows: the mean of their gradients is each one's. The loop runs here too, since products
+    in bf16 depend on the threads of a process."""
     return dropping(nvme, STEPS, order="ascending", num_live=1, **settings), written_out("ascending", 1)
 
 
