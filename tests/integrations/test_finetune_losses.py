@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tests.helpers.tools as tools  # before transformers  # isort: skip
+from transformers import AutoModelForCausalLM
+
 from tests.helpers import folders
 from tests.helpers.tool_runs import in_processes
 from zero_offload.cli.main import main
@@ -71,6 +73,30 @@ def test_a_folder_gets_another_head(tmp_path: Path, capsys: pytest.CaptureFixtur
     says = capsys.readouterr().err
     assert 'trained by finetune --method mlm as class="BertForMaskedLM"' in says
     assert "Evaluate it by --method mlm, or give it another head by finetune first" in says
+
+
+@pytest.mark.door(
+    "transformers",
+    load="`finetune`",
+    between="two values in the files for tied weights",
+    save="its folder, read by `from_pretrained`",
+    outcome="right",
+)
+def test_a_tie_that_the_files_do_not_have(tmp_path: Path) -> None:
+    """Both values are trained, as in a model of `from_pretrained`."""
+    model = folders.write_folder(tmp_path / "llama", "llama")
+    values = load_file(model / "model.safetensors")
+    values["lm_head.weight"] = values["model.embed_tokens.weight"] + 1
+    save_file(values, model / "model.safetensors", metadata={"format": "pt"})
+    words = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(words))
+    rows, flags = labelled(tmp_path / "rows.jsonl", 8), ["--steps", 1, "--batch", 2, "--lr", 1e-12]
+    with pytest.warns(UserWarning, match="has two values for lm_head.weight and model.embed_tokens.weight"):
+        finetune(model, rows, tmp_path / "out", *flags)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert not found.config.tie_word_embeddings
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.allclose(found.state_dict()[name], values[name].bfloat16(), rtol=0.01, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -25,6 +25,14 @@ FOUR_LAYERS = {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2,
 PINPOINTS = {"image_grid_pinpoints": [[32, 32]]}
 
 CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "apertus1p5": {
+        "image_token_offset": 64,
+        "audio_token_offset": 80,
+        "image_token_id": 100,
+        "audio_token_id": 101,
+        "vision_config": {"codebook_size": 16},
+        "audio_config": {"codebook_size": 16, "num_filters": 8},
+    },
     "aria": {"projector_patch_to_query_dict": {16: 8}},
     "autoformer": AHEAD,
     "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1]},
@@ -59,6 +67,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "hy_v4_vl": _sections(1, 1, 0),
     "hunyuan_vl": {"text_config": {"head_dim": 8, **_sections(1, 1, 1, 1)["text_config"]}},
     "informer": AHEAD,
     "instructblip": {"image_token_index": 100},

@@ -231,8 +231,10 @@ def untie(base: Any, of_files: Mapping[str, str], stored: Mapping[str, StoredTen
         where, _, own = name.rpartition(".")
         tied = base.get_parameter(name)
         recipe = recipe_of(tied)
-        apart = nn.Parameter(torch.empty(tied.shape, dtype=tied.dtype, device="meta"), tied.requires_grad)
-        if recipe is not None:
+        if recipe is None:  # on meta, or still inside of deferred_init, which then records it
+            apart = nn.Parameter(torch.empty_like(tied), tied.requires_grad)
+        else:
+            apart = nn.Parameter(torch.empty(tied.shape, dtype=tied.dtype, device="meta"), tied.requires_grad)
             apart = deferred(apart, tied.requires_grad)
             keep_recipe(apart, recipe)
         undo.callback(setattr, base.get_submodule(where), own, tied)
