@@ -24,7 +24,7 @@ TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/te
   tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py tests/zoo
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*) release/call.cpp
 
-.PHONY: train test test-tools zoo nightly faults check docs native asan tsan neon bench release clean
+.PHONY: train test test-tools zoo nightly faults check docs claims native asan tsan neon bench release clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -60,6 +60,10 @@ check: $(READY)
 docs: $(DOCS) $(NATIVE)
 	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs build/site
 	$(BIN)/python -m pytest -q tests/house/test_pages.py tests/fake_gpu/test_programs.py $(ARGS)
+
+# Claims of README and docs whose code has changed since their commit.
+claims: $(READY)
+	$(BIN)/python -m tests.helpers.claims
 
 native: $(READY) $(NATIVE)
 

@@ -15,12 +15,22 @@ project = "zero_offload"
 author = "the contributors of zero_offload"
 version = release = zero_offload.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "generated", "links", "reading_ease", "words"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "claims",
+    "docstrings",
+    "generated",
+    "links",
+    "reading_ease",
+    "words",
+]
 exclude_patterns = ["extensions"]
 nitpicky = True
 smartquotes = False
 
 myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_block"]  # the class of notes below claims
 myst_links_external_new_tab = True
 suppress_warnings = ["myst.header"]  # a page may begin a part with a table
 
