@@ -334,12 +334,37 @@ def test_a_view_from_before_an_assignment_to_data_raises(tier: str, nvme: Path) 
                 use(kept)
     with pytest.raises(zo.ZeroOffloadError, match="from before an assignment"):
         weight.data = copies["view"]
-    with pytest.raises(zo.ZeroOffloadError, match="from before an assignment"):
-        weight.data, other.data = other.data, weight.data
+    view = weight.data
+    other.data = torch.ones(weight.shape)
     weight.data = before
+    with pytest.raises(zo.ZeroOffloadError, match="from before an assignment"):
+        other.data = view
     weight.data = weight.data
     assert torch.equal(weight.data, before)
     zo.close(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_values_of_another_parameter_are_no_memory_to_assign(tier: str, precision: str, nvme: Path) -> None:
+    """Plain torch makes one parameter of both: a step of one would change the other."""
+    model, teacher = (lm(tier, nvme / name, precision=precision) for name in ("student", "teacher"))
+    mine, twin = model.blocks[0].up.weight, model.blocks[1].up.weight
+    theirs = teacher.blocks[0].up.weight
+    before = mine.detach().clone()
+    for values in (theirs, theirs.data, theirs.detach(), twin.data, twin.data.t().t()):
+        for assign in (lambda p, values: setattr(p, "data", values), lambda p, values: p.set_(values)):
+            with pytest.raises(zo.ZeroOffloadError, match=r"one memory.*\.data\.clone\(\)"):
+                assign(mine, values)
+    assert torch.equal(mine, before)
+    mine.data = twin.data.clone()
+    assert torch.equal(mine, twin)
+    theirs.data.copy_(mine)
+    assert torch.equal(theirs, twin)
+    mine.data = mine.data.flip(0)
+    assert torch.equal(mine, twin.flip(0))
+    for each in (model, teacher):
+        zo.close(each)
 
 
 class Halved(nn.Module):

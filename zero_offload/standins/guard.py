@@ -23,6 +23,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
 from zero_offload.standins.away import Away, Route, ask, is_in_use, operate, part_of, routes_of_views
+from zero_offload.standins.brought import root_of
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.grad_hooks import register_grad_hook
 from zero_offload.standins.operations import FACTORIES, QUESTIONS, named
@@ -210,11 +211,18 @@ def _copy_in(param: Any, source: Any, owner: Owner) -> None:
 
 def _set_data(param: nn.Parameter, values: Any) -> None:
     """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing. Other
-    values are copied in, of the same form: the parameter keeps its memory. With another shape it is not the model's any
+    values are copied in, of the same form: the parameter keeps its memory. Those of another parameter raise, since
+    plain torch makes one of both. With another shape it is not the model's any
     more, as after `resize_token_embeddings` of transformers: it is adopted anew."""
     Assignments.check((values,))
     if _is_whole(values, param):
         return
+    if isinstance(values, AtRest | View) and root_of(values) is not param:
+        raise ZeroOffloadError(
+            f"values of parameter {described(root_of(values))}, were assigned to .data of {described(param)}. In plain "
+            "torch both have one memory from then on, and a step of one changes the other; here each has its own. "
+            "Assign a copy (.data.clone()), or copy in (param.data.copy_(other)); tie parameters before zo.offload"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         fits = (values.dtype, values.device) == (param.dtype, param.device)
         is_resized = values.shape != param.shape
