@@ -63,6 +63,7 @@ class DeviceGroup(dist.ProcessGroup):
         for device_type in ("cpu", TYPE):
             kind = dist.ProcessGroup.BackendType.GLOO
             self._register_backend(torch.device(device_type), kind, self._on_host)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # torch 2.15 asks it for its records
         self._between_devices = dist.ProcessGroupGloo(dist.PrefixStore("between", store), rank, size, timeout)
         self._streams: dict[int, torch.Stream] = {}
         """By device: a rank may use both."""

@@ -356,7 +356,8 @@ class _CallOnCopies:
                 f"which would be lost ({error}). Take a copy (.clone())"
             ) from None
         array.setflags(write=False)
-        kwargs = {name: value for name, value in kwargs.items() if name != "stream"}
+        # It is for reading whatever is asked; NumPy has no such argument, torch 2.15 has one.
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("stream", "read_only")}
         return array.__dlpack__(*args[1:], **kwargs)
 
 

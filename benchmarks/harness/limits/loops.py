@@ -24,7 +24,8 @@ def compiler_call() -> list[str]:
     build = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
     compiler = build["find_compiler"]()
     isa = native.isa().name.lower()
-    flags = [*build["COMPILE_FLAGS"], *build["isa_flags"](Path(f"kernel_{isa}.cpp"), x86=build["is_for_x86"](compiler))]
+    flags = ["-fopenmp", *build["COMPILE_FLAGS"]]
+    flags += build["isa_flags"](Path(f"kernel_{isa}.cpp"), x86=build["is_for_x86"](compiler))
     vec = ["-DVec=ScalarVec"] if native.isa() is Isa.SCALAR else []
     return [compiler, *flags, f'-DVEC_HEADER="simd/vec_{isa}.h"', *vec, str(Path(__file__).with_suffix(".cpp"))]
 
