@@ -129,7 +129,9 @@ def test_a_signal_while_a_run_is_set_up_ends_it_at_once(number: signal.Signals, 
     began = time.monotonic()
     child.send_signal(number)
     ended, _, complaint = _ended(child, began)
-    assert ended == code and complaint == ("interrupted\n" if code > 0 else "")
+    assert ended == code and complaint == (
+        "interrupted; the same command goes on at the last commit, or begins if there is none\n" if code > 0 else ""
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -386,7 +386,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
     "README.md": {"In Python": (lambda: {"MyTransformer": MyTransformer, "batch": batch},)},
     "docs/start/own-loop.md": {"": (dict,)},
     "docs/start/first-gpu-loop.md": {"": (dict,)},
-    "docs/use/precision.md": {"": (precise,), "fp16": (scaled,)},
+    "docs/use/precision.md": {"Parts of a model": (precise,), "fp16": (scaled,)},
     "docs/use/changing-models.md": {
         "Parameters added later": (adapted,),
         "Modules that are removed, moved or replaced": (changed,),
@@ -413,7 +413,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
 }
 """By page and chapter: what each block finds. Blocks of other pages find what the blocks before them have made."""
 OF_TOOLS = {
-    ("docs/use/precision.md", ""),
+    ("docs/use/precision.md", "Parts of a model"),
     ("docs/use/changing-models.md", "Parameters added later"),
     *((f"docs/use/{name}.md", "") for name in ("hugging-face", "trainers", "accelerate", "lightning", "adapters")),
 }

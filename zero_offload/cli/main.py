@@ -30,6 +30,8 @@ _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capaci
 
 _OF_MODELS = ("--model", "--model-name-or-path", "--base-model", "--model-path", "--model-id")
 _OF_A_FOLDER = ("finetune", "chat", "evaluate")
+_RUNS = ("finetune", "train")
+_GOES_ON = "; the same command goes on at the last commit, or begins if there is none"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(f"interrupted{_GOES_ON if args.command in _RUNS else ''}", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # as of `report RUN | head`; what Python still flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -269,12 +269,17 @@ def _load(source: ConfigSource) -> tuple[str, Mapping[str, Any]]:
     try:
         document = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
-        raise ConfigError(f"cannot read {source}: {error.strerror}; give a JSON file of DeepSpeed") from error
+        hint = did_you_mean(Path(source).name, _json_beside(Path(source)))
+        raise ConfigError(f"cannot read {source}: {error.strerror}; {hint}give a JSON file of DeepSpeed") from error
     except ValueError as error:
         raise ConfigError(f"{source} is not valid JSON: {error}; remove comments and trailing commas") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{source} holds a {type(document).__name__}; a config of DeepSpeed is an object {{...}}")
     return str(source), document
+
+
+def _json_beside(path: Path) -> list[str]:
+    return sorted(each.name for each in path.absolute().parent.glob("*.json"))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

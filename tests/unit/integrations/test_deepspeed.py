@@ -375,6 +375,15 @@ def test_a_file_is_read_as_its_dict(tmp_path: Path) -> None:
     assert config == read(str(path))[0] == read(INFINITY)[0] and report.startswith(f"{path} is OffloadConfig(stage=3")
 
 
+def test_a_file_of_almost_this_name_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"cannot read .*ds_confg.json: No such file.*did you mean ds_config.json\?"):
+        OffloadConfig.from_deepspeed(tmp_path / "ds_confg.json")
+    (tmp_path / "ds_config.json").unlink()
+    with pytest.raises(ConfigError, match="directory; give a JSON file"):
+        OffloadConfig.from_deepspeed(tmp_path / "ds_confg.json")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
