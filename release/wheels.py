@@ -35,7 +35,11 @@ def run(*command: str | Path, **settings: object) -> None:
     subprocess.run([str(each) for each in command], check=True, **settings)  # type: ignore[call-overload]
 
 
-def compiler(work: Path, machine: str) -> Path:
+def compiler_of(work: Path, machine: str) -> Path:
+    return work / f"{machine}-c++"
+
+
+def write_compiler(work: Path, machine: str) -> None:
     """A command that compiles C++ for a machine and GLIBC, and links against a libgomp that has names alone."""
     zig = f"{sys.executable} -m ziglang"
     target = f"-target {machine}-linux-gnu.{GLIBC}"
@@ -43,14 +47,13 @@ def compiler(work: Path, machine: str) -> Path:
     stub = work / f"libgomp-{machine}" / "libgomp.so"
     stub.parent.mkdir()
     run(*zig.split(), "cc", *target.split(), "-shared", "-Wl,-soname,libgomp.so.1", "-o", stub, work / "gomp.c")
-    command = work / f"{machine}-c++"
+    command = compiler_of(work, machine)
     command.write_text(f'#!/bin/sh\nexec {zig} c++ {target} -g0 -Wl,-s -L{stub.parent} "$@"\n')
     command.chmod(0o755)
-    return command
 
 
 def source_distribution(out: Path) -> Path:
-    """Of what git has: nothing else that lies in the checkout is part of a release."""
+    """Of the folders and files that MANIFEST.in names."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT)
     (made,) = out.glob("*.tar.gz")
     return made
@@ -62,7 +65,8 @@ def wheel(sdist: Path, machine: str, out: Path, work: Path) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(source, filter="data")
     (folder,) = source.iterdir()
-    env = {**os.environ, "CXX": str(compiler(work, machine)), "ZERO_OFFLOAD_REQUIRE_NATIVE": "1"}
+    write_compiler(work, machine)
+    env = {**os.environ, "CXX": str(compiler_of(work, machine)), "ZERO_OFFLOAD_REQUIRE_NATIVE": "1"}
     env["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
     raw, named = work / f"raw-{machine}", work / f"named-{machine}"
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", raw, folder, env=env)
@@ -90,10 +94,6 @@ def call(made: Path, machine: str, libraries: Path | None, work: Path) -> None:
     if machine != platform.machine():
         start = [f"qemu-{machine}-static", *(["-L", f"/usr/{machine}-linux-gnu"] if libraries is None else []), *start]
     run(*start, program, library)
-
-
-def compiler_of(work: Path, machine: str) -> Path:
-    return work / f"{machine}-c++"
 
 
 def main() -> None:
