@@ -75,16 +75,20 @@ class Block:
     """Of claims, or the kind of figures."""
 
     def figures(self) -> list[str]:
-        """[Note: figures]"""
+        """[Note: figures] In the order of the page."""
         lines = [re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", line) for line in self.lines]
-        found = [match.group() for line in lines for match in _FIGURE.finditer(line)]
-        if lines[0].startswith("|"):
-            rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-            for row in rows[2:]:
-                for heading, cell in zip(rows[0], row, strict=True):
-                    has_unit = _HEADING.search(heading) or _HEADING.search(row[0])
-                    if (number := _CELL.match(cell)) and (has_unit or ("." in cell and number.group() == cell)):
-                        found.append(cell)
+        if not lines[0].startswith("|"):
+            return [match.group() for line in lines for match in _FIGURE.finditer(line)]
+        found = []
+        headings, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        for row in [headings, *rows]:
+            for heading, cell in zip(headings, row, strict=True):
+                has_unit = row is not headings and (_HEADING.search(heading) or _HEADING.search(row[0]))
+                number = _CELL.match(cell)
+                if figures := [match.group() for match in _FIGURE.finditer(cell)]:
+                    found += figures
+                elif number and (has_unit or ("." in cell and number.group() == cell)):
+                    found.append(cell)
         return found
 
 

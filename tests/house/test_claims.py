@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -12,8 +11,10 @@ import pytest
 
 from docs.extensions.claims import KINDS, RECORDS, ROOT, blocks, load, with_notes
 from tests.helpers.claims import git, has_commit
+from tests.helpers.figures import chapter, figures_of, is_as_rounded, keys_of, value_of
 
 CLAIMS = load()
+KEYS = keys_of()
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -72,47 +73,48 @@ def test_commits_of_claims_exist() -> None:
     assert [name for name, claim in CLAIMS.items() if not has_commit(claim.commit)] == []
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "<!-- claim:" in text])
-def test_figures_are_those_of_the_results(page: str) -> None:
-    """As they are rounded, in the unit of the file or in GiB of MiB."""
-    for block in blocks(PAGES[page]):
-        if block.marker == "claim":
-            known = {each for name in block.names for result in CLAIMS[name].results for each in numbers(result)}
-            strange = [figure for figure in block.figures() if not is_among(figure, known)]
-            assert strange == [], f"{page}, line {block.begin + 1}: not in the results of {block.names}"
+def test_each_figure_has_one_key_of_its_results() -> None:
+    """In the order of the page: figures that change places fail, as those that differ from their result."""
+    shown = {page: {marker: len(found) for marker, found in figures_of(text).items()} for page, text in PAGES.items()}
+    keyed = {page: {marker: len(keys) for marker, keys in markers.items()} for page, markers in KEYS.items()}
+    assert {page: counts for page, counts in shown.items() if counts} == keyed
 
 
-def is_among(figure: str, known: set[float]) -> bool:
-    text = re.match(r"\d[\d,]*(?:\.\d+)?", figure)
-    assert text is not None
-    value, half = float(text[0].replace(",", "")), 0.5 / 10 ** len(text[0].partition(".")[2])
-    return any(abs(each / scale - value) <= half + 1e-9 for each in known for scale in (1, 1024))
+@pytest.mark.parametrize("page", KEYS)
+def test_figures_are_those_of_their_keys(page: str) -> None:
+    wrong = [
+        f"line {line}: {figure}, but {key} is {value}"
+        for marker, found in figures_of(PAGES[page]).items()
+        for (line, figure), key in zip(found, KEYS[page][marker], strict=True)
+        if not is_as_rounded(figure, value := value_of(key, CLAIMS, marker.split(", ")))
+    ]
+    assert wrong == []
 
 
-def chapter(result: str) -> str:
-    """Text of a file of results, or of the chapter of a page that it names."""
-    path, _, anchor = result.partition("#")
-    text = (ROOT / path).read_text()
-    if not anchor:
-        return text
-    parts = re.split(r"^(?=#+ )", text, flags=re.MULTILINE)
-    titles = [re.sub(r"[^\w -]", "", part.split("\n")[0]).strip().lower().replace(" ", "-") for part in parts]
-    return parts[titles.index(anchor)]
+def test_figures_of_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "docs/choose/recipes.md"
+    a, b = "| 4,096 | 2.31 | 1,775 |", "| 8,192 | 3.40 | 2,408 |"
+    assert a in PAGES[page] and b in PAGES[page]
+    monkeypatch.setitem(PAGES, page, PAGES[page].replace(a, b, 1))
+    with pytest.raises(AssertionError, match=r"3\.40, but .*4096 tokens > step_s is 2\.3"):
+        test_figures_are_those_of_their_keys(page)
 
 
-def numbers(result: str) -> Iterator[float]:
-    if result.endswith(".json"):
-        yield from leaves(json.loads((ROOT / result).read_text()))
-    else:
-        yield from (float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", chapter(result)))
-
-
-def leaves(value: object) -> Iterator[float]:
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from leaves(each)
-    elif isinstance(value, int | float):
-        yield float(value)
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("MoE, bf16: step > ours", "begin with a claim"),
+        ("moe-16-layers > MoE, bf16: step > nothing", r"leads to \[\]"),
+        ("moe-16-layers > MoE, bf16: step > ours > deeper", r"leads to \[\]"),
+        ("moe-16-layers > MoE, bf16: no row > ours", r"leads to \[\]"),
+        ("moe-16-layers > MoE, bf16: peak in the group", r"leads to \[\]"),
+        ("moe-16-layers > ours", r"leads to \[0\.0, .*\]"),
+        ("moe-16-layers > no words # here", r"leads to \[\]"),
+    ],
+)
+def test_a_key_leads_to_one_value(key: str, error: str) -> None:
+    with pytest.raises(AssertionError, match=error):
+        value_of(key, CLAIMS, ["moe-16-layers", "moe-40-layers"])
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,9 @@ def test_other_numbers_are_left(block: str) -> None:
 
 
 def test_results_are_compared_as_they_are_rounded() -> None:
-    assert is_among("0.65 s", {0.6456}) and is_among("1.33 GiB", {1362.0}) and is_among("2,408 tokens/s", {2408.3})
-    assert not is_among("0.65 s", {0.6439}) and not is_among("57", {58.0})
+    assert is_as_rounded("0.65 s", 0.6456) and is_as_rounded("1.33 GiB", 1362.0)
+    assert is_as_rounded("2,408 tokens/s", 2408.3)
+    assert not is_as_rounded("0.65 s", 0.6439) and not is_as_rounded("57", 58.0)
 
 
 def test_the_site_says_when_and_where() -> None:
