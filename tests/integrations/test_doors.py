@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def offloaded(model: nn.Module, nvme: Path, precision: str = "bf16") -> Any:
 # Weights that a load dequantizes
 
 
-def _with_words(base: Path, folder: Path, values: dict[str, Tensor], **changes: Any) -> Path:
+def with_words(base: Path, folder: Path, values: dict[str, Tensor], **changes: Any) -> Path:
     shutil.copytree(base, folder)
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(words(base) | changes))
@@ -88,7 +88,7 @@ def fp8(place: Path, model: nn.Module) -> Path:
         values[name], scales = _codes(value) if is_code else (value, value)
         values |= {f"{name}_scale_inv": scales} if is_code else {}
     method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
-    return _with_words(place / "base", place / "fp8", values, quantization_config=method)
+    return with_words(place / "base", place / "fp8", values, quantization_config=method)
 
 
 def experts() -> Any:
@@ -117,7 +117,7 @@ def mxfp4(place: Path) -> Path:
         values[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
         values[f"{name}_scales"] = torch.randint(120, 124, shape, dtype=torch.uint8)
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
-    return _with_words(place / "base", place / "mxfp4", values, quantization_config=method)
+    return with_words(place / "base", place / "mxfp4", values, quantization_config=method)
 
 
 PUBLISHED: dict[str, Callable[[Path], Path]] = {
@@ -378,10 +378,19 @@ def test_forms_of_zero_points_are_said_and_compared(tmp_path: Path) -> None:
     zo.close(model)
 
 
-def _packed(values: Tensor) -> Tensor:
+def packed(values: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     """Eight values of four bits in each int32, along the last dimension."""
-    parts = values.to(torch.int64).view(*values.shape[:-1], -1, 8) << torch.arange(0, 32, 4)
+    parts = values.to(torch.int64).view(*values.shape[:-1], -1, 8)[..., list(order)] << torch.arange(0, 32, 4)
     return parts.sum(-1).to(torch.int32)
+
+
+def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of a matrix, and the scales and zero points of its groups."""
+    groups = weight.float().view(len(weight), -1, BLOCK)
+    scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
+    zeros = (-groups.amin(2) / scales).round().clamp(1, 15)
+    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return codes.view(weight.shape), scales, zeros
 
 
 def gptq(place: Path) -> Path:
@@ -392,17 +401,13 @@ def gptq(place: Path) -> Path:
         if "_proj" not in name:
             values[name] = weight
             continue
-        rows, columns = weight.shape
-        groups, layer = weight.float().view(rows, -1, BLOCK), name.removesuffix(".weight")
-        scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
-        zeros = (-groups.amin(2) / scales).round().clamp(1, 15)
-        codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15).view(rows, columns)
-        values[f"{layer}.qweight"] = _packed(codes).T.contiguous()
-        values[f"{layer}.qzeros"] = _packed(zeros.T - 1)
+        (codes, scales, zeros), layer = four_bits(weight), name.removesuffix(".weight")
+        values[f"{layer}.qweight"] = packed(codes).T.contiguous()
+        values[f"{layer}.qzeros"] = packed(zeros.T - 1)
         values[f"{layer}.scales"] = scales.T.contiguous()
-        values[f"{layer}.g_idx"] = torch.arange(columns, dtype=torch.int32) // BLOCK
+        values[f"{layer}.g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // BLOCK
     method = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": False, "sym": False}
-    return _with_words(place / "base", place / "gptq", values, quantization_config=method | {"format": "gptq"})
+    return with_words(place / "base", place / "gptq", values, quantization_config=method | {"format": "gptq"})
 
 
 @pytest.mark.door(

@@ -12,9 +12,24 @@ import pytest
 import tests.helpers.tools as tools  # before transformers  # isort: skip
 import torch
 import transformers
+from torch import Tensor, nn
 
 import zero_offload as zo
-from tests.integrations.test_doors import AUTO, BF16, IDS, in_bf16, is_same, offloaded, refused, tensors, words
+from tests.integrations.test_doors import (
+    AUTO,
+    BF16,
+    BLOCK,
+    IDS,
+    four_bits,
+    in_bf16,
+    is_same,
+    offloaded,
+    packed,
+    refused,
+    tensors,
+    with_words,
+    words,
+)
 
 pytestmark = pytest.mark.tools
 GROUP = 64
@@ -178,7 +193,6 @@ def test_a_folder_of_torchao_is_written_again(kind: str, tmp_path: Path) -> None
     instead="the folder that was quantized, with `quantize=`",
 )
 def test_a_folder_of_awq_needs_gptqmodel(tmp_path: Path) -> None:
-    """Its kernels are built for a GPU."""
     if any(each.metadata["Name"].lower() == "gptqmodel" for each in importlib.metadata.distributions()):
         pytest.skip("gptqmodel is installed")
     folder = base(tmp_path)
@@ -187,3 +201,122 @@ def test_a_folder_of_awq_needs_gptqmodel(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match="requires gptqmodel"):
         in_bf16(folder)
     refused(folder, r"\(awq\).*Give the folder of the model that was quantized")
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Columns of the eight values in an int32."""
+
+
+def awq(place: Path) -> Path:
+    """A folder in the form "gemm", as most are published."""
+    tools.llama(num_key_value_heads=4).half().save_pretrained(place / "base")
+    values: dict[str, Tensor] = {}
+    for name, weight in tensors(place / "base").items():
+        if "_proj" not in name:
+            values[name] = weight
+            continue
+        (codes, scales, zeros), layer = four_bits(weight), name.removesuffix(".weight")
+        values[f"{layer}.qweight"], values[f"{layer}.qzeros"] = packed(codes.T, AWQ_ORDER), packed(zeros.T, AWQ_ORDER)
+        values[f"{layer}.scales"] = scales.T.contiguous()
+    method = {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True, "version": "gemm"}
+    return with_words(place / "base", place / "awq", values, quantization_config=method)
+
+
+def read_awq(folder: Path, dtype: torch.dtype) -> Any:
+    """By the kernel in Python, which trains on a CPU."""
+    settings = transformers.AwqConfig(bits=4, group_size=BLOCK, backend="torch_awq")
+    return AUTO.from_pretrained(folder, dtype=dtype, device_map="cpu", quantization_config=settings)
+
+
+@pytest.mark.door(
+    "gptqmodel, transformers",
+    load="`from_pretrained`, then `zo.offload`",
+    between="AWQ, in fp16",
+    save="`zo.export_pretrained`",
+    outcome="right",
+)
+@pytest.mark.door(
+    "gptqmodel, transformers",
+    load="`from_pretrained`",
+    between="AWQ, in fp16",
+    save="`save_pretrained`",
+    outcome="right",
+)
+def test_a_folder_of_awq_there_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("gptqmodel")
+    folder = awq(tmp_path)
+    model = read_awq(folder, torch.float16).eval()
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "theirs")
+    offloaded(model.requires_grad_(False), tmp_path / "nvme", "fp16")
+    assert torch.equal(model(IDS).logits, expected)
+    zo.export_pretrained(model, tmp_path / "ours")
+    zo.close(model)
+    for name in ("theirs", "ours"):
+        assert is_same(tensors(tmp_path / name), tensors(folder))
+    assert torch.equal(read_awq(tmp_path / "ours", torch.float16).eval()(IDS).logits, expected)
+
+
+@pytest.mark.door(
+    "gptqmodel, transformers",
+    load="`from_pretrained`",
+    between="AWQ in fp16, a forward in bf16",
+    save="`save_pretrained`",
+    outcome="lost: bits of the scales, which the forward rounds",
+    instead="the folder itself, or `dtype=torch.float16`",
+)
+@pytest.mark.door(
+    "gptqmodel, transformers",
+    load="`from_pretrained`, then `zo.offload`",
+    between="AWQ in fp16, a forward in bf16",
+    save="`zo.export_pretrained`",
+    outcome="refused: the tensors that the forward has replaced",
+    instead="`dtype=torch.float16`, or a forward before `zo.offload`",
+)
+def test_scales_of_awq_are_rounded_by_a_forward(tmp_path: Path) -> None:
+    pytest.importorskip("gptqmodel")
+    folder = awq(tmp_path)
+    model = read_awq(folder, BF16).eval()
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "theirs")
+    name = "model.layers.0.self_attn.q_proj.scales"
+    assert not torch.equal(tensors(tmp_path / "theirs")[name].float(), tensors(folder)[name].float())
+    model = offloaded(read_awq(folder, BF16).eval().requires_grad_(False), tmp_path / "nvme")
+    assert torch.equal(model(IDS).logits, expected)
+    with pytest.raises(zo.ConfigError, match=r"\d+ tensors of this model replaced.*layers\.0\..*AwqTorchLinear"):
+        zo.export_pretrained(model, tmp_path / "ours")
+    zo.close(model)
+
+
+class Converted(nn.Module):
+    """A layer of packed weights, whose first forward gives its scales another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.ones(4, 4, dtype=torch.int32))
+        self.register_buffer("scales", torch.full((4,), 0.1, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scales.dtype != x.dtype:
+            self.scales = self.scales.to(x.dtype)
+        return x @ (self.qweight * self.scales)
+
+
+def test_tensors_that_a_forward_replaces_are_named(tmp_path: Path) -> None:
+    """Converted before `zo.offload`, they are exported."""
+    x = torch.ones(1, 4, dtype=BF16)
+    for is_called_before in (False, True):
+        model = nn.Sequential(Converted(), nn.Linear(4, 4))
+        if is_called_before:
+            model[0](x)
+        zo.offload(model, zo.OffloadConfig(precision="bf16"))
+        expected = model(x)
+        if is_called_before:
+            zo.export_pretrained(model, tmp_path / "out")
+            assert tensors(tmp_path / "out")["0.scales"].dtype == BF16
+        else:
+            says = r"finds 1 tensors .* first is 0\.scales of Converted\. Call the model once before zo\.offload"
+            with pytest.raises(zo.ConfigError, match=says):
+                zo.export_pretrained(model, tmp_path / "out")
+        assert torch.equal(model(x), expected)
+        zo.close(model)

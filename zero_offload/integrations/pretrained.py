@@ -384,13 +384,22 @@ def _check_whole(model: nn.Module, owner: ModelRuntime, call: str) -> None:
             f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
             "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
         )
-    offloaded = {id(place.param) for place in owner.places.listed()}
-    given = {id(param) for _, param in offloaded_tensors(model)}
-    if given - offloaded or (offloaded - given and not is_peft(model)):
+    offloaded = {id(place.param): place.name for place in owner.places.listed()}
+    tensors = dict(offloaded_tensors(model))
+    given = {id(tensor): name for name, tensor in tensors.items()}
+    more, fewer = given.keys() - offloaded.keys(), offloaded.keys() - given.keys()
+    replaced = sorted({given[each] for each in more} & {offloaded[each] for each in fewer})
+    if replaced := [name for name in replaced if not isinstance(tensors[name], nn.Parameter)]:
+        kind = type(model.get_submodule(replaced[0].rpartition(".")[0])).__name__
         raise ConfigError(
-            f"{call} takes the whole model that was given to zo.offload: {len(offloaded - given)} of its "
-            f"{len(offloaded)} parameters are not in this {type(model).__name__}, {len(given - offloaded)} here were "
-            "never offloaded with it"
+            f"{call} finds {len(replaced)} tensors of this model replaced by others after zo.offload, as a layer of "
+            f"quantized weights does in a forward in another dtype: the first is {replaced[0]} of {kind}. Call the "
+            "model once before zo.offload, in the dtype that it trains in; or load it in the dtype of its folder"
+        )
+    if more or (fewer and not is_peft(model)):
+        raise ConfigError(
+            f"{call} takes the whole model that was given to zo.offload: {len(fewer)} of its {len(offloaded)} "
+            f"parameters are not in this {type(model).__name__}, {len(more)} here were never offloaded with it"
         )
 
 

@@ -55,7 +55,7 @@ def test_arithmetic_is_twice_the_parameters_and_attention() -> None:
 
 
 def flops(block: nn.Module, *, recompute: bool) -> float:
-    """Of a forward and a backward, as torch counts products with matrices. Before 2.15 it counts no attention on a CPU."""
+    """Of a forward and a backward, as torch counts products with matrices. Before 2.15 it counts no CPU attention."""
     inputs, rotation = torch.randn(1, 32, 64, requires_grad=True), gpt.GPT(BLOCK).rotation[:, :32]
     with FlopCounterMode(display=False) as counter:
         out = checkpoint(block, inputs, rotation, use_reentrant=False) if recompute else block(inputs, rotation)
