@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.exceptions import IMAGES, INPUTS
+from tests.zoo.exceptions import IMAGES, INPUTS, SOUNDS
 
 BATCH, LENGTH, TARGETS = 2, 12, 6
 LOWEST, HIGHEST = 5, 100
@@ -94,22 +94,23 @@ class Maker:
         """Text with as many places for images or sounds as the model makes features of them."""
         made = self.text()
         for call, fields in PLACES.items():
-            owner = next((each for each in self.model.modules() if hasattr(each, call)), None)
-            function, token = getattr(owner, call, None), self.field(*fields)
-            if function is None or token is None:
+            functions = [getattr(each, call) for each in self.model.modules() if hasattr(each, call)]
+            choices = [(_chosen(each, media | made), each) for each in functions]
+            chosen, function = max(choices, key=lambda each: len(each[0]), default=({}, None))
+            token = self.field(*fields)
+            if function is None or token is None or not {*media} & {*chosen}:
                 continue
-            taken = inspect.signature(function).parameters
-            if not {*media} & {*taken}:
-                continue
-            chosen = {name: value for name, value in (media | made).items() if name in taken}
             with torch.no_grad():
                 count = rows_of(function(**chosen)) // BATCH
-            places = torch.full((BATCH, count), token)
-            made["input_ids"] = torch.cat([made["input_ids"][:, :4], places, made["input_ids"][:, 4:]], 1)
-            for name in ("mm_token_type_ids", "token_type_ids"):
-                if name in self.names:
-                    made[name] = (made["input_ids"] == token).long()
+            made = self.placed(made, token, count)
         return media | made
+
+    def placed(self, text: Inputs, token: int, count: int) -> Inputs:
+        """Text with so many places for what the token stands for."""
+        ids = text["input_ids"]
+        ids = torch.cat([ids[:, :4], torch.full((BATCH, count), token), ids[:, 4:]], 1)
+        kinds = {name for name in ("mm_token_type_ids", "token_type_ids") if name in self.names}
+        return text | {"input_ids": ids} | {name: (ids == token).long() for name in kinds}
 
     # Images, sounds, series
 
@@ -163,6 +164,9 @@ class Maker:
         return {"pixel_values": self.noise(int(grid.prod(-1).sum()), *shape), key: grid}
 
     def sounds(self, name: str) -> Iterator[Callable[[], Inputs]]:
+        if self.family in SOUNDS:
+            yield lambda: SOUNDS[self.family](self)
+            return
         bins = self.field(
             "feature_projection_input_dim",
             "num_mel_bins",
@@ -244,6 +248,11 @@ class Maker:
         if "input_ids" in inputs and "decoder_input_ids" not in self.names:
             return inputs["input_ids"].clone()
         return self.tokens(TARGETS)
+
+
+def _chosen(function: Callable[..., Any], values: Inputs) -> Inputs:
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in taken}
 
 
 def parts_of(config: Any) -> Iterator[Any]:
