@@ -45,6 +45,7 @@ from zero_offload.model.profile import profile
 from zero_offload.model.run_log import RunLog
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from zero_offload.runtime.ranks.join import join
 
 __version__ = "0.1.0"
 
@@ -82,6 +83,7 @@ __all__ = [
     "export_pretrained",
     "gathered",
     "group_experts",
+    "join",
     "load_checkpoint",
     "load_pretrained",
     "no_sync",

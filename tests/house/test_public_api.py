@@ -45,6 +45,7 @@ PUBLIC_NAMES = {
     "export_pretrained",
     "gathered",
     "group_experts",
+    "join",
     "load_checkpoint",
     "load_pretrained",
     "no_sync",

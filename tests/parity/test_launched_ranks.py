@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from zero_offload.hardware.device import DeviceChoice, choose_gpus
 from zero_offload.hardware.probe import MemoryLimit
 from zero_offload.model.api import runtime_of
 from zero_offload.runs.ranks import joined_ranks
-from zero_offload.runtime.ranks import group
+from zero_offload.runtime.ranks import join as joining
 
 CASE = Case({"stage": 3, "precision": "fp32", "durability": "scratch"}, num_steps=2, max_norm=0.5)
 GPUS = ("GPU-a", "GPU-b")
@@ -38,9 +40,9 @@ def _run(environment: Mapping[str, str], rank: int, job: Callable[[int], Any], t
     told.poll(None)  # tensors are taken from where they are
 
 
-def start(job: Callable[[int], Any], **changes: str) -> list[Any]:
+def start(job: Callable[[int], Any], port: str = "", **changes: str) -> list[Any]:
     """`job(rank)` in two processes with a launcher's environment; results and failures."""
-    context, port = fork_server(), free_port()
+    context, port = fork_server(), port or free_port()
     pipes, processes = [context.Pipe() for _ in range(2)], []
     for rank, (_, theirs) in enumerate(pipes):
         environment = launched(rank, 2, port) | changes
@@ -90,9 +92,9 @@ def test_a_part_of_the_variables_means_nothing(missing: str, monkeypatch: pytest
     """Batch systems set some of them for all that they start."""
     for name, value in launched(1, 4, free_port()).items():
         monkeypatch.setenv(name, value)
-    assert group.launched_ranks() == (1, 4)
+    assert joining.launched_ranks() == (1, 4)
     monkeypatch.delenv(missing)
-    assert group.launched_ranks() == (0, 1)
+    assert joining.launched_ranks() == (0, 1)
     zo.close(zo.offload(build(TinyLM), zo.OffloadConfig()))
     assert not dist.is_initialized()
 
@@ -137,6 +139,33 @@ def test_what_cannot_be_joined_is_one_error(
     with pytest.raises(zo.ConfigError, match=rf"{says}.*\. .*WORLD_SIZE=1"):
         zo.offload(build(TinyLM), zo.OffloadConfig())
     assert not dist.is_initialized()
+
+
+# Starts again
+
+
+def meet(rank: int) -> tuple[float, bool]:
+    time.sleep(0 if rank else 0.3)  # the other one finds what is left of the start before
+    assert zo.join(timedelta(seconds=20))
+    total = torch.ones(1) * (1 + rank)
+    dist.all_reduce(total)
+    zo.close(zo.offload(build(TinyLM), zo.OffloadConfig()))
+    return total.item(), zo.join()
+
+
+def meet_in_vain(rank: int) -> None:
+    if rank == 0:
+        zo.join(timedelta(seconds=1))
+
+
+def test_each_start_meets_on_a_store_that_outlives_it() -> None:
+    """torchrun's own is one; each start ends by a kill, some in the midst of meeting."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = {"port": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for _ in range(2):
+        assert [start(meet, **kept) for _ in range(2)] == [[(3.0, False)] * 2] * 2
+        failure, _ = start(meet_in_vain, **kept)
+        assert failure.kind == "ConfigError" and "rank 1 did not come within 1 s" in failure.message
 
 
 # GPUs: a stand-in for what this machine sees

@@ -76,6 +76,22 @@ def test_meshes_of_part_of_the_ranks(pool: RankPool, pools: RankPools) -> None:
     assert pool.succeed(train_in_two_halves, CASE) == first + second
 
 
+def train_on_some_then_on_all(rank: int, world_size: int, case: Case) -> list[Outcome]:
+    """Three of four ranks train a model, then two pairs, then all."""
+    three = DeviceMesh("cpu", [0, 1, 2])
+    if rank < 3:
+        zo.close(zo.offload(build(TinyLM), zo.OffloadConfig(**case.settings), three))
+    halves = DeviceMesh("cpu", list(HYBRID), mesh_dim_names=("half", "shard"))
+    pair = ranks.train(rank % 2, 2, replace(case, mesh=halves["shard"]))
+    return [pair, ranks.train(rank, 4, replace(case, mesh=DeviceMesh("cpu", [0, 1, 2, 3])))]
+
+
+def test_models_on_different_ranks_one_after_the_other(pool: RankPool, pools: RankPools) -> None:
+    pairs, all_ranks = pools.of(2).succeed(ranks.train, CASE), pool.succeed(ranks.train, CASE)
+    found = pool.succeed(train_on_some_then_on_all, CASE)
+    assert found == [[pair, whole] for pair, whole in zip(pairs * 2, all_ranks, strict=True)]
+
+
 def offload_on(rank: int, world_size: int, mesh: Any, device_type: str) -> None:
     zo.offload(build(TinyLM), zo.OffloadConfig(), DeviceMesh(device_type, mesh))
 

@@ -82,7 +82,8 @@ from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_h
 from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
-from zero_offload.runtime.ranks.group import CALL, Callers, RankGroup, join_ranks, mesh_problems, partition_of
+from zero_offload.runtime.ranks.group import CALL, Callers, RankGroup, mesh_problems, partition_of
+from zero_offload.runtime.ranks.join import join
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved_tensors.activations import open_activations
 from zero_offload.runtime.units.group_reader import GroupReader
@@ -181,7 +182,7 @@ class Builder:
     ) -> None:
         """Check what was given, meet the other ranks, and decide where everything rests. Collective."""
         self.model, self.undo, self.errors, self.counters = model, undo, FirstError(), Counters()
-        join_ranks()
+        join()
         callers = Callers.of(mesh)
         num_here = callers.take_gpus()
         # With DTensors the ranks that hold the other parts are told as well.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.base.host import host_tensor
-from zero_offload.runtime.ranks.group import join_ranks, launched_ranks
+from zero_offload.runtime.ranks.join import join, launched_ranks
 from zero_offload.runtime.ranks.watch import RankWatch
 
 
@@ -67,7 +67,7 @@ def joined_ranks() -> Iterator[Ranks]:
 
     Whatever ends this rank, the others are told.
     """
-    joins = join_ranks()
+    joins = join()
     rank, size = launched_ranks()
     ranks = Ranks(rank, size, RankWatch(range(size)))
     try:

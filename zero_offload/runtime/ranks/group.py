@@ -8,21 +8,23 @@ whole run; its other columns hold the other parts and see the same data. Communi
 
 from __future__ import annotations
 
-import json
-import os
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import ConfigError
-from zero_offload.hardware.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
+from zero_offload.hardware.device import DeviceChoice, choose_gpus, use_gpu
 from zero_offload.plan.partition import Partition
+from zero_offload.runtime.ranks.join import launched_ranks
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
 from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
@@ -32,60 +34,6 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
-
-
-def launched_ranks() -> tuple[int, int]:
-    """This rank and how many there are: of the process group, else as a launcher's environment says; (0, 1) alone."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
-    if not all(texts):
-        return 0, 1
-    try:
-        rank, size = map(int, texts[:2])
-    except ValueError:
-        raise _cannot_join("RANK and WORLD_SIZE are not both whole numbers") from None
-    return (rank, size) if size > 1 else (0, 1)
-
-
-def join_ranks() -> bool:
-    """Make the process group of the ranks that a launcher has started, each on its own GPU, if there is none yet.
-
-    Says whether it did. All ranks call it, and meet. Raises ConfigError.
-    """
-    rank, size = launched_ranks()
-    if size == 1 or (dist.is_available() and dist.is_initialized()):
-        return False
-    try:
-        from torch.distributed.rendezvous import rendezvous
-
-        store, rank, size = next(rendezvous("env://"))
-        mine, problem = None, ""
-        try:
-            mine = DeviceChoice.here()
-        except RuntimeError as error:
-            problem = f"rank {rank}: {error}"
-        store.set(f"zero_offload/gpu/{rank}", json.dumps([problem, mine]))
-        answers = [json.loads(store.get(f"zero_offload/gpu/{each}")) for each in range(size)]
-        if problems := [problem for problem, _ in answers if problem]:
-            raise RuntimeError("; ".join(problems))
-        choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in answers]
-        device = use_gpu(choices[rank], choose_gpus(choices, range(size))[rank])
-        dist.init_process_group(collectives_of(device), store=store, rank=rank, world_size=size, device_id=device)
-    except (RuntimeError, ValueError, OSError, ImportError) as error:
-        raise _cannot_join(f"{type(error).__name__}: {error}") from error
-    return True
-
-
-def _cannot_join(why: str) -> ConfigError:
-    said = ", ".join(
-        f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
-    return ConfigError(
-        f"the environment says that this process is one of several ranks ({said}), but they cannot meet: {why}. Start "
-        "all of them with torchrun, or call torch.distributed.init_process_group before zo.offload. Where each process "
-        "trains a model of its own, set WORLD_SIZE=1 for it"
-    )
 
 
 @dataclass(frozen=True)
@@ -244,15 +192,27 @@ def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:
     return Partition.of(config, mesh.size(), mesh.size(0) if mesh.ndim == 2 else 1)
 
 
+_num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How many groups of which members there have been, since the program made its group of all ranks."""
+
+
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
-    # A group of some ranks is called by its members alone: outsiders know nothing of this model. torch then names it
-    # by the number of groups that a rank is in, so the members must be in equally many. For a group of all ranks it
-    # counts the calls.
-    is_part = len(members) < dist.get_world_size()
-    # torch would give it the default time-out, not that of init_process_group.
-    group: Group = dist.new_group(
-        list(members), timeout=time_limit(), backend=backend, use_local_synchronization=is_part
-    )
+    """A further group of `members`, called by them alone: others know nothing of this model."""
+    # torch counts groups, and names one by the count. Members of different models count differently, would look for
+    # each other under different names, and wait until the time-out. So a group is named by its members here, and by a
+    # count that they share. The name takes no number of torch's, which counts for all ranks.
+    num_made = _num_made.setdefault(distributed_c10d._get_default_group(), Counter())
+    num_made[members] += 1
+    name = hashlib.sha256(f"zero_offload {members} {num_made[members]}".encode()).hexdigest()
+    named = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment,return-value]
+    try:
+        # torch would give it the default time-out, not that of init_process_group.
+        group: Group = dist.new_group(
+            list(members), timeout=time_limit(), backend=backend, use_local_synchronization=True
+        )
+    finally:
+        distributed_c10d._process_group_name = named
     return group
 
 
