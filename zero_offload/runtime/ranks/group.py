@@ -205,7 +205,7 @@ def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
     num_made[members] += 1
     name = hashlib.sha256(f"zero_offload {members} {num_made[members]}".encode()).hexdigest()
     named = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment,return-value]
+    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     try:
         # torch would give it the default time-out, not that of init_process_group.
         group: Group = dist.new_group(
