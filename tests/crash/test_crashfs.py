@@ -26,6 +26,7 @@ SETUPS = [
     replace(COMMIT, interval=3),
     replace(COMMIT, world_size=2),
     replace(COMMIT, world_size=2, interval=3),
+    replace(COMMIT, world_size=2, own_drives=True),
     replace(COMMIT, tiers="disk", directories=STRIPED),
     replace(COMMIT, world_size=2, interval=3, tiers="disk", directories=STRIPED),
     PROCESS,

@@ -35,6 +35,7 @@ from zero_offload.storage.shards.snapshot import Snapshots
 
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)
 RANKS, THIRD = replace(COMMIT, world_size=2), replace(COMMIT, interval=3)
+MACHINES = replace(RANKS, own_drives=True)
 POWER, KILL = Plan(Crash.POWER, range(24)), Plan(Crash.KILL, range(12))
 Patch = Callable[[], AbstractContextManager[Any]]
 
@@ -187,6 +188,10 @@ VARIANTS = {
     "manifests written in place": Variant(PROCESS, KILL, _manifests_in_place, frozenset({LOST})),
     "global manifest before the other rank's": Variant(RANKS, POWER, LONELY, frozenset({LOST}), _unchecked),
     "ranks commit alone, each its own manifest": Variant(RANKS, POWER, LONELY, frozenset({WRONG}), _newest),
+    "machines go on from their own newest generations": Variant(
+        MACHINES, POWER, contextlib.nullcontext, frozenset({LOST}), _without(GenerationKeeper, "shared")
+    ),
+    "slot reused before all machines have the generation": Variant(MACHINES, POWER, HASTY, frozenset({LOST})),
     "what a resume found is not flushed": Variant(
         COMMIT,
         Plan(Crash.KILL, range(1), then=Plan(Crash.POWER, range(8))),

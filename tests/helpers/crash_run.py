@@ -30,7 +30,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.events import Counters
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, StateKind, Tier
-from zero_offload.checkpoint import generation, run_files
+from zero_offload.checkpoint import generation, homes, run_files
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.joint import ALONE, CommitPart, JointCommit
@@ -71,16 +71,20 @@ class Setup:
     existing: str = "resume"
     num_models: int = 1
     """Models that are committed together, of one rank each. They take turns as ranks do."""
+    own_drives: bool = False
+    """Each rank has a machine of its own, with its directories."""
 
     def __str__(self) -> str:
         words = [f"{self.num_models} models"] * (self.num_models > 1)
         words += [self.durability.value, f"{self.world_size} rank" + "s" * (self.world_size > 1)]
         words += [f"every {self.interval} steps"] * (self.interval > 1) + ["caches"] * (self.tiers == "disk")
         words += [f"{len(self.directories)} directories"] * (len(self.directories) > 1)
+        words += ["on drives of their own"] * self.own_drives
         return ", ".join(words + ["discard"] * (self.existing == "discard"))
 
-    def config(self, model: int = 0) -> OffloadConfig:
-        where = [f"{each}{model or ''}" for each in self.directories]
+    def config(self, model: int = 0, rank: int = 0) -> OffloadConfig:
+        place = f"/of/{rank}" * self.own_drives
+        where = [f"{place}{each}{model or ''}" for each in self.directories]
         return OffloadConfig(nvme=where, params="nvme", durability=self.durability.value, existing=self.existing)
 
     @property
@@ -113,7 +117,7 @@ def mounted(fs: CrashFS, seed: int) -> Iterator[None]:
     seeds = random.Random(seed)
     directory = SimpleNamespace(open=partial(RunDirectory.open, system=fs), join=partial(RunDirectory.join, system=fs))
     with (
-        mock.patch.object(run_files, "RunDirectory", directory),
+        mock.patch.object(homes, "RunDirectory", directory),
         mock.patch.object(generation.uuid, "uuid4", lambda: SimpleNamespace(hex=f"{seeds.getrandbits(128):032x}")),
         mock.patch.object(run_files, "open_engine", lambda *_, **__: CrashEngine(fs, seeds.randrange(1 << 30))),
     ):
@@ -125,7 +129,7 @@ class Run:
 
     def __init__(self, setup: Setup, ranks: CommitGroup, cleanup: ExitStack, model: int = 0) -> None:
         self.setup, self.rank, self.step = setup, ranks.rank, 0
-        files = RunFiles.open(setup.config(model), setup.layout, ranks, FirstError(), Counters())
+        files = RunFiles.open(setup.config(model, self.rank), setup.layout, ranks, FirstError(), Counters())
         cleanup.callback(files.close)
         assert files.keeper is not None and files.swap is not None
         self.keeper: GenerationKeeper = files.keeper
@@ -303,7 +307,10 @@ def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[
                     run.commit()
                     history.reported.append((len(fs.journal), run.step))
 
-    with mounted(fs, seed):
+    def machine() -> str:
+        return f"machine {crew.rank * setup.own_drives}"
+
+    with mounted(fs, seed), mock.patch.object(homes, "machine_name", machine):
         if setup.num_models > 1:
             _live_together(fs, setup, num_steps, seed, history, crew)
         else:

@@ -128,6 +128,9 @@ class CrewGroup(CommitGroup):
     def gather_digests(self, digest: str) -> list[str]:
         return self._crew.meet(digest)
 
+    def gather(self, word: Any) -> list[Any]:
+        return self._crew.meet(word)
+
     def all_come(self, what: str, *, surely: bool) -> bool:
         try:
             self._crew.meet(None)

@@ -87,7 +87,7 @@ class FileList:
             "run_id": run_id,
             "files": sorted({*names, *ALWAYS}),
             "directories": [str(each.path) for each in (*self._directories, *others)],
-            COMMITTED: self._committed,
+            COMMITTED: self.committed,
             **{key: self._said[key] for key in (BASE,) if key in self._said},
         } | facts
         self.flush_paths()
@@ -97,7 +97,8 @@ class FileList:
         write_manifest(self._home, RUN_NAME, self._said, self._durability)
 
     @property
-    def _committed(self) -> list[str]:
+    def committed(self) -> list[str]:
+        """Names of the generations' manifests that there are."""
         return list(self._said.get(COMMITTED, []))
 
     def note_committed(self, base: Mapping[str, Any] | None) -> None:
@@ -115,7 +116,7 @@ class FileList:
                 self._write()
             return
         present = self._home.names()
-        if gone := [name for name in (RUN_NAME, *self._committed) if name not in present]:
+        if gone := [name for name in (RUN_NAME, *self.committed) if name not in present]:
             warnings.warn(
                 f"{self._home.path}: others deleted {', '.join(gone)} while this run was using the directory. The "
                 "generation that was committed just now is whole; leave the files of a run alone",
@@ -131,7 +132,7 @@ class FileList:
         """
         present = self._home.names()
         committed = [name for name in GENERATION_NAMES if name in present]
-        if anew or committed != self._committed:
+        if anew or committed != self.committed:
             self._say(committed)
 
     def _say(self, committed: Sequence[str]) -> None:
@@ -234,8 +235,8 @@ class FileList:
     def _unlist(self, names: Collection[str]) -> None:
         """Take manifests that are about to be deleted off the list: a crash before that is over must not look like a
         loss."""
-        if not set(self._committed).isdisjoint(names):
-            self._say([name for name in self._committed if name not in names])
+        if not set(self.committed).isdisjoint(names):
+            self._say([name for name in self.committed if name not in names])
 
     def _remove(self, names: Sequence[str], directories: Sequence[RunDirectory]) -> None:
         """Delete these names, for good, before `run.json` names them no more. Other runs' homes are passed over."""

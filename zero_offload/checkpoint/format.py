@@ -16,11 +16,13 @@ is left. The calls: `History.read`, then `choose`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ JOINT = "joint"
 """The key, in manifests, of the models that a generation was committed with."""
 BASE = "base"
 """The key, in `run.json` and in manifests, of the files that frozen parts rest in."""
+HOMES = "homes"
+"""The key, in manifests, of the machines on whose drives a generation is."""
 FORMAT = 4
 """In its files the slots of an array lie behind each other. In earlier formats they do not: those are cut anew."""
 CHECKPOINT_KIND = "checkpoint"
@@ -225,6 +229,26 @@ class Generation:
         """Where it was written; the first one has the manifests."""
         found = self.payload.get("directories")
         return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+
+    @property
+    def homes(self) -> list[dict[str, Any]]:
+        """The machines on whose drives it is, each with its directory and its ranks; empty where that is one."""
+        found = self.payload.get(HOMES)
+        return found if isinstance(found, list) else []
+
+    def ranks_in(self, names: Collection[str]) -> list[int]:
+        """The ranks whose files are, or should be, in a directory that has these names."""
+        if not self.homes:
+            return list(range(self.world_size))
+        with reading(str(self)):
+            own = {rank for home in self.homes if home["is_here"] for rank in home["ranks"]}
+        return [r for r in range(self.world_size) if r in own or rank_manifest_name(r, self.number) in names]
+
+    @property
+    def identity(self) -> str:
+        """A text that it shares with its own manifests on other machines, and with no other generation."""
+        words = [self.run_id, self.number, self.payload.get("ranks")]
+        return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
 
     @property
     def buffer_forms(self) -> Mapping[str, Any] | None:
@@ -412,6 +436,17 @@ class History:
     def newest(self) -> Generation | None:
         return next((each for each in self.generations.values() if each is not self.unfinished), None)
 
+    def check(self) -> None:
+        """Raise the error of a manifest that is damaged."""
+        for error in self.damaged.values():
+            # The higher one of what is left: it may be the newest, or the one before.
+            raise type(error)(f"{error}. {_remedy(self.newest)}" if self.newest else str(error)) from error
+
+    def among(self, numbers: Collection[int]) -> History:
+        """The same without other generations than these."""
+        kept = {name: each for name, each in self.generations.items() if each.number in numbers}
+        return replace(self, generations=kept)
+
     def choose(self, number: int | None) -> Generation | None:
         """Generation `number`, or the newest; None when there is none at all.
 
@@ -419,9 +454,7 @@ class History:
         CheckpointError. Raises CheckpointError when the number is not there.
         """
         if number is None:
-            for error in self.damaged.values():
-                # The higher one of what is left: it may be the newest, or the one before.
-                raise type(error)(f"{error}. {_remedy(self.newest)}" if self.newest else str(error)) from error
+            self.check()
             return self.newest
         for generation in self.generations.values():
             if generation.number == number:

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.alike import name_ranks
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.base.spans import Track
 from zero_offload.base.types import Durability, Existing
@@ -32,6 +33,7 @@ from zero_offload.checkpoint.format import (
     BASE,
     FORMAT,
     GENERATION_NAMES,
+    HOMES,
     JOINT,
     Generation,
     History,
@@ -48,9 +50,9 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
     thawed_as,
 )
+from zero_offload.checkpoint.homes import Homes
 from zero_offload.checkpoint.joint import ALONE, CommitPart
 from zero_offload.plan.layout import ShardLayout
-from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.base_file import check_in_place
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
@@ -69,9 +71,21 @@ def read_rank_manifest(home: RunDirectory, generation: Generation, rank: int) ->
     with reading(str(home.path)):
         entry = generation.rank_entries[rank]
         payload = read_manifest(home, str(entry["manifest"]), str(entry["digest"]))
+    if payload is None and generation.homes:
+        raise _is_elsewhere(home, generation, [rank])
     if payload is None:
         raise IntegrityError(f"{home.path} lacks {entry['manifest']}, which {generation} names")
     return dict(payload)
+
+
+def _is_elsewhere(home: RunDirectory, generation: Generation, ranks: Sequence[int]) -> CheckpointError:
+    with reading(str(generation)):
+        places = [f"{name_ranks(each['ranks'])} in {each['directory']} on {each['host']}" for each in generation.homes]
+    return CheckpointError(
+        f"{home.path} lacks the files of {name_ranks(ranks)}: {generation} is on drives of several machines, "
+        f"{', '.join(places)}. Start as many ranks on each of them, in that order. Or copy the files of all into one "
+        "directory that every machine sees: it goes on with any number of ranks"
+    )
 
 
 def stripe_weights_of(found: Generation, num_directories: int) -> tuple[float, ...]:
@@ -90,12 +104,13 @@ class GenerationKeeper:
         self,
         directories: Sequence[RunDirectory],
         layout: ShardLayout,
-        ranks: CommitGroup,
+        homes: Homes,
         durability: Durability,
     ) -> None:
         self._directories = tuple(directories)
         self.layout = layout
-        self._ranks = ranks
+        self.homes = homes
+        self._ranks = homes.ranks
         self._durability = durability
         self.files = FileList(directories, durability)
         self._store: ShardStore | None = None
@@ -109,6 +124,8 @@ class GenerationKeeper:
         """True if the model has lost or renamed parameters since the generation found."""
         self.lies_elsewhere = False
         """True if the generation found has parameters in other places than the model."""
+        self.goes_back = False
+        """True if something in the directories may be newer than the generation found."""
         self.edition = 0
         """How often the run was cut anew; names its swap files."""
         self.run_id = uuid.uuid4().hex
@@ -119,6 +136,8 @@ class GenerationKeeper:
         """The directories' shares, which say where blocks lie; a generation that was found has its own."""
         self.recuts = False
         """True if that was cut for other ranks or directories than these."""
+        self._base_parts: list[Any] = []
+        """Of each rank's manifest in it, the base's part."""
         self.rng: dict[str, Any] | None = None
         """This rank's random number generators in it; None where it has none for this rank."""
 
@@ -127,23 +146,52 @@ class GenerationKeeper:
         """Where the manifests are."""
         return self._directories[0]
 
-    def look(self, existing: Existing, number: int | None = None) -> None:
-        """See what the directory holds, and choose the newest generation or the one of this number.
-
-        Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
-        """
+    def look(self, existing: Existing) -> None:
+        """See what the directory holds. Raises ConfigError when it may not be used."""
         self._existing = existing
         self.files.load()
         self.files.check_kind()
         if existing is Existing.DISCARD:
             return self.files.check_strangers()  # else whatever it holds, damaged or not
         self._history = History.read(self._home)
-        found = self._history.choose(number)
+
+    def shared(self) -> set[int] | None:
+        """Numbers of the generations that are whole in all homes, or None for all of the only one. Collective.
+
+        A commit that was cut between its homes left a generation in some of them, whose number was used again perhaps.
+        So generations are one by what they consist of. Raises CheckpointError where homes have generations, and none in
+        common.
+        """
+        if self._history is None or not self.homes.are_several:
+            return None
+        finished = (each for each in self._history.generations.values() if each is not self._history.unfinished)
+        mine = {str(each.number): each.identity for each in finished}
+        found = self.homes.gather([mine, bool(self._history.damaged or self.files.committed)])
+        first, *others = [numbers for numbers, _ in found.values()]
+        shared = {int(each) for each, what in first.items() if all(what == other.get(each) for other in others)}
+        if not shared and any(is_committed for _, is_committed in found.values()):
+            said = (f"{name} has {', '.join(numbers) or 'none'}" for name, (numbers, _) in found.items())
+            raise CheckpointError(
+                f"no generation is on the drives of all machines: {'; '.join(said)}. Where a drive was exchanged or "
+                "emptied, load a checkpoint into an empty directory; to start over, existing='discard'"
+            )
+        return shared
+
+    def choose(self, number: int | None, shared: set[int] | None) -> None:
+        """Choose the newest generation, or the one of this number, of those that all homes share.
+
+        Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
+        """
+        if self._history is None:
+            return None
+        if number is None:
+            self._history.check()
+        found = (self._history if shared is None else self._history.among(shared)).choose(number)
         if found is None:
             # It goes on with the run that is there, if only by name: others may have been committed with it.
             self.run_id = self.files.run_id or self.run_id
             return self.files.check_strangers()
-        if existing is Existing.REFUSE:
+        if self._existing is Existing.REFUSE:
             raise ConfigError(
                 f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
@@ -160,7 +208,12 @@ class GenerationKeeper:
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
                 f"{self._ranks.num_columns} parts, as this run's do; use the same number of tensor-parallel ranks"
             )
+        is_same = (found.world_size, found.num_shards) == (self._ranks.world_size, self.layout.num_shards)
+        needed, here = [self._ranks.rank] if is_same else range(found.world_size), found.ranks_in(self._home.names())
+        if missing := [rank for rank in needed if rank not in here]:
+            raise _is_elsewhere(self._home, found, missing)
         self.found, self.run_id, self.edition, self._number = found, found.run_id, found.edition, found.number
+        self.goes_back = not self._history.is_newest(found)
         self.recuts = self._is_cut_otherwise(found)
         if self.recuts:
             self.files.check_strangers(self._history.generations.values())
@@ -223,13 +276,10 @@ class GenerationKeeper:
         self._calls.pop()
         self.layout = layout
 
-    @property
-    def goes_back(self) -> bool:
-        """True if something in the directory may be newer than the generation found."""
-        return self.found is not None and self._history is not None and not self._history.is_newest(self.found)
-
     def agree(self) -> None:
         """All ranks found the same, and have one run id. Collective."""
+        if self.homes.are_several:
+            self._agree_between_homes()
         number = None if self.found is None else self.found.number
         mine = [number, self.edition, self.recuts, self.goes_back]
         run_id, *first = json.loads(self._ranks.agree(json.dumps([self.run_id, *mine])))
@@ -246,13 +296,27 @@ class GenerationKeeper:
                 )
         self.run_id = run_id
 
+    def _agree_between_homes(self) -> None:
+        """All homes do the work that one of them needs. Where nothing is gone on from, older generations are deleted. Collective."""
+        words = self._ranks.gather([self.recuts, self.edition, self.goes_back])
+        self.recuts = any(recuts for recuts, _, _ in words)
+        self.edition = max(edition for _, edition, _ in words)
+        self.goes_back = any(goes_back for _, _, goes_back in words)
+
+    def gather_base(self) -> None:
+        """Hear from each rank what its manifest of the generation found says of the base. Collective."""
+        has_base = self.found is not None and not self.recuts and bool(base_sections(self.found))
+        with self._ranks.together():
+            mine = {BASE: self.rank_payload()[BASE]} if has_base else {}
+        self._base_parts = self._ranks.gather(mine) if has_base else []
+
     def start_run(self, **facts: Any) -> None:
-        """Delete the files of an earlier run, and announce this one's; rank 0 only."""
+        """Delete the files of an earlier run, and announce this one's; for the first rank of a home."""
         self.files.remove_all()
         self.files.announce(self.run_id, self._names, **facts)
 
     def prepare_recut(self, others: Sequence[RunDirectory]) -> None:
-        """Make room for files beside those of the generation found, and announce both; rank 0 only.
+        """Make room for files beside those of the generation found, and announce both; for the first rank of a home.
 
         `others` are directories that the run had and has no more.
         """
@@ -262,7 +326,8 @@ class GenerationKeeper:
         self.files.announce(self.run_id, {*self._names, *needed}, others)
 
     def tidy(self, others: Sequence[RunDirectory]) -> None:
-        """Delete what this run does not lead on from: newer generations, and files of another cut. Rank 0 only."""
+        """Delete what this run does not lead on from: newer generations, and files of another cut. For the first
+        rank of a home."""
         assert self.found is not None and self._history is not None
         generations = self._history.generations
         if self.recuts:
@@ -334,9 +399,7 @@ class GenerationKeeper:
                     layout = replace(section, shard_numel=entry["shard_numel"], num_shards=self.found.num_shards)
                     self._store.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
         if len(own) < len(shards):
-            ranks = range(self.found.world_size)
-            payloads = [read_rank_manifest(self._home, self.found, rank) for rank in ranks]
-            places = open_base(self._store.base, self.found, payloads)
+            places = open_base(self._store.base, self.found, self._base_parts)
             for shard in shards:
                 if (spans := places.get(shard.layout.index)) is not None:
                     self._store.rest_in_base(shard, spans, shard_index)
@@ -400,9 +463,12 @@ class GenerationKeeper:
             )
         with ranks.together():
             joint = part.before_point() or record.joint
-            if ranks.rank == 0:
+            if self.homes.is_first:
                 payload = self._global_payload(number, digests, record) | ({JOINT: joint} if joint else {})
                 write_manifest(self._home, generation_name(number), payload, self._durability)
+        # Decided: it is in all homes, and each says so from now on.
+        with ranks.together():
+            if self.homes.is_first:
                 self.files.note_committed(payload[BASE])
         part.after_point()
         self._number = number
@@ -438,6 +504,7 @@ class GenerationKeeper:
             "edition": self.edition,
             "step": record.step,
             "world_size": self._ranks.world_size,
+            **({HOMES: self.homes.describe()} if self.homes.are_several else {}),
             "num_shards": self.layout.num_shards,
             "committed_at": time.strftime("%Y-%m-%d %H:%M:%S"),
             "directories": [str(directory.path) for directory in self._directories],

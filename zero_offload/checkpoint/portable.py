@@ -27,6 +27,7 @@ from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError
 from zero_offload.base.types import SECTOR, Durability, StateKind, Tier
 from zero_offload.checkpoint.format import CHECKPOINT_KIND, History, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.checkpoint.homes import Homes
 from zero_offload.checkpoint.saved_generation import open_in_turn
 from zero_offload.hardware.kernels.checksums import reseeded
 from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout
@@ -54,9 +55,9 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
     Raises CheckpointError when the directory holds one already, CapacityError, StorageError.
     """
     with _naming_path(path), contextlib.ExitStack() as cleanup:
-        [directory] = open_in_turn([path], ranks, cleanup, _open_new, _join_new)
+        [directory] = open_in_turn([path], ranks, cleanup, _open_new, _join_new, is_first=ranks.rank == 0)
         # The first rank alone decides whether the directory may be used; all meet its error.
-        keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
+        keeper = GenerationKeeper([directory], layout, Homes.one(ranks, directory.path), Durability.COMMIT)
         keeper.run_id = ranks.agree(keeper.run_id)
         with ranks.together():
             if ranks.rank == 0:

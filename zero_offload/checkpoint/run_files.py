@@ -8,7 +8,6 @@ end.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import zlib
 from collections.abc import Container, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CheckpointError, ConfigError
+from zero_offload.base.errors import CheckpointError
 from zero_offload.base.events import Counters
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
@@ -24,7 +23,8 @@ from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.base_record import base_sections
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name, told_changes
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.checkpoint.saved_generation import SavedGeneration, open_in_turn, take_directories
+from zero_offload.checkpoint.homes import Homes, open_homes
+from zero_offload.checkpoint.saved_generation import SavedGeneration, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
 from zero_offload.plan.layout import ShardLayout
@@ -92,35 +92,41 @@ class RunFiles:
         errors: FirstError,
         counters: Counters,
     ) -> None:
-        directories = open_in_turn(config.nvme_dirs, ranks, self._opened, RunDirectory.open, RunDirectory.join)
-        _check_same(directories, ranks)
-        if ranks.rank == 0:
+        directories, homes = open_homes(config.nvme_dirs, ranks, self._opened)
+        if homes.is_first:
             _warn_of_file_systems(directories)
         durability = config.effective_durability
-        keeper = GenerationKeeper(directories, layout, ranks, durability)
+        if homes.are_several and durability is Durability.PROCESS:
+            # A machine that starts again may have lost what it has not flushed, and with it the generation of all.
+            durability = Durability.COMMIT
+        keeper = GenerationKeeper(directories, layout, homes, durability)
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way. The number of a closed descriptor soon stands for another file.
         self._opened.callback(self._close_files)
         # Which generation to go on from is looked up on each rank, then agreed on.
         if durability is not Durability.SCRATCH:
             with ranks.together():
-                keeper.look(Existing(config.existing), config.generation)
+                keeper.look(Existing(config.existing))
+            shared = keeper.shared()
+            with ranks.together():
+                keeper.choose(config.generation, shared)
             keeper.agree()
+            keeper.gather_base()
             self.keeper = keeper
             if keeper.found is not None:
-                self._meet(keeper.found, keeper, directories, ranks)
+                self._meet(keeper.found, keeper, directories, homes)
             else:
                 with ranks.together():
-                    if ranks.rank == 0:
+                    if homes.is_first:
                         keeper.start_run()
         moved_bytes = _state_bytes(layout)
         with ranks.together():
             settings = pick(config.io_engine, moved_bytes)
             engine = open_engine(settings, len(directories))
         self._opened.callback(engine.close)
-        if ranks.rank == 0:
+        if homes.is_first:
             _log.info("%s: %s", directories[0].path, settings)
-        weights = _shares(settings, directories, moved_bytes, ranks)
+        weights = _shares(settings, directories, moved_bytes, homes)
         # Shares of a generation that was found stand: the places of its blocks follow from them.
         keeper.weights = keeper.weights or weights
         seed = zlib.crc32(keeper.run_id.encode())
@@ -139,13 +145,14 @@ class RunFiles:
         found: Generation,
         keeper: GenerationKeeper,
         directories: list[RunDirectory],
-        ranks: CommitGroup,
+        homes: Homes,
     ) -> None:
         """See that the generation found can be read, before anything is changed; announce what replaces it."""
+        ranks = homes.ranks
         with ranks.together():
             paths = keeper.files.other_paths(found)
         self._opened.callback(self._held.close)
-        self._others = take_directories(paths, ranks, self._held)
+        self._others = take_directories(paths, homes, self._held)
         if not (keeper.recuts or keeper.goes_back):
             return
         with ranks.together():
@@ -161,7 +168,7 @@ class RunFiles:
         if keeper.recuts:
             self._earlier = saved
             with ranks.together():
-                if ranks.rank == 0:
+                if homes.is_first:
                     keeper.prepare_recut(self._others)
 
     @property
@@ -240,7 +247,7 @@ class RunFiles:
                 warn_user(f"{found} is of a model that had changed since it was offloaded: {told_changes(found)}")
         self._close_earlier()  # or the disk space of what is deleted now would not be free
         with ranks.together():
-            if ranks.rank == 0:
+            if keeper.homes.is_first:
                 keeper.tidy(self._others)
         self._others = []
         self._held.close()
@@ -282,19 +289,19 @@ def _state_bytes(layout: ShardLayout) -> int:
 
 
 def _shares(
-    settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: CommitGroup
+    settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, homes: Homes
 ) -> tuple[float, ...]:
-    """The share of each directory in a stripe. One rank measures while the others wait: all see the same drives. Files
-    that may be deleted are deleted already.
+    """The share of each directory in a stripe. One rank of each machine measures while the others wait: all there see
+    the same drives. Files that may be deleted are deleted already.
     """
-    with ranks.together():
-        text = ""
-        if ranks.rank == 0:
+    found: tuple[float, ...] = ()
+    with homes.ranks.together():
+        if homes.is_first:
             scratch = None
             if len(directories) > 1 and moved_bytes >= WORTH_BYTES:
                 scratch = Arena(0).allocate(PROBE_BYTES)
-            text = json.dumps(shares(settings, directories, 2 * moved_bytes * ranks.world_size, scratch))
-    return tuple(json.loads(ranks.agree(text)))
+            found = shares(settings, directories, 2 * moved_bytes * len(homes.members), scratch)
+    return tuple(homes.of_first(found))
 
 
 def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
@@ -302,15 +309,3 @@ def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
     for directory in directories:
         if problem := file_system_problem(directory.path):
             warn_user(f"{directory.path}: {'; '.join(problem)}")
-
-
-def _check_same(directories: list[RunDirectory], ranks: CommitGroup) -> None:
-    """Raise on all ranks when one has joined another run, or other directories of this one."""
-    mine = [directory.holder.decode(errors="replace") for directory in directories]
-    first = json.loads(ranks.agree(json.dumps([[str(each.path) for each in directories], mine])))
-    with ranks.together():
-        if mine != first[1]:
-            raise ConfigError(
-                f"nvme={[str(each.path) for each in directories]} are not the directories of rank 0, which has "
-                f"{first[0]}; give all ranks the same ones in the same order"
-            )

@@ -39,6 +39,7 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
 )
 from zero_offload.checkpoint.generation import read_rank_manifest
+from zero_offload.checkpoint.homes import Homes
 from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
@@ -73,9 +74,9 @@ def is_immutable(path: Path) -> bool:
         return (read_manifest(directory, RUN_NAME) or {}).get("kind") == CHECKPOINT_KIND
 
 
-def take_directories(paths: Sequence[Path], ranks: CommitGroup, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
+def take_directories(paths: Sequence[Path], homes: Homes, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
     """Open existing directories whose files may be deleted; no run may have them: LockError. Collective."""
-    return open_in_turn(paths, ranks, cleanup, hold_directory, _join)
+    return open_in_turn(paths, homes.ranks, cleanup, hold_directory, _join, is_first=homes.is_first)
 
 
 def read_directories(
@@ -83,7 +84,7 @@ def read_directories(
 ) -> list[RunDirectory]:
     """Open existing directories to read. With `locks`, no run begins there meanwhile; see `Reading`. Collective."""
     first, then = (RunDirectory.read, RunDirectory.read_along) if locks else (RunDirectory.look, RunDirectory.look)
-    return open_in_turn(paths, ranks, cleanup, first, then)
+    return open_in_turn(paths, ranks, cleanup, first, then, is_first=ranks.rank == 0)
 
 
 class Reading:
@@ -155,10 +156,12 @@ def open_in_turn(
     cleanup: contextlib.ExitStack,
     first: Callable[[Path], RunDirectory],
     then: Callable[[Path], RunDirectory],
+    *,
+    is_first: bool,
 ) -> list[RunDirectory]:
-    """Rank 0 opens directories by `first`, and once it has them the others do by `then`. Collective."""
+    """The first rank opens directories by `first`, and once it has them the others do by `then`. Collective."""
     opened: list[RunDirectory] = []
-    for is_turn, take in ((ranks.rank == 0, first), (ranks.rank != 0, then)):
+    for is_turn, take in ((is_first, first), (not is_first, then)):
         with ranks.together():
             for path in paths if is_turn else ():
                 opened.append(take(path))
@@ -293,6 +296,11 @@ class SavedGeneration:
                 raise IntegrityError(f"rank {rank}'s manifest in {self.directories[0].path} lists other sections")
             self._payloads[rank] = payload
         return self._payloads[rank]
+
+    @cached_property
+    def ranks_here(self) -> list[int]:
+        """All ranks, unless the generation is on drives of several machines."""
+        return self.generation.ranks_in(self.directories[0].names())
 
     def rank(self, rank: int) -> RankFiles:
         """A rank's files, opened with the first call. Raises IntegrityError when one is too short."""
@@ -443,8 +451,7 @@ class SavedGeneration:
 
     def base_places(self, base: BaseFiles) -> dict[int, list[BaseSpan]]:
         """Where each section lies that rests in the base, which `base` opens; see `open_base`."""
-        payloads = [self.payload(rank) for rank in range(self.generation.world_size)]
-        return open_base(base, self.generation, payloads)
+        return open_base(base, self.generation, [self.payload(rank) for rank in self.ranks_here])
 
     @cached_property
     def _places(self) -> dict[int, list[BaseSpan]]:

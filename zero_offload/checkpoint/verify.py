@@ -49,6 +49,8 @@ class Verdict:
     """The findings about one generation."""
 
     generation: Generation
+    ranks: list[int] = field(default_factory=list)
+    """The ranks whose blocks were read."""
     num_blocks: int = 0
     verified_bytes: int = 0
     bad_blocks: list[BadBlock] = field(default_factory=list)
@@ -71,14 +73,15 @@ class Verdict:
 def verify(saved: SavedGeneration, ranks: Iterable[int]) -> Verdict:
     """Read all blocks of these ranks."""
     verdict = Verdict(saved.generation)
-    for rank in ranks:
+    verdict.ranks = list(ranks)
+    for rank in verdict.ranks:
         try:
             files = saved.rank(rank)
         except ZeroOffloadError as error:
             verdict.problems.append(error)
             continue
         _verify_rank(saved, rank, files, verdict)
-        if rank == 0:
+        if rank == saved.ranks_here[0]:
             _verify_base(saved, verdict)
     return verdict
 

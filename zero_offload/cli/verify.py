@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.alike import name_ranks
 from zero_offload.base.errors import ConfigError, IntegrityError
 from zero_offload.base.types import format_bytes, user_path
 from zero_offload.checkpoint.format import Generation, History
@@ -109,7 +110,7 @@ def _verify(generation: Generation, home: RunDirectory, *, locks: bool) -> Verdi
         except IntegrityError as error:
             return Verdict(generation, problems=[error])
         files.callback(saved.close)
-        return verify(saved, range(generation.world_size))
+        return verify(saved, saved.ranks_here)
 
 
 def _as_json(verdict: Verdict, history: History) -> dict[str, Any]:
@@ -119,6 +120,7 @@ def _as_json(verdict: Verdict, history: History) -> dict[str, Any]:
         "step": generation.step,
         "committed_at": generation.committed_at,
         "ranks": generation.world_size,
+        "ranks_here": verdict.ranks,
         "newest": generation is history.newest,
         "whole": verdict.is_whole,
         "blocks": verdict.num_blocks,
@@ -140,6 +142,8 @@ def _lines(home: Path, user: str, verdicts: list[Verdict], damaged: dict[str, st
     for place, verdict in enumerate(verdicts):
         result = "whole" if verdict.is_whole else "BAD" if place == 0 else _WRITTEN_OVER
         count = f"{verdict.generation.world_size} rank{'s' * (verdict.generation.world_size > 1)}"
+        if verdict.generation.homes:
+            count += f", of which {name_ranks(verdict.ranks)} here"
         yield f"  {verdict.generation}, {count}: {format_bytes(verdict.verified_bytes)} verified, {result}"
         if place > 0 and verdict.bad_blocks:
             yield f"    {len(verdict.bad_blocks)} of {verdict.num_blocks} blocks are not its own any more"

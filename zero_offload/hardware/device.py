@@ -434,11 +434,11 @@ class DeviceChoice(NamedTuple):
         local_rank = int(text) if text.isdecimal() else None
         device_type = present_type()
         if device_type is None:
-            return cls(_host(), (), 0, local_rank, False, "")
+            return cls(machine_name(), (), 0, local_rank, False, "")
         module: Any = torch.get_device_module(device_type)
         is_made = bool(module.is_initialized())
         gpus = tuple(_gpu_name(device_type, index) for index in range(module.device_count()))
-        return cls(_host(), gpus, module.current_device(), local_rank, is_made, device_type)
+        return cls(machine_name(), gpus, module.current_device(), local_rank, is_made, device_type)
 
     @property
     def by_local_rank(self) -> int:
@@ -499,7 +499,8 @@ def _likely_gpu() -> torch.device | None:
     return torch.device(choice.device_type, choice.by_local_rank) if choice.gpus else None
 
 
-def _host() -> str:
+def machine_name() -> str:
+    """The name of this machine, the same text for all its processes and for those of no other."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
 

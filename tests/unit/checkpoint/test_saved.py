@@ -27,7 +27,8 @@ def test_rank_0_opens_first_and_all_let_go_where_one_cannot(tmp_path: Path) -> N
 
     def work(rank: int) -> None:
         with contextlib.ExitStack() as cleanup:
-            open_in_turn([tmp_path / "a", tmp_path / "b"], CrewGroup(crew, rank), cleanup, first, then)
+            paths = [tmp_path / "a", tmp_path / "b"]
+            open_in_turn(paths, CrewGroup(crew, rank), cleanup, first, then, is_first=rank == 0)
 
     assert [type(outcome) for outcome in crew.run(work)] == [StorageError, StorageError, ConfigError]
     assert calls == ["open"] * 2 + ["join"] * 4

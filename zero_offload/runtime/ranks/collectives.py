@@ -425,6 +425,15 @@ class CommitGroup:
             dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
         return holder[0]
 
+    def gather(self, word: Any) -> list[Any]:
+        """Every rank's word, a value of JSON; for words that are few, as at the start."""
+        if self._group is None:
+            return [word]
+        found: list[Any] = [None] * self.world_size
+        with self._watch.waiting("zo.offload, which all ranks call"):
+            dist.all_gather_object(found, word, group=self._group)
+        return [found[number] for number in self._order]
+
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks: what all can rely on."""
         values = host_tensor(numbers, torch.int64)
