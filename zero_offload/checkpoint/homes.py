@@ -1,9 +1,10 @@
 """The directories of each machine: which ranks keep their files in one place, and who looks after it.
 
 A run whose machines have drives of their own has a home on each. There are a lock, a `run.json`, swap files and
-manifests of the ranks there, and the manifest of the generation. Machines that see one directory share a home. That is found out, not
-asked: the lock's file has a text that no two runs write. Homes of one run have one generation. A commit is decided
-when the manifest of the generation is in all of them; see `GenerationKeeper`. The calls: `open_homes`, then `Homes`.
+manifests of the ranks there, and the manifest of the generation. Machines that see one directory share a home. That is
+found out, not asked: the lock's file has a text that no two runs write. Homes of one run have one generation. A commit
+is decided when the manifest of the generation is in all of them; see `GenerationKeeper`. The calls: `open_homes`, then
+`Homes`.
 """
 
 from __future__ import annotations
