@@ -297,7 +297,7 @@ class GenerationKeeper:
         self.run_id = run_id
 
     def _agree_between_homes(self) -> None:
-        """All homes do the work that one of them needs. Where nothing is gone on from, older generations are deleted. Collective."""
+        """All homes do the work that one of them needs. Collective."""
         words = self._ranks.gather([self.recuts, self.edition, self.goes_back])
         self.recuts = any(recuts for recuts, _, _ in words)
         self.edition = max(edition for _, edition, _ in words)
