@@ -26,6 +26,7 @@ PLACEMENTS = "tests/parity/test_placements.py::test_every_pair_of_settings_train
 RANKS = "tests/parity/test_ranks.py::test_two_ranks_follow_one_with_the_whole_batch"
 STAGES = "tests/parity/test_stages.py::"
 BETWEEN = "tests/parity/test_between_steps_ranks.py::"
+DTENSORS = "tests/parity/test_dtensors.py::"
 EXPERTS = "tests/parity/test_experts.py::"
 QUANTIZED = "tests/models/test_quantized.py::"
 STANDINS = "tests/models/test_standins.py::"
@@ -1198,7 +1199,7 @@ FAULTS = [
     fault(
         "ranks write values that differ",
         "model/params.py",
-        "        if not self._is_shared:\n            return []\n",
+        "        if not self._is_shared or not values:\n            return []\n",
         "        return []\n",
         BETWEEN + "test_ranks_that_write_other_values",
     ),
@@ -1229,6 +1230,71 @@ FAULTS = [
         "        notice = Notice(is_broken, ",
         "        notice = Notice(False, ",
         BETWEEN + "test_a_block_that_breaks_off_on_one_rank",
+    ),
+    fault(
+        "a collective of the program changes a parameter in a copy alone",
+        "standins/operations.py",
+        "    if (is_collective or not schemas) and _works_in_place(func):",
+        "    if not schemas and _works_in_place(func):",
+        BETWEEN + "test_collectives_of_the_program",
+    ),
+    fault(
+        "what a collective of the program leaves is written before it ends",
+        "standins/brought.py",
+        "    if is_collective(func):\n        wait_for(result)\n",
+        "",
+        BETWEEN + "test_collectives_of_the_program",
+    ),
+    fault(
+        "a view shows the values of before a change by all ranks",
+        "standins/views.py",
+        "            if needs_data and view.is_away:",
+        "            if False:",
+        BETWEEN + "test_collectives_of_the_program",
+    ),
+    # Between steps, DTensors
+    fault(
+        "a write to the part of a DTensor at rest is lost",
+        "standins/guard.py",
+        "    # These read a DTensor's part without passing through __torch_function__.\n",
+        "    LocalPart.hide = classmethod(lambda cls, dtensor: None)\n",
+        DTENSORS + "test_reads_and_changes_are_those_of_plain_dtensors",
+    ),
+    fault(
+        "ranks write other values to one part of a DTensor",
+        "runtime/ranks/watch.py",
+        "        return replace(self, compared=[*self.compared, *self.of_parts])",
+        "        return self",
+        DTENSORS + "test_errors",
+    ),
+    fault(
+        "ranks with other parts of a DTensor get the random numbers of rank 0",
+        "runtime/ranks/collectives.py",
+        "(self._group.agreement_group, None if is_part else row)",
+        "(self._group.agreement_group, row)",
+        DTENSORS + "test_random_numbers",
+    ),
+    # Between steps, what is assigned
+    fault(
+        "one tensor is the gradient of two parameters, and a change of one misses the other",
+        "runtime/grads/access.py",
+        "        self.ledger.check_unshared(param, values)",
+        "        pass",
+        "tests/parity/test_kept_grads.py::test_one_tensor_is_not_the_gradient_of_two",
+    ),
+    fault(
+        "a change of the tensor that was assigned to .data is missed",
+        "runtime/pass_tracker.py",
+        "            if given is not None and given.counter._version != given.version:",
+        "            if False:",
+        "tests/models/test_replaced_data.py::test_a_change_of_what_was_assigned_is_not_missed",
+    ),
+    fault(
+        "values of another parameter are assigned to .data as a copy",
+        "standins/guard.py",
+        "    if isinstance(values, AtRest | View) and root_of(values) is not param:",
+        "    if False:",
+        "tests/models/test_between_steps.py::test_values_of_another_parameter_are_no_memory_to_assign",
     ),
     # Data of finetune
     fault(

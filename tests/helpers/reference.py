@@ -143,6 +143,12 @@ def read_masters(model: nn.Module) -> dict[str, Tensor]:
 # Plain
 
 
+def nearest_bf16(master: Tensor) -> Tensor:
+    """The nearest value; of two the one farther from zero, as decision 003 has it."""
+    bits = master.detach().view(torch.int32) + 0x8000
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 def train_plain(recipe: Recipe) -> Trajectory:
     return train_plain_fp32(recipe) if recipe.precision == "fp32" else train_plain_16_bits(recipe)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
-from tests.helpers.reference import read_masters
+from tests.helpers.reference import nearest_bf16, read_masters
 
 
 class Offloaded:
@@ -62,20 +62,14 @@ class WrittenOut:
     def copy_in(self, name: str, values: Tensor) -> None:
         """Elements that the parameter has already keep their master."""
         master = self.changed[name]
-        master.data.copy_(torch.where(_rounded(master) == values, master.detach(), values.float()))
+        master.data.copy_(torch.where(nearest_bf16(master) == values, master.detach(), values.float()))
 
     def round(self) -> None:
         for name, param in self.read.items():
-            param.data.copy_(_rounded(self.changed[name]))
+            param.data.copy_(nearest_bf16(self.changed[name]))
 
     def masters(self) -> dict[str, Tensor]:
         return {name: master.detach() for name, master in self.changed.items()}
-
-
-def _rounded(master: Tensor) -> Tensor:
-    """The nearest value; of two the one farther from zero, as decision 003 has it."""
-    bits = master.detach().view(torch.int32) + 0x8000
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 Twin = Offloaded | WrittenOut

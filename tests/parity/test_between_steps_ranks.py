@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -501,3 +502,51 @@ def test_a_rank_is_killed_within_a_change(
     assert begin == other
     for name, master in plain.masters().items():
         assert torch.equal(masters[name], master) and torch.equal(others[name], master), name
+
+
+# Collectives of the program
+
+
+def call_collectives(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
+    """Collectives on what is at rest do to it what they do to plain tensors. Returns the names of those that do not."""
+    twin = Offloaded(settings, rank, world_size, width=WIDTH)
+    model = twin.model
+    weight, bias = model.student[0].weight, model.student[0].bias
+    twin.backward(twin.loss(0))
+    wrong = list[str]()
+
+    def compare(name: str, call: Any, *tensors: Tensor) -> None:
+        plain = [tensor.clone() for tensor in tensors]
+        call(*plain), call(*tensors)
+        if not all(map(torch.equal, tensors, plain)):
+            wrong.append(name)
+
+    noise = torch.full_like(bias, 1.0 + rank)
+    compare("gradient", dist.all_reduce, weight.grad)
+    compare("gradient from one", partial(dist.broadcast, src=1), bias.grad)
+    compare("values", dist.all_reduce, weight.data)
+    compare("parameter", partial(dist.broadcast, src=1), weight)
+    compare("under way", lambda tensor: dist.all_reduce(tensor, async_op=True).wait(), weight.data)
+    compare("view", dist.all_reduce, weight.data[1])
+    compare("scattered", lambda tensor: dist.scatter(tensor, [noise, noise] if rank == 0 else None), bias.data)
+    if settings["stage"] == 0:
+        compare("state", dist.all_reduce, model.state_dict()["student.0.weight"])
+        before = bias.detach().clone()
+        dist.all_reduce(model.state_dict()["student.0.bias"])
+        if not torch.equal(bias, before * 2):
+            wrong.append("state of the model")
+    into = torch.empty(2 * bias.numel(), dtype=bias.dtype)
+    dist.all_gather_into_tensor(into, bias.detach())
+    if not torch.equal(into, torch.cat([bias.detach(), bias.detach()])):
+        wrong.append("read")
+    with contextlib.suppress(zo.ConfigError):
+        dist.reduce(weight.data, dst=0)
+        wrong.append("values of one rank alone")
+    zo.close(model)
+    return wrong
+
+
+@in_turn(stage=[0, 3, 1, 2], tier=["cpu", "nvme"], precision=["fp32", "bf16"])
+def test_collectives_of_the_program(stage: int, tier: str, precision: str, pools: RankPools, nvme: Path) -> None:
+    settings = {"precision": precision, "stage": stage, "nvme": nvme, **TIERS[tier]}
+    assert pools.of(2).succeed(call_collectives, settings) == [[], []]

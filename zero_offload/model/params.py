@@ -41,7 +41,7 @@ from zero_offload.optim.state import BESIDE, Entry, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.quantized import is_wrapper, tensors_of
-from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.plan.tensor_parallel import division, is_dtensor, local_part
 from zero_offload.runtime.grads.access import GradAccess
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.grads.section import Given
@@ -50,6 +50,7 @@ from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved_tensors.tensors import runs
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.standins.away import part_of
 from zero_offload.standins.grad_handle import GradHandle
 from zero_offload.standins.guard import GuardedParameter
 from zero_offload.standins.owners import owner_of
@@ -510,7 +511,9 @@ class ModelStates(StateSource):
         """
         places = [place for place, _ in values]
         self._life.check_alive()
-        notice = Notice(is_broken, self._compared(values, "" if of_16_bits else " fp32"))
+        wholes, parts = [[each for each in values if bool(each[0].piece.spec.division) is b] for b in (False, True)]
+        form = "" if of_16_bits else " fp32"
+        notice = Notice(is_broken, self._compared(wholes, form), self._compared(parts, form))
         with self._together(f"{call}, {ALL_ALIKE}", notice, may_be_alone=True):
             self._life.check_usable()
             self.reserve(place.section.shard for place in places)
@@ -529,7 +532,7 @@ class ModelStates(StateSource):
 
     def _compared(self, values: Sequence[tuple[ParamPlace, torch.Tensor]], form: str) -> list[Compared]:
         """The values, for comparison with other ranks'; `form` is a part of them."""
-        if not self._is_shared:
+        if not self._is_shared or not values:
             return []
         words = {
             place.name: f"{crc32c_of_tensor(each.detach().cpu().contiguous()):08x}{form}" for place, each in values
@@ -598,7 +601,9 @@ class ModelStates(StateSource):
 
     def _own(self, place: ParamPlace, values: torch.Tensor) -> torch.Tensor:
         """(n,) of what this rank's shard has of a parameter, of values of its shape."""
-        if is_dtensor(values) or place.piece.spec.division:
+        if is_dtensor(values) and division(values) == place.piece.spec.division:
+            values = local_part(values)
+        if values.shape != place.piece.spec.shape:
             raise ZeroOffloadError(
                 f"{place.name} was given as {type(values).__name__}, of which this rank's part is not known: load by "
                 "torch.distributed.checkpoint.load into model.state_dict() and optimizer.state_dict(), or by "
@@ -723,9 +728,6 @@ class ModelParams(ParamSource):
 
     # One parameter between steps
 
-    def may_read(self, param: nn.Parameter) -> bool:
-        return not is_dtensor(param)
-
     @property
     def is_shared(self) -> bool:
         return self._collectives.is_shared
@@ -740,9 +742,8 @@ class ModelParams(ParamSource):
             if unit.gathered_uses > 0 and not master:
                 self._check_alone(place)
                 self._prefetcher.fetch_for_access(unit)
-                return torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=param.device).copy_(
-                    param
-                )
+                here = part_of(param)
+                return torch.empty_strided(here.size(), here.stride(), dtype=here.dtype, device=here.device).copy_(here)
             is_cut, collectives = section.layout.num_shards > 1, self._collectives
             with self._store.counters.bringing(place.name, param.nbytes):
                 with collectives.together(call, may_be_alone=True) if is_cut else nullcontext():
@@ -791,7 +792,8 @@ class ModelParams(ParamSource):
             of_16_bits |= values.dtype != torch.float32
             call = f"a change of parameter {place.name}"
             if is_drawn:
-                values = self._collectives.of_first(values, f"random values for {call}")
+                is_part = bool(place.piece.spec.division)
+                values = self._collectives.of_first(values, f"random values for {call}", is_part=is_part)
             elif of_16_bits:
                 self._note_loss(place, values)
             self._states.replace(call, [(place, values)], of_16_bits=of_16_bits)

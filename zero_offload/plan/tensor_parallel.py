@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,13 +29,17 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of it: the tensor itself, or a DTensor's plain part, in the same memory."""
+    """This rank's part of it: the tensor itself, or a DTensor's part, in the same memory, outside of any graph."""
     if type(tensor) in PLAIN or not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        part: Tensor = dtensor.to_local()
+    part: Tensor = dtensor._local_tensor
     return part
+
+
+def replace_part(dtensor: Any, part: Tensor) -> None:
+    """Give a DTensor this part: torch has no function for it."""
+    dtensor._local_tensor = part
 
 
 def mesh_of(params: Iterable[Tensor]) -> DeviceMesh | None:

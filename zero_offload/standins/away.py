@@ -15,18 +15,21 @@ subclass tensor of them as they are now.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import Any, cast
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
-from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.standins.brought import linked, run_on_copies
+from zero_offload.plan.tensor_parallel import is_dtensor, local_part, replace_part
+from zero_offload.standins.brought import check_change, linked, recorded, requires_grad, run_on_copies
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.operations import (
     ADDRESSES,
@@ -38,10 +41,11 @@ from zero_offload.standins.operations import (
     changed_by,
     kind_of,
     metadata_of_params,
+    name_of,
     named,
 )
 from zero_offload.standins.owners import AtRest, dropped_error, owner_of
-from zero_offload.standins.refusals import NeedsDataError, described
+from zero_offload.standins.refusals import NeedsDataError, described, no_step_of_others
 from zero_offload.standins.sources import Owner, Touched
 from zero_offload.standins.views import (
     PLAIN,
@@ -82,17 +86,17 @@ class Away(View):
         """A plain tensor on meta that lies as this one does, always the same."""
         if self._meta is None:
             with torch._C.DisableTorchFunctionSubclass():
-                whole = torch.empty(self.param.nbytes // self.itemsize, dtype=self.dtype, device="meta")
+                whole = torch.empty(part_of(self.param).nbytes // self.itemsize, dtype=self.dtype, device="meta")
                 self._meta = whole.as_strided(self.size(), self.stride(), self.storage_offset())
         return self._meta
 
     @property
     def as_param(self) -> bool:
-        """True if it lies as the parameter does."""
-        param = self.param
+        """True if it lies as the parameter does, or as the part of a DTensor."""
+        part = part_of(self.param)
         with torch._C.DisableTorchFunctionSubclass():
-            same_place = self.dtype == param.dtype and self.storage_offset() == 0
-            return same_place and (self.size(), self.stride()) == (param.size(), param.stride())
+            same_place = self.dtype == part.dtype and self.storage_offset() == 0
+            return same_place and (self.size(), self.stride()) == (part.size(), part.stride())
 
     @staticmethod
     def of_param(param: nn.Parameter) -> Away:
@@ -105,9 +109,15 @@ class Away(View):
     @staticmethod
     def made(param: nn.Parameter, like: Tensor, begin: int, *, requires_grad: bool = False) -> Away:
         """A view that lies as a plain tensor does, from the parameter's element `begin`, in elements of its own."""
+        view = Away._without_memory(like, begin, requires_grad=requires_grad)
+        view.param, view.born, view._meta = param, Assignments.count, like if like.is_meta else None
+        return view
+
+    @classmethod
+    def _without_memory(cls, like: Tensor, begin: int, *, requires_grad: bool = False) -> Self:
         make: Any = Tensor._make_wrapper_subclass
-        view: Away = make(
-            Away,
+        made: Self = make(
+            cls,
             like.size(),
             like.stride(),
             begin,
@@ -116,8 +126,7 @@ class Away(View):
             requires_grad=requires_grad,
             dispatch_device=True,
         )
-        view.param, view.born, view._meta = param, Assignments.count, like if like.is_meta else None
-        return view
+        return made
 
     @classmethod
     def __torch_function__(
@@ -155,6 +164,11 @@ class Away(View):
             if not schema.is_mutable and schema.returns and schema.returns[0].alias_info is not None:
                 found = func(*on_meta, **names)
                 return mapped(Tensor, lambda meta: Away.made(view.param, meta, meta.storage_offset()), found)
+        # Collectives write on after they return.
+        may_run = (func.namespace == "aten" or kind_of(func) is not Kind.WRITE) and not getattr(_asks, "now", False)
+        if may_run and any(is_dtensor(each.param) for each in views):
+            # The operator of a DTensor on its part: autograd has seen it already.
+            return run_on_copies(func, args, kwargs, _shown)
         raise NeedsDataError(view.param)
 
     def __copy__(self) -> Tensor:
@@ -168,6 +182,48 @@ class Away(View):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, a view of {described(self.param)})"
+
+
+class LocalPart(Away):
+    """The part of a DTensor at rest, in the place of its memory.
+
+    torch takes a DTensor's part from the object itself, and asks no class. So each operator that it runs on parts comes
+    here, and each view of the DTensor has such a part.
+
+    Its parameter holds it; so it holds that weakly, or a dropped model would stay.
+    """
+
+    __slots__ = ("memory", "_holder")
+
+    memory: Tensor
+    """The part where its values are when the unit is in use."""
+    _holder: weakref.ref[nn.Parameter]
+
+    @classmethod
+    def hide(cls, dtensor: Any) -> None:
+        """Put one in the place of its memory. Other parameters stay as they are."""
+        if not is_dtensor(dtensor):
+            return
+        memory = local_part(dtensor)
+        part = cls._without_memory(memory, 0)
+        part.memory, part._holder, part.born, part._meta = memory, weakref.ref(dtensor), 0, None
+        replace_part(dtensor, part)
+
+    @staticmethod
+    def uncover(dtensor: Any) -> None:
+        """Its memory is in its place again."""
+        if is_dtensor(dtensor):
+            replace_part(dtensor, part_of(dtensor))
+
+    @property
+    def param(self) -> nn.Parameter:  # type: ignore[override]
+        if (param := self._holder()) is None:
+            raise ZeroOffloadError("a DTensor of an offloaded model that was dropped has no values any more")
+        return param
+
+    def lasting(self) -> Away:
+        """A view of it that keeps the parameter, for the program."""
+        return Away.made(self.param, self.meta, 0)
 
 
 @functools.cache
@@ -214,9 +270,9 @@ def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) ->
 
 
 def part_of(param: nn.Parameter) -> Tensor:
-    """This rank's part of it; asks no other rank."""
-    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
-    return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
+    """This rank's part of it, in the memory of its unit; asks no other rank."""
+    part = local_part(param)
+    return part.memory if isinstance(part, LocalPart) else part
 
 
 def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,6 +289,7 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         param = leaf
         if isinstance(leaf, ReadOnly):
             lent.append((leaf, leaf.param))
+            is_changed |= leaf.is_away
             continue
         if isinstance(leaf, Away):
             param = leaf.param
@@ -254,7 +311,9 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         # A block of zo.gathered has made some plain, for the program to change.
         is_changed |= any(isinstance(each, AtRest) and owner_of(cast(Tensor, each)) is owner for each in targets)
         is_away |= touched is Touched.AWAY or any(isinstance(leaf, Away) and leaf.param in owned for leaf in leaves)
-        lent += [(part_of(tensor), tensor) for tensor in tensors if isinstance(tensor, AtRest)]
+        lent += [(tensor, tensor) for tensor in tensors if isinstance(tensor, AtRest)]
+    if any(isinstance(leaf, AtRest) and is_dtensor(leaf) for leaf in leaves):
+        return _on_parts(func, args, kwargs, [each for each in targets if isinstance(each, AtRest)])
     if is_changed:
         return run_on_copies(func, args, kwargs, _shown)
     if is_guarded and not is_away:
@@ -274,6 +333,27 @@ def operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return run_on_copies(func, args, kwargs, _shown)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Sequence[Any]) -> Any:
+    """A function on DTensors at rest. torch's own dispatch brings its operators to their parts (`LocalPart`), and
+    autograd saves DTensors as they are."""
+    for param in changed:
+        # A step that computes with tensors of its own copies its result in.
+        error = no_step_of_others(described(param), owner_of(param)) if name_of(func) != "copy_" else None
+        if error is not None:
+            raise error
+        check_change(func, param)
+        others = (leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not param)
+        if torch.is_grad_enabled() and not requires_grad(param) and any(map(requires_grad, others)):
+            raise recorded(func, param)
+
+    def given(leaf: Any) -> Any:
+        return leaf if is_dtensor(leaf) else Away.of_param(leaf)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*mapped(AtRest, given, args), **mapped(AtRest, given, kwargs))
+    return mapped(LocalPart, LocalPart.lasting, result)
 
 
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,6 +432,20 @@ class _WithoutDraws(TorchDispatchMode):
 View.run = operate
 
 
+_asks = threading.local()
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Inside, views of DTensors' parts raise NeedsDataError like others: the whole function begins again."""
+    before = getattr(_asks, "now", False)
+    _asks.now = True
+    try:
+        yield
+    finally:
+        _asks.now = before
+
+
 def _shown(view: Tensor, param: nn.Parameter) -> Tensor:
     """The view of a copy without its memory."""
     return linked(view, lambda: Away.made(param, view, int(view.storage_offset())))
@@ -384,7 +478,8 @@ def ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         # A function that needs data begins again: before that it may draw nothing.
         may_draw = kind_of(func) is not Kind.READ or func in named(*FACTORIES, *QUESTIONS)
         try:
-            with nullcontext() if may_draw or not stand_ins else _WithoutDraws(next(iter(stand_ins.values())).param):
+            draws = may_draw or not stand_ins
+            with _asking(), nullcontext() if draws else _WithoutDraws(next(iter(stand_ins.values())).param):
                 result = func(*args, **kwargs)
         except RuntimeError as error:
             # Code of C++ that is not an operation has asked for the address.

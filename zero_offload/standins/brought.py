@@ -27,7 +27,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.plan.quantized import is_wrapper, library_class, tensors_of
-from zero_offload.standins.operations import ADDRESSES, Kind, changed_by, has_operators, kind_of, name_of, named
+from zero_offload.standins.operations import (
+    ADDRESSES,
+    OPERATIONS,
+    Kind,
+    changed_by,
+    has_operators,
+    is_collective,
+    kind_of,
+    name_of,
+    named,
+    wait_for,
+)
 from zero_offload.standins.owners import AtRest, dropped_error, owner_of
 from zero_offload.standins.refusals import (
     changes,
@@ -35,7 +46,6 @@ from zero_offload.standins.refusals import (
     described,
     draws_beside,
     needs_data,
-    needs_whole,
     no_conversion,
     no_step_of_others,
 )
@@ -79,6 +89,8 @@ def run_on_copies(
     except WritesLentError as error:
         # Nothing is written yet: it begins again, with what a change needs.
         return run_on_copies(func, args, kwargs, show, changed | {id(error.param)})
+    if is_collective(func):
+        wait_for(result)
     run.write()
     return run.shown(result, show)
 
@@ -152,10 +164,7 @@ class _Brought:
         values = self.values
         what = f"{name_of(func)} of parameter {described(self.param)},"
         if values.requires_grad and not is_detached:
-            raise ZeroOffloadError(
-                f"{what} would make it a result that autograd records: it is not written. Change a parameter in 'with "
-                "torch.no_grad():'"
-            )
+            raise recorded(func, self.param)
         is_same = (values.shape, values.stride(), values.dtype) == (self.shape, self.strides, self.dtype)
         if not is_same or values.untyped_storage()._cdata != self.storage:
             raise ZeroOffloadError(
@@ -217,20 +226,12 @@ class _CallOnCopies:
             is_copied = name in _COPIES if not self._changed else name == "copy_" and len(self._params) == 1
             if not is_copied and (error := no_step_of_others(described(each), owner)) is not None:
                 raise error
-            if not owner.access.may_read(each):
-                raise needs_whole(func, each)
         unknown = kind_of(func) is Kind.UNKNOWN or (func in named(*ADDRESSES) and func not in named(*_COPIED))
         if unknown:
             raise needs_data(func, param)
-        is_setter = name_of(func) != getattr(func, "__name__", "")
-        for leaf in leaves:
-            root = root_of(leaf)
-            if id(root) not in self._changed:
-                continue
-            if is_wrapper(root) or name in _NOT_OF_VALUES or is_setter:
-                raise changes(func, root)
-            if obstacle := self._owner(root).access.obstacle_to_writing(root):
-                raise changes(func, root, obstacle)
+        for root in map(root_of, leaves):
+            if id(root) in self._changed:
+                check_change(func, root)
 
     # Copies
 
@@ -339,7 +340,7 @@ class _CallOnCopies:
             if any(result is tensor for _, tensor in self._given):
                 leaf = leaves[id(result)]
                 # The change of a detached view is in the graph by its result alone.
-                return leaf if not result.requires_grad or _requires_grad(leaf) else wrap(result, root_of(leaf))
+                return leaf if not result.requires_grad or requires_grad(leaf) else wrap(result, root_of(leaf))
             own = {id(tensor) for _, tensor in self._given}
             if isinstance(result, tuple | list) and any(id(each) in own for each in result):
                 return mapped(Tensor, lambda each: leaves.get(id(each), each), result)
@@ -361,6 +362,25 @@ class _CallOnCopies:
         return array.__dlpack__(*args[1:], **kwargs)
 
 
+def check_change(func: Any, param: nn.Parameter) -> None:
+    """Raise unless the function may change a parameter at rest."""
+    is_setter = name_of(func) != getattr(func, "__name__", "") and not isinstance(func, OPERATIONS)
+    if is_wrapper(param) or name_of(func) in _NOT_OF_VALUES or is_setter:
+        raise changes(func, param)
+    if (owner := owner_of(param)) is None:
+        raise dropped_error(param)
+    if obstacle := owner.access.obstacle_to_writing(param):
+        raise changes(func, param, obstacle)
+
+
+def recorded(func: Any, param: nn.Parameter) -> ZeroOffloadError:
+    """The error for a change that autograd records, of a parameter that requires no gradient."""
+    return ZeroOffloadError(
+        f"{name_of(func)} of parameter {described(param)}, would make it a result that autograd records: it is not "
+        "written. Change a parameter in 'with torch.no_grad():'"
+    )
+
+
 def _alias(values: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         empty = torch.empty(0, dtype=values.dtype, device=values.device)
@@ -372,13 +392,13 @@ def root_of(leaf: Any) -> nn.Parameter:
     return cast(nn.Parameter, leaf.param if isinstance(leaf, View) else leaf)
 
 
-def _requires_grad(tensor: Tensor) -> bool:
+def requires_grad(tensor: Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad
 
 
 def _records(leaf: Tensor) -> bool:
-    return torch.is_grad_enabled() and _requires_grad(leaf)
+    return torch.is_grad_enabled() and requires_grad(leaf)
 
 
 def _dtype(tensor: Tensor) -> torch.dtype:

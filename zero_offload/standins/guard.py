@@ -21,8 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
-from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class, tensors_of
-from zero_offload.standins.away import Away, Route, ask, is_in_use, operate, part_of, routes_of_views
+from zero_offload.plan.quantized import is_wrapper, is_wrapper_class, library_class
+from zero_offload.plan.tensor_parallel import is_dtensor, local_part
+from zero_offload.standins.away import Away, LocalPart, Route, ask, is_in_use, operate, routes_of_views
 from zero_offload.standins.brought import root_of
 from zero_offload.standins.derived import Derived
 from zero_offload.standins.grad_hooks import register_grad_hook
@@ -217,6 +218,11 @@ def _set_data(param: nn.Parameter, values: Any) -> None:
     Assignments.check((values,))
     if _is_whole(values, param):
         return
+    if is_dtensor(param):
+        raise ZeroOffloadError(
+            f"values were assigned to .data of parameter {described(param)}, a DTensor. torch's own DTensor keeps its "
+            "part then, and ignores them. Copy them in: param.data.copy_(values)"
+        )
     if isinstance(values, AtRest | View) and root_of(values) is not param:
         raise ZeroOffloadError(
             f"values of parameter {described(root_of(values))}, were assigned to .data of {described(param)}. In plain "
@@ -256,12 +262,14 @@ def _set_(param: nn.Parameter, *source: Any, **kwargs: Any) -> nn.Parameter:
 
 def _is_whole(values: Any, param: nn.Parameter) -> bool:
     """True if these are the parameter's values where they are, as `param.data` gives them."""
+    if is_dtensor(values) and values is not param:
+        values = local_part(values)
     if values is param or not isinstance(values, View):
         return values is param
     if isinstance(values, Away):
         return values.param is param and values.as_param
     with torch._C.DisableTorchFunctionSubclass():
-        return values.is_set_to(part_of(param))
+        return values.is_set_to(param)
 
 
 def _detach_(param: nn.Parameter) -> nn.Parameter:
@@ -288,12 +296,12 @@ def _check_conversion(param: Tensor, converted: Tensor) -> bool:
 def _copy_of(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """An ordinary parameter. A quantized one is of its library's class, and has copies of what that keeps beside it."""
     owner = owner_of_any(param)
-    if owner is None or not all(map(owner.access.may_read, tensors_of([param]))):
+    if owner is None:
         refuse_copy(param)
     kind: Any = library_class(param)
     with torch.no_grad():
         made = memo[id(param)] = nn.Parameter(_cloned(param), requires_grad=param.requires_grad)
-    if not is_wrapper(param) and kind is not nn.Parameter:
+    if not is_wrapper(param) and not is_dtensor(param) and kind is not nn.Parameter:
         made.__class__ = kind
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(param).items()})
     return made
@@ -465,4 +473,6 @@ def unguard(params: Iterable[nn.Parameter]) -> None:
     """Make parameters plain until their unit is closed, or for good. `Unit.unguard` does it for a use."""
     for param in params:
         if isinstance(param, AtRest):
-            param.__class__ = type(param).__bases__[1]
+            kind = param.__class__ = type(param).__bases__[1]
+            if kind is not nn.Parameter:
+                LocalPart.uncover(param)

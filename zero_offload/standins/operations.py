@@ -15,7 +15,9 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Metho
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.trees import leaves_in
 
@@ -125,7 +127,9 @@ def _schemas(func: Any) -> tuple[Any, ...]:
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments that a function writes, beside `out=`."""
     schemas = _schemas(func)
-    if not schemas and _works_in_place(func):
+    # Schemas of collectives name no writes: their first tensors are the results, by the convention for names.
+    is_collective = any(schema.name.startswith("c10d::") for schema in schemas)
+    if (is_collective or not schemas) and _works_in_place(func):
         return ((0, ""),)
     found = (
         (place, argument.name)
@@ -139,7 +143,7 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _works_in_place(func: Any) -> bool:
     """True by torch's convention for names: `constant_`, `__iadd__`, `__setitem__`, setters of properties."""
-    name = str(getattr(func, "__name__", ""))
+    name = str(getattr(func, "__name__", "")).partition(".")[0]  # without that of an overload
     return name in _IN_PLACE if name.endswith("__") else name.endswith("_")
 
 
@@ -157,7 +161,9 @@ def kind_of(func: Any) -> Kind:
     if is_operator and not schemas:
         return Kind.UNKNOWN
     if _writes(func):
-        return Kind.WRITE
+        # Those of torch.compile end when another operator waits for them.
+        is_under_way = any(schema.name.startswith("_c10d_functional") for schema in schemas)
+        return Kind.UNKNOWN if is_under_way else Kind.WRITE
     return Kind.VIEW if schemas and all(map(_is_view, schemas)) else Kind.READ
 
 
@@ -189,7 +195,26 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return changed_by(func, args, kwargs) if is_operator else []
 
 
+def is_collective(func: Any) -> bool:
+    """True for collectives, of which no tensor counts the writes: functions in Python, or their operators."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func.namespace == "c10d"
+    return f"{getattr(func, '__module__', '')}.".startswith("torch.distributed.")
+
+
+def wait_for(result: Any) -> None:
+    """Collectives write on after they return: wait for what has begun, before a copy is read."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            dist.Work.unbox(leaf).wait()
+        elif isinstance(leaf, dist.Work):
+            leaf.wait()
+
+
 def name_of(func: object) -> str:
-    """A tensor function's name; properties such as `data` are functions of a descriptor."""
+    """A tensor function's name, without that of an overload; properties such as `data` are functions of a
+    descriptor."""
+    if isinstance(func, torch._ops.OpOverload):
+        func = func.overloadpacket
     name = str(getattr(func, "__name__", func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in _ACCESSORS else name

@@ -101,16 +101,6 @@ def needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
     )
 
 
-def needs_whole(func: object, param: nn.Parameter) -> ZeroOffloadError:
-    """The error for an operation on a DTensor between steps."""
-    return ZeroOffloadError(
-        f"{name_of(func)} needs the memory of parameter {described(param)}, a DTensor that tensor-parallel ranks "
-        "divide. Read it in 'with zo.gathered(module):', which all ranks enter, as param.norm(), param.to_local() or "
-        "param.full_tensor(). New values come by torch.distributed.checkpoint.load, zo.load_checkpoint, or before "
-        "zo.offload"
-    )
-
-
 def changes(func: object, param: nn.Parameter, obstacle: str = "") -> ZeroOffloadError:
     """The error for a change that cannot be made where the parameter rests; `obstacle`: a clause that says why."""
     if converts_module() or func is Tensor.share_memory_:

@@ -67,10 +67,6 @@ class ParamSource(ABC):
     def is_gathered(self, param: nn.Parameter) -> bool:
         """True if it may be read now as it stands, inside of `zo.gathered`."""
 
-    @abstractmethod
-    def may_read(self, param: nn.Parameter) -> bool:
-        """True if its values can be read, by all ranks together where they divide it."""
-
     @property
     @abstractmethod
     def is_shared(self) -> bool:
@@ -79,7 +75,8 @@ class ParamSource(ABC):
     @abstractmethod
     def read_value(self, param: nn.Parameter, *, master: bool = False) -> torch.Tensor:
         """A copy of its values after a pending update, on its device, with its strides; of the fp32 master with
-        `master`. Collective where ranks divide it. Raises ZeroOffloadError where the model cannot be used."""
+        `master`. Of a DTensor this rank's part. Collective where ranks divide it. Raises ZeroOffloadError where the
+        model cannot be used."""
 
     @abstractmethod
     def keeps_master(self, param: nn.Parameter) -> bool:
@@ -97,7 +94,8 @@ class ParamSource(ABC):
     def write_value(
         self, param: nn.Parameter, values: torch.Tensor, *, of_16_bits: bool = False, is_drawn: bool = False
     ) -> None:
-        """Replace its values, of its shape, between steps: by fp32, or by its dtype. Of its dtype, or where fp32 came
+        """Replace its values, of its shape (that of the part of a DTensor), between steps: by fp32, or by its dtype.
+        Of its dtype, or where fp32 came
         `of_16_bits`, elements that are what they were keep their master. Collective: all ranks give the same values,
         or random ones, `is_drawn`, of which rank 0's are written."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.standins.operations import Kind, kind_of, name_of, written_by
+from zero_offload.standins.operations import Kind, is_collective, kind_of, name_of, wait_for, written_by
 
 answering: Any = torch._C._EnableTorchFunction
 """Inside, stand-ins among the arguments of an operator answer: a dispatch has that off, and would read what is absent.
@@ -142,6 +142,8 @@ class OnCopies(Absent):
         args, kwargs = tree_map_only(cls, values_of, (args, kwargs))
         with answering():
             result = func(*args, **kwargs)
+        if is_collective(func):
+            wait_for(result)
         # Changed copies replace the values at rest.
         for root, values, version in read:
             if values._version != version or any(each is root for each in changed):

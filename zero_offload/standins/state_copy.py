@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.plan.quantized import is_wrapper, library_class
 from zero_offload.standins.checkpointed import Checkpointed
-from zero_offload.standins.operations import Kind, changed_by, written_by
+from zero_offload.standins.operations import Kind, changed_by, is_collective, wait_for, written_by
 from zero_offload.standins.owners import owner_of
 from zero_offload.standins.part import Part, PlainPart, Put
 from zero_offload.standins.staged import StagedSource, for_stager
@@ -155,7 +155,8 @@ class StateCopy(StandIn, Checkpointed):
         if func == _SET_DATA and args[0] is copies[0]:
             copies[0].set_()
         before = [_version(each) for each in copies]
-        written = set(map(id, written_by(func, args, kwargs)))
+        # Of a collective in Python nothing tells which tensors it writes.
+        written = set(map(id, copies if is_collective(func) else written_by(func, args, kwargs)))
         if not any(map(_is_asked_too, leaves)):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -166,6 +167,8 @@ class StateCopy(StandIn, Checkpointed):
             args, kwargs = tree_map_only(StateCopy, lambda each: plain[id(each)], (args, kwargs))
             result = func(*args, **kwargs)
             result = tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+        if is_collective(func):
+            wait_for(result)
         sources = {
             id(each.source): each.source
             for each, version in zip(copies, before, strict=True)

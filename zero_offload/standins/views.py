@@ -22,8 +22,10 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.trees import leaves_in, mapped
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.standins.derived import Derived
-from zero_offload.standins.operations import changed_by, has_operators, name_of
+from zero_offload.standins.operations import Kind, changed_by, has_operators, kind_of, name_of
+from zero_offload.standins.owners import owner_of
 from zero_offload.standins.refusals import name_in_model
+from zero_offload.standins.sources import Touched
 
 T = TypeVar("T")
 PLAIN = frozenset((Tensor, Derived))
@@ -114,6 +116,12 @@ class ReadOnly(View):
             before = int(self.param.storage_offset()) * self.param.itemsize // self.itemsize
             return int(self.storage_offset()) - before
 
+    @property
+    def is_away(self) -> bool:
+        """True if its memory has not the parameter's values any more: ranks have written others, and each its own."""
+        owner = owner_of(self.param)
+        return owner is not None and owner.access.touch([self.param]) is Touched.AWAY
+
     @classmethod
     def __torch_function__(
         cls,
@@ -129,9 +137,12 @@ class ReadOnly(View):
         if changes_views(changed_by(func, args, kwargs), func):
             return View.run(func, args, kwargs)
         views = [(leaf, leaf.param) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, ReadOnly)]
+        needs_data = kind_of(func) is not Kind.METADATA
         for view, _ in views:
             if view.is_recorded:
                 view.check_recorded()
+            if needs_data and view.is_away:
+                return View.run(func, args, kwargs)
         try:
             return read_lent(func, args, kwargs, views)
         except WritesLentError:

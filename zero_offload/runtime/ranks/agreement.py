@@ -98,9 +98,9 @@ class Agreement:
             intent = Intent.CALL if failure is None else Intent.ERROR
             notice.compared += self._take_compared()
             with self._watch.waiting(call):
-                heard = self._tell(intent, _word(call, notice) | notice.given << _CRC_BITS)
+                heard = self._tell(intent, _word(call, notice.of_column()) | notice.given << _CRC_BITS)
             if len({(intent, word % (1 << _CRC_BITS)) for intent, word in heard}) > 1:
-                raise self._mismatch(call, failure, notice)
+                raise self._mismatch(call, failure, notice.of_column())
             notice.given = any(word >> _CRC_BITS for _, word in heard)
         except RankError:
             if failure is None:

@@ -245,13 +245,13 @@ class Collectives:
         """True if other ranks have the model, or other parts of it."""
         return bool(self._over_all)
 
-    def of_first(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """The values that rank 0 gives, host, on all ranks."""
+    def of_first(self, values: torch.Tensor, what: str, *, is_part: bool) -> torch.Tensor:
+        """The values that rank 0 gives, host, on all ranks; of a part of a DTensor the first rank's that holds it."""
         self.agreement.same(what)
         row = self._group.row if len(self._group.columns) > 1 else None
         holder = [values]
         with self._watch.waiting(what):
-            for group in (self._group.agreement_group, row):
+            for group in (self._group.agreement_group, None if is_part else row):
                 if group is not None:
                     dist.broadcast_object_list(holder, group=group, group_src=0)
         return holder[0]

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -96,6 +96,8 @@ class Notice:
     """True if this rank says it, and in the end if a rank has said it."""
     compared: list[Compared] = field(default_factory=list)
     """Facts that all ranks must have alike."""
+    of_parts: list[Compared] = field(default_factory=list)
+    """Facts that ranks with the same part of the model must have alike."""
 
     @property
     def word(self) -> int:
@@ -103,6 +105,10 @@ class Notice:
 
     def texts(self) -> dict[str, str]:
         return {name: text for each in self.compared for name, text in each.texts().items()}
+
+    def of_column(self) -> Notice:
+        """The notice for ranks with the same part of the model."""
+        return replace(self, compared=[*self.compared, *self.of_parts])
 
 
 class RankWatch:

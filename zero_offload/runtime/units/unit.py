@@ -25,7 +25,8 @@ from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.hardware.device import aliased
 from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
-from zero_offload.plan.tensor_parallel import is_dtensor, local_part
+from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.standins.away import LocalPart, part_of
 from zero_offload.standins.guard import GuardedParameter, class_at_rest
 from zero_offload.standins.owners import AtRest
 from zero_offload.standins.views import storage_of
@@ -249,7 +250,9 @@ class Unit:
         """Give the parameters plain tensors' speed for a use."""
         for param in self._unguarded:
             if isinstance(param, AtRest):
-                param.__class__ = type(param).__bases__[1]  # its class is (AtRest, the class in use)
+                kind = param.__class__ = type(param).__bases__[1]  # its class is (AtRest, the class in use)
+                if kind is not nn.Parameter:
+                    LocalPart.uncover(param)
         if self.writable:
             self._adopt_replaced()
         with torch._C.DisableTorchFunctionSubclass():
@@ -308,7 +311,7 @@ class Unit:
         misplaced = self._misplaced() if self._versions else []
         self._is_replaced = bool(misplaced)
         with torch._C.DisableTorchFunctionSubclass():
-            names = [p.spec.name for s, p, param in misplaced if not _equal(local_part(param), s.own_view(p))]
+            names = [p.spec.name for s, p, param in misplaced if not _equal(part_of(param), s.own_view(p))]
         elsewhere = {id(param) for _, _, param in misplaced}
         with torch._C.DisableTorchFunctionSubclass():
             for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
@@ -333,7 +336,7 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
             for place in self.placed_params:
                 section, piece, param = place
-                part = param if type(param) is nn.Parameter else local_part(param)
+                part = param if type(param) is nn.Parameter else part_of(param)
                 address = section.flat.data_ptr() + piece.begin * section.flat.itemsize
                 is_there = part.data_ptr() == address or part.numel() == 0
                 fits, order = is_there and part.shape == piece.spec.shape, piece.spec.order
@@ -372,7 +375,10 @@ class Unit:
         open_ids = {id(param) for params in self.writable for param in params}
         for param in self.params:
             if not isinstance(param, AtRest) and id(param) not in open_ids:
-                param.__class__ = class_at_rest(type(param))
+                kind = type(param)
+                param.__class__ = class_at_rest(kind)
+                if kind is not nn.Parameter:
+                    LocalPart.hide(param)
         self.used_by_operations = False
         self._versions, self._fingerprints = [], None
 
