@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.training import SOME, check
 from tests.helpers.models import WIDE, StridedBlock, TinyLM, build
 from tests.helpers.reference import Recipe
+from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.unit import UnitState
 from zero_offload.storage.memory import resizable
@@ -98,6 +100,21 @@ def test_a_torch_without_a_function_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(resizable, "exchanger", by_bytes)
     check(Recipe(Strided, "fp32", 3), SOME[:1], device_memory="28MiB")
     check(Recipe(partial(TinyLM, WIDE, 4), "bf16", 3), SOME[:1], device_memory="28MiB")
+
+
+@pytest.fixture
+def own_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NPUs, storages of capsules are not the device's own."""
+    monkeypatch.setitem(ACCELERATORS, TYPE, replace(ACCELERATORS[TYPE], has_aliases=False))
+
+
+@pytest.mark.usefixtures("own_storages")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_device_with_storages_of_its_own(placement: str, nvme: Path) -> None:
+    """No parameter reads its neighbours."""
+    check(Recipe(Strided, "fp32", 3), SOME[:2], nvme=nvme, durability="scratch", **PLACEMENTS[placement])
+    test_storages_go_with_the_memory_and_come_with_it(nvme / "leaves")
+    test_a_view_from_a_forward_outlives_the_model(nvme / "outlives")
 
 
 def test_memory_that_is_away_raises(nvme: Path) -> None:

@@ -278,7 +278,7 @@ def draw(rank: int, world_size: int, case: Case) -> Tensor:
     model, _ = start(case)
     torch.manual_seed(rank)
     nn.init.normal_(up(model))
-    drawn: Tensor = up(model).to_local().clone()
+    drawn: Tensor = up(model).to_local().detach().clone()
     zo.close(model)
     return drawn
 

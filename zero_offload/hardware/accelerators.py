@@ -64,7 +64,7 @@ class Accelerator:
     has_triton: bool = False
     """True if updates and sums may be compiled by Triton; torch's operations make the same bits in many launches."""
     has_aliases: bool = True
-    """True if a tensor that is made from a DLPack capsule is like any other."""
+    """True if a storage that is made from a DLPack capsule is like any other."""
     make_stream: Callable[[torch.device], Any] = torch.Stream
     current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
     make_event: Callable[[torch.device, bool], Any] = _generic_event

@@ -22,7 +22,6 @@ from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.threads import FirstError, UnitUpdate
-from zero_offload.hardware.device import aliased
 from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor
@@ -31,6 +30,7 @@ from zero_offload.standins.guard import GuardedParameter, class_at_rest
 from zero_offload.standins.owners import AtRest
 from zero_offload.standins.views import storage_of
 from zero_offload.storage.memory.access import StorageAccess
+from zero_offload.storage.memory.exchange import storage_over
 from zero_offload.storage.memory.resizable import Buffer, ResizableBuffer
 from zero_offload.storage.shards.shard import Shard
 
@@ -74,7 +74,8 @@ class Section:
     def _part(self, piece: ParamSlice) -> tuple[torch.UntypedStorage, int]:
         if isinstance(self.buffer, ResizableBuffer):
             return self.buffer.part(piece.begin, piece.end)
-        return aliased(self.flat[piece.begin : piece.end].view(torch.uint8)).untyped_storage(), 0
+        storage = storage_over(self.flat[piece.begin : piece.end])
+        return (self.flat.untyped_storage(), piece.begin) if storage is None else (storage, 0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if the tensor views a parameter's memory."""

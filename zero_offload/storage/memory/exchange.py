@@ -1,4 +1,5 @@
-"""Two storages exchange their memory: `exchanger` has torch's function, or does what it does.
+"""Two storages exchange their memory: `exchanger` has torch's function, or does what it does. So `storage_over` gives a
+part of a tensor a storage of its own on any device.
 
 [Note: memory of torch's storages]
 torch has a function for it since March 2026 (`UntypedStorage._swap_data_ptr_`, pytorch/pytorch#177449; 2.13 has it).
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 
+from zero_offload.hardware.accelerators import ACCELERATORS
+from zero_offload.hardware.device import aliased
+
 _READ = 80
 """Bytes of a storage object in which this lies; fewer than any version of it has."""
 _MEMORY = struct.Struct("PPPq")
@@ -33,6 +37,23 @@ def exchanger() -> Exchange | None:
     """A function that exchanges the memory of two storages of one device; None where there is none."""
     of_torch: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
     return of_torch or by_bytes()
+
+
+def storage_over(elements: torch.Tensor) -> torch.UntypedStorage | None:
+    """A storage over the memory of these elements alone, which it keeps; None where there is none.
+
+    That of a DLPack capsule, which cannot be resized. A device type with storages of its own gets one of these, with
+    the memory of the capsule's.
+    """
+    alias = aliased(elements.view(torch.uint8)).untyped_storage()
+    accelerator = ACCELERATORS.get(elements.device.type)
+    if accelerator is None or accelerator.has_aliases:
+        return alias
+    if (exchange := exchanger()) is None:
+        return None
+    storage = elements.new_empty(0).untyped_storage()
+    exchange(storage, alias)
+    return storage
 
 
 def by_bytes() -> Exchange | None:

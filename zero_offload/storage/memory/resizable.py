@@ -13,10 +13,9 @@ from typing import Protocol
 
 import torch
 
-from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.hardware.device import aliased
 from zero_offload.storage.memory.arena import num_frames
-from zero_offload.storage.memory.exchange import exchanger
+from zero_offload.storage.memory.exchange import exchanger, storage_over
 
 
 class FrameAllocator(Protocol):
@@ -114,15 +113,12 @@ class ResizableBuffer:
         """A storage over elements [begin, end) alone, and the element of it where they begin.
 
         Its memory comes and goes with the buffer's. It is the buffer's own where torch cannot point a storage at other
-        memory, or a device type takes no alias.
+        memory.
         """
-        accelerator, exchange = ACCELERATORS.get(self.tensor.device.type), exchanger()
-        if exchange is None or (accelerator is not None and not accelerator.has_aliases):
+        at_begin = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        if (exchange := exchanger()) is None or (storage := storage_over(at_begin)) is None:
             return self._storage, begin
         assert not self._attached
-        at_begin = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
-        # As bytes, which any version of DLPack knows. An alias of no bytes is a storage that cannot be resized.
-        storage = aliased(at_begin.view(torch.uint8)).untyped_storage()
         at_begin.set_(self._storage, begin, (0,), (1,))
         elements = torch.ops.aten._reshape_alias(at_begin, (end - begin,), (1,)).view(torch.uint8)
         self._parts.append((functools.partial(exchange, storage), elements))
