@@ -156,7 +156,7 @@ FAULTS = [
     fault(
         "a parameter's storage has its neighbours, which strides with an offset reach",
         "runtime/units/unit.py",
-        "        return aliased(self.flat[piece.begin : piece.end].view(torch.uint8)).untyped_storage(), 0\n",
+        "        storage = storage_over(self.flat[piece.begin : piece.end])\n",
         "        return self.flat.untyped_storage(), self.flat.storage_offset() + piece.begin\n",
         STORAGES + "test_a_forward_with_strides_of_its_own",
     ),

@@ -226,8 +226,8 @@ def _check_whole(places: Sequence[ParamPlace], call: str) -> None:
     """Raise where a rank has a part of a parameter that no other rank completes."""
     if name := next((place.name for place in places if place.piece.spec.division), ""):
         raise ZeroOffloadError(
-            f"{call}: {name} is a DTensor, which tensor-parallel ranks divide. Save with zo.save_checkpoint and load "
-            "it on one rank"
+            f"{call}: {name} is a DTensor, which tensor-parallel ranks divide. Without a block its values are read and "
+            "changed between steps, as of any DTensor; masters are in what zo.save_checkpoint writes"
         )
 
 

@@ -346,6 +346,8 @@ class _Guard(AtRest):
         return _copy_of(param, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_for_new_process() and is_dtensor(self):
+            refuse_copy(self)
         if type(self) is GuardedParameter and is_for_new_process():
             with torch._C.DisableTorchFunctionSubclass():
                 return _without_values, (self.size(), self.stride(), self.dtype, self.requires_grad)

@@ -75,7 +75,9 @@ class Section:
         if isinstance(self.buffer, ResizableBuffer):
             return self.buffer.part(piece.begin, piece.end)
         storage = storage_over(self.flat[piece.begin : piece.end])
-        return (self.flat.untyped_storage(), piece.begin) if storage is None else (storage, 0)
+        if storage is None:
+            return self.flat.untyped_storage(), int(self.flat.storage_offset()) + piece.begin
+        return storage, 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if the tensor views a parameter's memory."""
