@@ -143,10 +143,13 @@ def test_how_often_to_commit_in_words(capsys: pytest.CaptureFixture[str]) -> Non
     main(flags)
     text = capsys.readouterr().out
     assert "give train --commit-every 1010, or zo.OffloadConfig commit_every=1010. " in text
-    assert "With one in each step, the default, 600 TBW last 8 h 41 min\n" in text
+    assert "With one in each step, the default, a drive rated for 600 TB lasts 8 h 41 min\n" in text
     for given in ("10", "auto"):
         main([*flags, "--commit-every", given])
-        assert "--commit-every 1010 spares the drives: 600 TBW then last 365 days\n" in capsys.readouterr().out
+        assert (
+            "--commit-every 1010 spares the drives: a drive rated for 600 TB then lasts 365 days\n"
+            in capsys.readouterr().out
+        )
     main([*flags, "--commit-every", "2000"])
     assert "spares the drives" not in capsys.readouterr().out
     main([*flags, "--params-tier", "nvme", "--optimizer-tier", "nvme"])
@@ -171,15 +174,17 @@ def test_wear_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     main([*flags, "--optimizer-tier", "nvme"])
     text = capsys.readouterr().out
     assert "each drive is written 35.8 GiB per step: 35.8 GiB of states that rest on it\n" in text
-    assert " s per step; 600 TBW last " in text and ", 15,625 steps (--tbw says another rating)" in text
+    assert (
+        " s per step; a drive rated for 600 TB lasts " in text and ", 15,625 steps (--tbw says another rating)" in text
+    )
     main([*flags, "--commit-every", "auto", "--step-time", "38.4", "--tbw", "300"])
     text = capsys.readouterr().out
-    assert "35.8 GiB of generations (at most: commit_every=auto goes by time; each step is counted here)" in text
-    assert "that is 86.4 TB per day at 38.4 s per step; 300 TBW last 3 days 11 h, 7,812 steps" in text
+    assert "35.8 GiB of commits (at most: commit_every=auto goes by time; each step is counted here)" in text
+    assert "that is 86.4 TB per day at 38.4 s per step; a drive rated for 300 TB lasts 3 days 11 h, 7,812 steps" in text
     main([*flags, "--commit-every", "10"])
-    assert "per step: 3.58 GiB of generations (of 35.8 GiB every 10 steps)\n" in capsys.readouterr().out
+    assert "per step: 3.58 GiB of commits (of 35.8 GiB every 10 steps)\n" in capsys.readouterr().out
     main(["plan", "--model", "3200M", *MEMORY])
-    assert "TBW" not in capsys.readouterr().out
+    assert "rated for" not in capsys.readouterr().out
 
 
 def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +248,7 @@ def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
         "1 more GPU: ",
         "rates: rtx4090 computes at 0.891 of its 165 TFLOPS (a published run: LLMQ, Qwen2.5-7B, 2,777 tokens/s); ",
         "reads and writes taking turns",
-        "600 TBW last ",
+        "a drive rated for 600 TB lasts ",
     ):
         assert words in text, words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -62,7 +63,7 @@ def test_json_has_the_summary_and_the_picture(run_dir: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert summary["steps"] == 4 and summary["stall_share"] == pytest.approx(0.2)
+    assert summary["steps"] == 4 and summary["waited_share"] == pytest.approx(0.2)
     assert summary["planned_rss_bytes"] == 1007  # a GPU's memory is not this process's
     assert Path(summary["report"]).read_bytes().startswith(b"\x89PNG")
     assert Path(summary["page"]) == run_dir / "report.html" and "<!doctype html>" in Path(summary["page"]).read_text()
@@ -72,8 +73,8 @@ def test_text_has_one_figure_per_line(run_dir: Path) -> None:
     done = _report(run_dir)
     assert done.returncode == 0, done.stderr
     head, *tables = done.stdout.split("\n\n")
-    figures = dict(line.split(maxsplit=1) for line in head.splitlines())
-    assert figures["steps"] == "4" and figures["step_s"] == "0.5"
+    figures = dict(re.split(" {2,}", line) for line in head.splitlines())
+    assert figures["steps"] == "4" and figures["seconds per step, median"] == "0.5"
     moved, memory = tables  # an earlier build's run does not say where its steps went
     assert moved.splitlines()[1].split() == ["nvme", "1", "MiB", "1", "MiB"]
     assert [line.split() for line in memory.splitlines()[1:4]] == [
@@ -132,7 +133,8 @@ def test_figures_are_printed_where_no_picture_can_be(run_dir: Path) -> None:
     (run_dir / "report.png.tmp").mkdir()
     done = _report(run_dir)
     assert done.returncode == 4 and "cannot write" in done.stderr and "report.png" in done.stderr
-    assert "step_s" in done.stdout and "bytes per step" in done.stdout
+    assert "seconds per step, median          0.5\n" in done.stdout and "bytes per step" in done.stdout
+    assert "waited, of the run's time         20.0%\n" in done.stdout and "None" not in done.stdout
     done = _report(run_dir, "--json")
     assert done.returncode == 4 and json.loads(done.stdout)["report"] is None
     assert (run_dir / "report.html").is_file()
@@ -189,7 +191,7 @@ def test_waits_are_compared_with_the_time_that_they_are_in(run_dir: Path) -> Non
     rows = [row | {"exposed_s": exposed, "stall_s": 0.9, "whole_s": 2.0} for row in lines]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = json.loads(_report(run_dir, "--json").stdout)
-    assert summary["step_s"] == 0.5 and summary["stall_share"] == pytest.approx(0.45)
+    assert summary["step_s"] == 0.5 and summary["waited_share"] == pytest.approx(0.45)
     assert summary["step_time_s"]["compute"] == pytest.approx(1.1)
 
 

@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.run(args)
         sys.stdout.flush()
     except ZeroOffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
+        goes_on = isinstance(error, StorageError) and args.command in _RUNS
+        print(f"error: {error}{_GOES_ON if goes_on else ''}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"interrupted{_GOES_ON if args.command in _RUNS else ''}", file=sys.stderr)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
-from zero_offload.base.types import user_path
+from zero_offload.base.types import format_bytes, user_path
 from zero_offload.plan.wear import TBW_USUAL
 from zero_offload.runs.locate import base_of, base_text
 from zero_offload.runs.reader import Run, read_run
@@ -21,6 +21,26 @@ from zero_offload.runs.report.files import write_pages
 from zero_offload.runs.report.summary import IN_TABLES, summarize, tables
 from zero_offload.runs.report.watch import PORT, watch
 
+_WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steps": ("steps", "{:,}".format),
+    "steps_planned": ("steps planned", "{:,}".format),
+    "loss": ("training loss", "{:.4g}".format),
+    "validation_loss": ("validation loss", "{:.4g}".format),
+    "unigram_nats": ("entropy of the data, nats/byte", "{:.4g}".format),
+    "step_s": ("seconds per step, median", "{:.4g}".format),
+    "tokens_per_s": ("tokens/s, median", "{:,.0f}".format),
+    "waited_share": ("waited, of the run's time", "{:.1%}".format),
+    "commit_wait_share": ("updates waited for commits", "{:.1%}".format),
+    "nvme_read_bytes_per_step": ("read from drives per step", format_bytes),
+    "nvme_written_bytes_per_step": ("written to drives per step", format_bytes),
+    "peak_rss_bytes": ("peak memory of the process", format_bytes),
+    "planned_rss_bytes": ("planned memory of the process", format_bytes),
+    "resumes": ("resumes", str),
+    "base": ("files of the base", str),
+    "page": ("page", str),
+    "report": ("picture", str),
+}
+"""Entries of the summary as they are printed; `--json` has their names."""
 _DESCRIPTION = """\
 Draw RUN/report.html, a page with plots to hover and zoom that needs no other file, and RUN/report.png; print a summary.
 Works while RUN trains; with --watch the page follows it."""
@@ -78,10 +98,10 @@ def _base(path: Path) -> str | None:
 
 
 def _print(run: Run, summary: Mapping[str, Any], pages: Mapping[str, str | None]) -> None:
-    figures = {name: value for name, value in {**summary, **pages}.items() if name not in IN_TABLES}
-    width = max(map(len, figures))
-    for name, value in figures.items():
-        print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+    for name, value in {**summary, **pages}.items():
+        if name not in IN_TABLES and value is not None:
+            words, text = _WORDS[name]
+            print(f"{words:<34}{text(value)}")
     for table in tables(run, summary):
         print()
         for label, *cells in ((table.title, *table.head), *table.rows):

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from zero_offload.base.stats import update_overlap
 from zero_offload.base.types import format_bytes
+from zero_offload.runs.reader import waited_s
 
 _PLAIN_EVERY_STEPS = 10
 _PLAIN_EVERY_S = 5.0
@@ -95,7 +96,7 @@ class Progress:
         if live := row.get("live"):
             yield f"block{'s'[: len(live) > 1]} {', '.join(name.rpartition('.')[2] for name in live)}"
         if whole_s := row.get("whole_s", row["step_s"]):  # waits of a validation before it are in there, too
-            yield f"{row['stall_s'] / whole_s:.0%} waiting"
+            yield f"{waited_s(row) / whole_s:.0%} waiting"
         overlap = update_overlap(row.get("update_s", 0.0), row.get("exposed_s", {}).get("update", 0.0))
         if overlap is not None:
             yield f"update {overlap:.0%} beside compute"

@@ -132,3 +132,9 @@ def _problem(table: object, kinds: Mapping[str, Any]) -> str:
         if key in table and not is_right(table[key]):
             return f"its {key} is {show(table[key])}"
     return ""
+
+
+def waited_s(row: Mapping[str, Any]) -> float:
+    """Seconds in which compute waited for any cause; of an earlier build's row, for all but the update."""
+    exposed_s: Mapping[str, float] = row.get("exposed_s") or {"": row["stall_s"]}
+    return sum(exposed_s.values())

@@ -44,10 +44,10 @@ def test_activations_are_shown_where_they_move() -> None:
 def test_the_hidden_share_of_the_update_is_shown() -> None:
     out = io.StringIO()
     progress = Progress(out, num_steps=2)
-    progress.step(_row(1, update_s=0.4, exposed_s={"update": 0.1}))
-    progress.step(_row(2, update_s=0.0, exposed_s={"update": 0.0}))
+    progress.step(_row(1, update_s=0.4, exposed_s={"params": 0.1, "update": 0.1}))
+    progress.step(_row(2, update_s=0.0, exposed_s={"params": 0.1, "update": 0.0}))
     first, second = out.getvalue().splitlines()
-    assert "| 20% waiting | update 75% beside compute |" in first and "| 20% waiting | nvme" in second
+    assert "| 40% waiting | update 75% beside compute |" in first and "| 20% waiting | nvme" in second
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def _wear_lines(plan: FolderPlan) -> Iterator[str]:
     if plan.written_bytes is not None:
         share = plan.endured_share or 0.0
         text += f", {most}{format_written(plan.written_bytes)} in the run ({_percent(share)} of what a drive endures)"
-    yield f"{text}; at this rate a drive of {plan.job.tbw:g} TBW lasts {_life(plan)}"
+    yield f"{text}; at this rate a drive rated for {plan.job.tbw:g} TB lasts {_life(plan)}"
     if plan.chosen_every is not None and plan.chosen_every > 1:
         yield f"a commit every {plan.chosen_every} steps spares the drives; a crash loses the steps since the last one"
 
@@ -215,7 +215,7 @@ def _percent(share: float) -> str:
 
 def _alternative_lines(plan: FolderPlan) -> Iterator[str]:
     what = ("a step writes",) if plan.run_s is None else ("in all", "written")
-    rows = [("a step", "tokens/s", *what, f"{plan.job.tbw:g} TBW last", "with")]
+    rows = [("a step", "tokens/s", *what, f"a {plan.job.tbw:g} TB drive lasts", "with")]
     for alternative in plan.alternatives:
         each = alternative.plan
         rows.append(
@@ -343,16 +343,14 @@ def _model_wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]
         how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
         if wear.is_bound:
             how_often = f"at most: commit_every={wear.commit_every} goes by time; each step is counted here"
-        parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of generations ({how_often})")
+        parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of commits ({how_often})")
     lines = [f"each drive is written {format_bytes(wear.bytes_per_step)} per step: {', '.join(parts)}"]
-    num_steps = wear.steps_to(tbw)
+    num_steps, drive = wear.steps_to(tbw), f"a drive rated for {tbw:g} TB lasts"
     if step_s is None:
-        lines.append(
-            f"that is {wear.bytes_per_step * 1000 / TB:.3g} TB per 1000 steps; {tbw:g} TBW last {num_steps:,} steps"
-        )
+        lines.append(f"that is {wear.bytes_per_step * 1000 / TB:.3g} TB per 1000 steps; {drive} {num_steps:,} steps")
     else:
         lines.append(
-            f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {tbw:g} TBW last "
+            f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {drive} "
             f"{format_duration(wear.days_to(tbw, step_s) * _DAY_S)}, {num_steps:,} steps (--tbw says another rating)"
         )
     return lines
@@ -366,13 +364,14 @@ def _interval_lines(plan: ModelPlan) -> Iterator[str]:
     if steps is not None and wear.commit_every != steps:
         days = replace(wear, commit_every=steps).days_to(tbw, step_s)
         if isinstance(wear.commit_every, str) or steps > wear.commit_every:
-            yield f"--commit-every {steps} spares the drives: {tbw:g} TBW then last {format_duration(days * _DAY_S)}"
+            life = format_duration(days * _DAY_S)
+            yield f"--commit-every {steps} spares the drives: a drive rated for {tbw:g} TB then lasts {life}"
     elif steps is not None and steps > 1:
         each = replace(wear, commit_every=1).days_to(tbw, step_s)
         yield (
-            f"a generation every {steps} steps is chosen by that, and a crash costs as many at most: give train "
+            f"a commit every {steps} steps is chosen by that, and a crash costs as many at most: give train "
             f"--commit-every {steps}, or zo.OffloadConfig commit_every={steps}. With one in each step, the default, "
-            f"{tbw:g} TBW last {format_duration(each * _DAY_S)}"
+            f"a drive rated for {tbw:g} TB lasts {format_duration(each * _DAY_S)}"
         )
     if wear.states_bytes and replace(wear, commit_bytes=0.0).days_to(tbw, step_s) < LIFE_DAYS:
         compact = "" if plan.request.config.numerics.states == "compact" else "--states compact writes fewer bytes, "

@@ -353,11 +353,12 @@ class _DriveWear:
 
     def text(self) -> str:
         """In words, for one drive of those that are striped over."""
-        each = " on each of them" if self.num_drives > 1 else ""
+        drive = "each drive" if self.num_drives > 1 else "a drive"
         per_day = self.per_day / self.num_drives
-        life = f"; {self.tbw:g} TBW{each} last {format_duration(self.tbw * TB / per_day * _DAY_S)}" if per_day else ""
+        life = format_duration(self.tbw * TB / per_day * _DAY_S) if per_day else ""
+        rest = f"; {drive} rated for {self.tbw:g} TB lasts {life}" if life else ""
         over = f" over {self.num_drives} directories" if self.num_drives > 1 else ""
-        return f"{format_written(self.total)} written{over}, {format_written(self.per_day)} per day at this rate{life}"
+        return f"{format_written(self.total)} written{over}, {format_written(self.per_day)} per day at this rate{rest}"
 
 
 def _written(row: Row) -> float:

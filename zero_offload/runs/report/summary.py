@@ -18,7 +18,7 @@ from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import RunDir
 from zero_offload.plan.table import IN_FLIGHT, MEMORY, PROGRAM, TIER_PLACES, PlanTable, by_place
-from zero_offload.runs.reader import Run
+from zero_offload.runs.reader import Run, waited_s
 
 WAITS = {
     "params": "waiting for parameters",
@@ -49,7 +49,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "step_s": statistics.median(row["step_s"] for row in steady),
         "tokens_per_s": _median(steady, "tokens_per_s"),
         "commit_wait_share": sum(row.get("commit_wait_s", 0.0) for row in steady) / total_s,
-        "stall_share": sum(row["stall_s"] for row in steady) / total_s,
+        "waited_share": sum(map(waited_s, steady)) / total_s,
         "nvme_read_bytes_per_step": _median_bytes(steady, "read_bytes", Tier.NVME),
         "nvme_written_bytes_per_step": _median_bytes(steady, "written_bytes", Tier.NVME),
         "peak_rss_bytes": max(row["peak_rss_bytes"] for row in rows),

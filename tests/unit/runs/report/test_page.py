@@ -176,7 +176,7 @@ def test_drive_wear_is_counted_and_foretold(tmp_path: Path) -> None:
     assert series(data, "written to drives, in all")["written"] == [1e11, 2e11, 3e11, 4e11]
     # Ten steps in 20 s: 432 TB a day, of which each drive gets a half.
     assert panel(data, "written to drives, in all")["note"] == (
-        "400 GB written over 2 directories, 432 TB per day at this rate; 432 TBW on each of them last 2 days"
+        "400 GB written over 2 directories, 432 TB per day at this rate; each drive rated for 432 TB lasts 2 days"
     )
 
 

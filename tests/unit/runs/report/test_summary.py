@@ -67,7 +67,7 @@ def test_the_summary_leaves_out_the_first_steps_and_the_torn_line(tmp_path: Path
     assert summary["steps_planned"] == 500
     assert summary["validation_loss"] == 1.5
     assert summary["step_s"] == 0.5
-    assert summary["stall_share"] == pytest.approx(0.2)
+    assert summary["waited_share"] == pytest.approx(0.2)
     assert summary["nvme_read_bytes_per_step"] == 14 << 20
     assert summary["nvme_written_bytes_per_step"] == 12 << 20
     assert summary["peak_rss_bytes"] == (340 << 20) + 20
