@@ -45,7 +45,7 @@ def test_a_checkpoint_is_not_trained_in(existing: str, nvme: Path, tmp_path: Pat
     zo.close(model)
     before = _content(tmp_path / "saved")
     for places in ([tmp_path / "saved"], [tmp_path / "saved", tmp_path / "second"]):
-        with pytest.raises(zo.ConfigError, match=r"never change: load it with zo\.load_checkpoint.*zero-offload clean"):
+        with pytest.raises(zo.ConfigError, match=r"never change. Load it with zo\.load_checkpoint.*zero-offload clean"):
             open_model(places, existing=existing)
     with pytest.raises(zo.ConfigError, match="which the run in"):
         open_model([nvme, tmp_path / "saved"])

@@ -246,7 +246,7 @@ def test_a_plan_needs_the_config_alone(folder: Folder, tmp_path: Path, capsys: p
     "flags, says",
     [
         ((), "nothing would be trained; add --lora RANK"),
-        (("--lora", 4, "--merge"), "are quantized; give the folder of the model that was quantized"),
+        (("--lora", 4, "--merge"), "are quantized. Give the folder of the model that was quantized"),
         (("--lora", 4, "--quantize", "nf4"), "is quantized already, by bitsandbytes; leave --quantize nf4 out"),
     ],
 )

@@ -135,7 +135,7 @@ def test_ranks_that_would_go_on_from_different_generations(pools: RankPools, tmp
     pools.of(2).succeed(first_steps, case, str(tmp_path / "saved"))
     results = pools.of(2).call(one_goes_back, case)
     assert all(isinstance(result, Failure) and result.kind == "CheckpointError" for result in results), results
-    says = "rank 1 (existing='resume') goes on from generation 1, rank 0 from generation 2; give all ranks the same "
+    says = "rank 1 (existing='resume') goes on from generation 1, rank 0 from generation 2. Give all ranks the same "
     assert says + "generation=" in results[0].message
     assert pools.of(2).succeed(resume_only, case) == [2, 2]
 

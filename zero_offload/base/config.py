@@ -397,7 +397,7 @@ def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
         is_read = False
     if not is_read:
         yield (
-            f"commit_every={every!r} is neither a number of optimizer steps nor a duration; give steps (1 or more), a "
+            f"commit_every={every!r} is neither a number of optimizer steps nor a duration. Give steps (1 or more), a "
             "duration such as '30s', '2min' or '1h', or 'auto'"
         )
 

@@ -161,9 +161,9 @@ class FileList:
         """Raise ConfigError when the first directory is a checkpoint."""
         if self._said.get("kind") == CHECKPOINT_KIND:
             raise ConfigError(
-                f"{self._home.path} holds a checkpoint, and those never change: load it with "
+                f"{self._home.path} holds a checkpoint, and those never change. Load it with "
                 "zo.load_checkpoint(model, optimizer, path) and name another directory in nvme=; "
-                f"to delete it, type: zero-offload clean {self._home.path}"
+                f"to delete it: zero-offload clean {self._home.path}"
             )
 
     def check_strangers(self, generations: Iterable[Generation] = ()) -> None:

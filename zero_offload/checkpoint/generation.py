@@ -206,7 +206,7 @@ class GenerationKeeper:
         if found.world_size % self._ranks.num_columns:
             raise CheckpointError(
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
-                f"{self._ranks.num_columns} parts, as this run's do; use the same number of tensor-parallel ranks"
+                f"{self._ranks.num_columns} parts, as this run's do. Use the same number of tensor-parallel ranks"
             )
         is_same = (found.world_size, found.num_shards) == (self._ranks.world_size, self.layout.num_shards)
         needed, here = [self._ranks.rank] if is_same else range(found.world_size), found.ranks_in(self._home.names())
@@ -290,8 +290,8 @@ class GenerationKeeper:
                 )
                 existing = "" if self._existing is None else f" (existing={self._existing.value!r})"
                 raise CheckpointError(
-                    f"{self._home.path}: rank {self._ranks.rank}{existing} goes on from {ours}, rank 0 from {theirs}; "
-                    f"give all ranks the same generation= and the same directories, in which they see "
+                    f"{self._home.path}: rank {self._ranks.rank}{existing} goes on from {ours}, rank 0 from {theirs}. "
+                    f"Give all ranks the same generation= and the same directories, in which they see "
                     "the same manifests"
                 )
         self.run_id = run_id

@@ -275,13 +275,13 @@ def export_saved(
     # Models that from_pretrained could not read are refused before a file is made.
     if divided := [spec.name for spec in specs if spec.division]:
         raise ConfigError(
-            f"{saved.generation} is of a tensor-parallel run: each of its ranks has a part of {divided[0]!r} and of "
-            f"{len(divided) - 1} more parameters, and how they make up the whole is not in its files. Load it in the "
+            f"{saved.generation} is of a tensor-parallel run. Each of its ranks has a part of {divided[0]!r} and of "
+            f"{len(divided) - 1} more parameters; how they make up the whole is not in its files. Load it in the "
             "script that trained it, and gather the parameters there"
         )
     if names := adapter_names(spec.name for spec in specs):
         raise ConfigError(
-            f"{saved.generation} is of a model with adapters of peft; from_pretrained does not know {len(names)} "
+            f"{saved.generation} is of a model with adapters of peft. from_pretrained does not know {len(names)} "
             f"of its names, such as {names[0]!r}, and which adapters these are is not in its files. In the script that "
             "trained it call zo.export_pretrained(model, path): that writes a folder for PeftModel.from_pretrained"
         )

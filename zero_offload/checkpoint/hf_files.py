@@ -138,7 +138,7 @@ class JoinedTensor(FileTensor):
         if any(part.shape[1:] != first.shape[1:] or part.dtype_name != first.dtype_name for part in parts):
             raise CheckpointError(
                 f"{first.path} has tensors that are one in the model, such as {list(first.shape)} in "
-                f"{first.dtype_name}, but not all of one shape and dtype; get the folder again"
+                f"{first.dtype_name}, but not all of one shape and dtype. Get the folder again"
             )
         rows = [part.shape[0] for part in parts]
         if per_entry is None:
@@ -496,14 +496,14 @@ def _loss_hint(
     """The door to take where a library has lost something when it wrote the files."""
     if any(name.endswith(_SCALES) and len(tensor.shape) > 1 for _, tensor, name in pairs):
         return (
-            "bitsandbytes has saved this model after a forward in eval on a CPU, which reorders its scales: quantize "
+            "bitsandbytes has saved this model after a forward in eval on a CPU, which reorders its scales. Quantize "
             "it again, and save it before such a forward"
         )
     if codes := [name for name in unknown if name.endswith(_CODE_PARTS)]:
         return (
             f"{codes[0]} is a part of a quantized weight, which this model does not have: give the folder of the model "
             "that was quantized. A dequantized model that transformers has saved has such parts too, and no "
-            "quantization_config: load it again from its own folder, and write it by zo.export_pretrained"
+            "quantization_config. Load it again from its own folder, and write it by zo.export_pretrained"
         )
     params = {want.names[0]: want.tensor for want in wanted if isinstance(want.tensor, torch.nn.Parameter)}
     trained = {name for name, param in params.items() if param.requires_grad}

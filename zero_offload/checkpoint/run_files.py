@@ -276,8 +276,8 @@ def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirec
         here = [each for each in (*own, *others) if path.is_dir() and path.samefile(each.path)]
         if not here:
             raise CheckpointError(
-                f"{found} is striped over {len(found.directories)} directories, of which {path} cannot be found; "
-                "mount it where it was, or name all of them in nvme=, in their order"
+                f"{found} is striped over {len(found.directories)} directories, of which {path} cannot be found. "
+                "Mount it where it was, or name all of them in nvme=, in their order"
             )
         places += here[:1]
     return places

@@ -198,8 +198,8 @@ def other_directories(generation: Generation, home: Path) -> list[Path]:
     if rest and not (Path(first).is_dir() and home.samefile(first)):
         # Of a copy, the recorded directories are those of its original.
         raise CheckpointError(
-            f"{generation} is striped over {len(paths) + 1} directories, of which the first was {first}, not {home}; "
-            "move or mount them to where they were, or resume it with all of them in nvme="
+            f"{generation} is striped over {len(paths) + 1} directories, of which the first was {first}, not {home}. "
+            "Move or mount them to where they were, or resume it with all of them in nvme="
         )
     if missing := [str(path) for path in paths if not path.is_dir()]:
         raise CheckpointError(

@@ -93,8 +93,8 @@ def _check_finite(args: argparse.Namespace, score: Score) -> None:
         raise ConfigError(f"nothing in {' '.join(args.data)} has a loss: the model should write none of its tokens")
     if not math.isfinite(score.loss):
         raise NonFiniteError(
-            f"the loss of {args.dir} on {' '.join(args.data)} is {score.loss}, over {score.count:,} that have one: "
-            "weights are not finite, or values overflow in this precision; try --precision fp32"
+            f"the loss of {args.dir} on {' '.join(args.data)} is {score.loss}, over {score.count:,} that have one. "
+            "Weights are not finite, or values overflow in this precision: try --precision fp32"
         )
 
 

@@ -62,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="will it fit, and how fast: bytes per tier, seconds and SSD bytes per step",
         description="Plan a run without starting it, on this machine or on another. Of a Hugging Face folder it is a "
         "run of `finetune`, with its flags and defaults, and the command is printed. Sizes that are given replace what "
-        "this machine has. For a model by its name, tiers that are not given are cpu, those of zo.OffloadConfig; "
+        "this machine has. For a model by its name, tiers that are not given are cpu, those of zo.OffloadConfig. "
         "`train` puts parameters and optimizer states on nvme: give it the same flags. Exit code 3 when the plan does "
         "not fit.",
     )
@@ -164,7 +164,7 @@ def _check(args: argparse.Namespace, *, has_gpu: bool) -> None:
         other = f"--gpu {args.gpu}" if args.gpu is not None else f"--device-memory {args.device_memory}"
         raise ConfigError(
             f"--measure takes the rates of this machine and its drives, and {other} plans for a GPU that is not "
-            "measured; leave one of them out (what was measured before is remembered)"
+            "measured. Leave one of them out: what was measured before is remembered"
         )
 
 

@@ -45,7 +45,7 @@ MADE_OF = "made_of"
 CONFIG, ADAPTER, TOKENIZER, GENERATION, WEIGHTS = "config", "adapter", "tokenizer", "generation", "weights"
 DATA, EVAL_DATA = "data", "eval_data"
 _FROM_BEFORE = (
-    "an older version began this run and kept no record of its model: config, tokenizer and weights of its base are "
+    "an older version began this run and kept no record of its model. Config, tokenizer and weights of its base are "
     "not compared with those that it began with. Later starts are compared with this one"
 )
 

@@ -196,7 +196,7 @@ def _refuse_another(config: FinetuneConfig, folder: ModelFolder, made: Mapping[s
     nvme = config.offload.nvme_dirs[0] if config.offload.nvme_dirs else None
     if nvme is not None and has_generation(nvme):
         raise ConfigError(
-            f"{nvme} holds the states of a run, and {run_dir.path} none that goes on from them; give another --nvme, "
+            f"{nvme} holds the states of a run, and {run_dir.path} none that goes on from them. Give another --nvme, "
             "or the --out of that run, or --discard to delete them"
         )
     return lines
@@ -376,7 +376,7 @@ def _keep(context: FinetuneContext, trainer: Any, outputs: Mapping[str, Any]) ->
     elif not is_there:
         raise IntegrityError(
             f"the best evaluation was that of step {step}, and {context.weights.folder(step)}, which has its weights, "
-            "is missing; put it back, or go on from an earlier --generation"
+            "is missing. Put it back, or go on from an earlier --generation"
         )
     return step
 

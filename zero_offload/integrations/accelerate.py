@@ -70,7 +70,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             if trained and len(own) != 1:
                 raise ConfigError(
                     f"an offloaded {type(model).__name__} has {len(own)} optimizers among those that were prepared, "
-                    "and its checkpoint takes one; call accelerator.prepare(model, optimizer) with the one that trains "
+                    "and its checkpoint takes one. Call accelerator.prepare(model, optimizer) with the one that trains "
                     "it, built over all parameters"
                 )
             pairs += [(model, optimizer) for optimizer in own]

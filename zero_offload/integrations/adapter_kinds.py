@@ -58,8 +58,8 @@ UNUSED_FIELDS = frozenset((
 """Fields that change no value of a saved LoRA, or of kinds that are refused already."""
 _NOT_SET: tuple[object, ...] = (None, False, [], {})
 _CONVERT = (
-    "Where the trained model is in memory, save it as plain LoRA: model.save_pretrained(folder, "
-    "path_initial_model_for_weight_conversion=INIT), with INIT a folder of the adapter as it was before the first step"
+    "Save a trained model that is in memory as plain LoRA: model.save_pretrained(folder, "
+    "path_initial_model_for_weight_conversion=INIT). INIT is a folder of the adapter as it was before the first step"
 )
 _MERGE = (
     "Where memory holds it, write a merged folder: peft.PeftModel.from_pretrained(base, folder).merge_and_unload()"

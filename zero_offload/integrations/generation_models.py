@@ -138,7 +138,7 @@ class GenerationValues:
         section, piece = self._place(name)
         if tuple(piece.spec.shape) != tuple(param.shape) or not section.dtype.is_floating_point or piece.spec.held_by:
             raise ConfigError(
-                f"adapters are not merged into quantized weights ({name}), which would be quantized again: export with "
+                f"adapters are not merged into quantized weights ({name}), which would be quantized again. Export with "
                 "--adapters separate, and merge into the weights as they were before"
             )
 

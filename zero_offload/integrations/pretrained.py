@@ -381,7 +381,7 @@ def _check_whole(model: nn.Module, owner: ModelRuntime, call: str) -> None:
     """Raise unless all parameters of the model, and no others, are those of its runtime. peft may delete adapters."""
     if owner.ranks.num_columns > 1:
         raise ConfigError(
-            f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
+            f"{call} does not know the files of a model whose parameters are DTensors. Load and export the model "
             "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
         )
     offloaded = {id(place.param): place.name for place in owner.places.listed()}
@@ -398,7 +398,7 @@ def _check_whole(model: nn.Module, owner: ModelRuntime, call: str) -> None:
         )
     if more or (fewer and not is_peft(model)):
         raise ConfigError(
-            f"{call} takes the whole model that was given to zo.offload: {len(fewer)} of its {len(offloaded)} "
+            f"{call} takes the whole model that was given to zo.offload. {len(fewer)} of its {len(offloaded)} "
             f"parameters are not in this {type(model).__name__}, {len(more)} here were never offloaded with it"
         )
 
@@ -412,7 +412,7 @@ def _saying_what_is_left(path: str | Path) -> Iterator[None]:
         yield
     except ZeroOffloadError as error:
         raise type(error)(
-            f"{error}. The weights are now part old and part those of {path}: call zo.load_pretrained again when it "
+            f"{error}. The weights are now part old and part those of {path}. Call zo.load_pretrained again when it "
             "can be read, or build and offload the model again"
         ) from error
 
@@ -605,7 +605,7 @@ def _check_merges(model: nn.Module) -> None:
     for path, module in model.named_modules() if is_peft(model) else ():
         if hasattr(module, "adapter_layer_names") and any(slot.keeps_dtype for slot in slots(module)):
             raise ConfigError(
-                f"adapters are not merged into quantized weights ({path}), which would be quantized again: export with "
+                f"adapters are not merged into quantized weights ({path}), which would be quantized again. Export with "
                 'adapters="separate", and merge into the weights as they were before: peft.PeftModel.from_pretrained('
                 "base, path).merge_and_unload(), with a base that is not quantized"
             )

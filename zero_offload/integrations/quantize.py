@@ -97,7 +97,7 @@ def refuse_unknown_method(path: Path) -> None:
 
 
 _INSTEAD = (
-    "Give the folder of the model that was quantized, which its model card names, and quantize it while it is loaded: "
+    "Give the folder of the model that was quantized, which its model card names. Quantize it while it is loaded: "
     '--lora 16 --quantize nf4 for a command, zo.load_pretrained(model, folder, quantize="nf4") in a program'
 )
 

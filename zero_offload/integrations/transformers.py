@@ -280,7 +280,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         if not isinstance(said, dict):
             raise ConfigError(
                 f"{found} in {owner.config.nvme} was not made by an OffloadTrainer, so it does not say where Trainer "
-                "was; go on with the program that made it, or pass OffloadConfig(existing='discard')"
+                "was. Go on with the program that made it, or pass OffloadConfig(existing='discard')"
             )
         self._check_same(said, f"{found} in {owner.config.nvme}")
         history = json.loads(f"[{said['history']}]")
@@ -297,7 +297,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         if found := first_difference(said["made_of"], self._made_of):
             raise ConfigError(
                 f"{where} was made by a model with {found.name}={found.before}, and this one has "
-                f"{found.name}={found.now}; build the model as it was, or begin anew with "
+                f"{found.name}={found.now}. Build the model as it was, or begin anew with "
                 "OffloadConfig(existing='discard') and without resume_from_checkpoint"
             )
         if found := first_difference(said["args"], _deciding(self.args)):

@@ -135,7 +135,7 @@ class Changes:
             if section.num_tensors > section.num_own_tensors:
                 raise ConfigError(
                     f"zo.offload: {section.layout.params[0].spec.name} is in the model no more, and its memory is to "
-                    "go, but a view of it is held, or of one beside it: by a variable, or by a graph whose backward "
+                    "go. A view of it is held, or of one beside it: by a variable, or by a graph whose backward "
                     "has not run. Let it go (del loss), and call zo.offload again"
                 )
 

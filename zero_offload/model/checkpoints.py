@@ -122,8 +122,8 @@ def _optimizer_of(
 def _check_frozen(call: str, owner: ModelRuntime) -> None:
     if not owner.is_frozen:
         raise ConfigError(
-            f"{call} without an optimizer is for frozen models, and parameters of this {owner.class_name} are trained: "
-            "give the optimizer after the model; in also= both as a pair, (model, optimizer)"
+            f"{call} without an optimizer is for frozen models, and parameters of this {owner.class_name} are trained. "
+            "Give the optimizer after the model; in also= both as a pair, (model, optimizer)"
         )
 
 
@@ -151,7 +151,7 @@ def _check_trains(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: s
     if not any(owner_of(param) is owner for param in params):
         raise ConfigError(
             f"{call} was given an optimizer ({type(optimizer).__name__}) of {len(params)} parameters, none of which is "
-            "offloaded with this model; pass the optimizer that trains it, built after zo.offload: "
+            "offloaded with this model. Pass the optimizer that trains it, built after zo.offload: "
             "zo.AdamW(model.parameters(), ...)"
         )
 
@@ -302,7 +302,7 @@ def _check_resumable(call: str, member: Member, step: int | None) -> None:
     if owner.step_count not in (found.step, step):
         raise ConfigError(
             f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
-            f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
+            f"{owner.step_count}. Steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
             "before the first step; to go back, start again with OffloadConfig(existing='resume')"
         )
     check_closed(owner.grads, call)

@@ -162,8 +162,8 @@ def _difference(names: Sequence[str], first: int, rank: int, every: Sequence[str
     others = f" and {len(differ) - 1} other parameters" if differ[1:] else ""
     return ConfigError(
         f"ranks have built different models: {differ[0]}{others} of rank {rank} {'differ' if others else 'differs'} "
-        f"from rank {first}'s. Call torch.manual_seed(0) before the model is built, with the same seed on all ranks "
-        "(a rank's own may come after zo.offload), or load the same weights on all"
+        f"from rank {first}'s. Call torch.manual_seed(0) before the model is built, with the same seed on all ranks, "
+        "or load the same weights on all. A rank's own seed may come after zo.offload"
     )
 
 
@@ -390,8 +390,8 @@ def _move_out(section: Section, store: ShardStore, moved: Sequence[MovedTensor])
         )
     if values is None:
         warn_user(
-            f"{first} and parameters beside it ({len(plain)} in all) had moved to the tiers before "
-            "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
+            f"{first} and parameters beside it ({len(plain)} in all) cannot be read back on this rank. "
+            "They had moved to the tiers before zo.offload failed, and are NaN now. Build the model again",
         )
 
 

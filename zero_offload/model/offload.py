@@ -586,7 +586,7 @@ def _check_added(owner: ModelRuntime, root: nn.Module, added: Mapping[str, torch
     """Raise for new parameters that cannot be offloaded beside the others, and where nothing `has_changed`."""
     if not added and not has_changed:
         raise ConfigError(
-            "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
+            "zo.offload: the model is offloaded already and has no new parameter to adopt. Call it once per model, "
             "and again after modules were added, removed or moved"
         )
     check_not_wrapped(root)
@@ -660,7 +660,7 @@ def _saying_whose_they_are(model: nn.Module, owner: ModelRuntime) -> Iterator[No
             raise
         raise ConfigError(
             f"{error}\n{_shared_text(model, owner)}. Two models that share parameters are offloaded by one call, with "
-            "a module that holds both; a copy (copy.deepcopy, before zo.offload) is a model of its own"
+            "a module that holds both. A copy (copy.deepcopy, before zo.offload) is a model of its own"
         ) from error
 
 

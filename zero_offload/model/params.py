@@ -386,7 +386,7 @@ class ModelStates(StateSource):
             if nbytes and together > (left := max(self._plan.left_bytes(tier), 0)):
                 setting = _SETTINGS[Tier.CPU if shared and tier is Tier.DEVICE else tier]
                 raise CapacityError(
-                    f"the optimizer keeps more than two states of a parameter, which zo.plan does not count: of the "
+                    f"the optimizer keeps more than two states of a parameter, which zo.plan does not count. Of the "
                     f"{tier.value} tier they take {format_bytes(together)}, and {format_bytes(left)} are left. Raise "
                     f"{setting}=, place states elsewhere (optimizer=), or use an optimizer with fewer (amsgrad=False)"
                 )
@@ -775,7 +775,7 @@ class ModelParams(ParamSource):
             return
         self._has_told_rounding = True
         warn_user(
-            f"{place.name} is changed in place, was frozen at zo.offload and so has {dtype} alone, no fp32 master: a "
+            f"{place.name} is changed in place, was frozen at zo.offload and so has {dtype} alone, no fp32 master. A "
             f"change of less than {torch.finfo(dtype).eps / 4:.1g} of a value is lost, as in an average of decay "
             "0.999. Keep it in fp32 by zo.Precision(modules={...: 'fp32'})"
         )
@@ -816,7 +816,7 @@ class ModelParams(ParamSource):
             self._has_told_loss = True
             warn_user(
                 f"{place.name} is given 16-bit values that are not its own, and its fp32 master is these from now on. "
-                "Where weights are swapped for an evaluation and come back, each master has lost 16 bits: copy masters "
+                "Where weights are swapped for an evaluation and come back, each master has lost 16 bits. Copy masters "
                 'back (zo.gathered(model, kind="master")), or evaluate a model of its own (zo.copy(model, config))'
             )
 

@@ -57,14 +57,14 @@ class PreparedMark:
         kind, device = accelerator.distributed_type.value, accelerator.device
         if kind != "NO" and not kind.startswith("MULTI_"):
             found.append(
-                f"it is configured for {kind}, and zo.offload itself divides the model over the ranks (stage=); use "
+                f"it is configured for {kind}, and zo.offload itself divides the model over the ranks (stage=). Use "
                 "the plain configuration of several processes (accelerate launch --multi_gpu, or --cpu)"
             )
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if accelerator.num_processes != num_ranks:
             found.append(
                 f"its number of processes is {accelerator.num_processes}, and {num_ranks} ranks train the model: data "
-                "would not be divided between them; on CPUs say Accelerator(cpu=True), "
+                "would not be divided between them. On CPUs say Accelerator(cpu=True), "
                 "TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true"
             )
         if accelerator.mixed_precision == "fp8":

@@ -170,8 +170,8 @@ class GradScaler:
         found = [(param, param.grad) for param in ordinary if param.grad is not None]
         if any(grad.dtype == torch.float16 for _, grad in found):
             raise ConfigError(
-                "a gradient of an ordinary fp16 parameter would lose its small values when it is unscaled; "
-                "offload the model with precision='fp16', or keep the parameter in fp32"
+                "a gradient of an ordinary fp16 parameter would lose its small values when it is unscaled. "
+                "Offload the model with precision='fp16', or keep the parameter in fp32"
             )
         for param, grad in found:
             grad = grad.coalesce() if grad.is_sparse else grad

@@ -326,7 +326,7 @@ def check_shapes(param: nn.Parameter, state: State, names: Iterable[str], what: 
     for name in names:
         if (kept := state.get(name)) is not None and kept.shape != param.shape:
             raise ConfigError(
-                f"{what}: {name} has shape {tuple(kept.shape)}, the parameter {tuple(param.shape)}; load a state dict "
+                f"{what}: {name} has shape {tuple(kept.shape)}, the parameter {tuple(param.shape)}. Load a state dict "
                 "of this model, and build a new optimizer for a parameter whose data was replaced"
             )
 

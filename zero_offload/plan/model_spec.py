@@ -336,7 +336,7 @@ def _overlaps(root: nn.Module) -> Iterator[str]:
         overlap = storage == other_storage and other_begin < begin + param.nbytes
         if overlap and (param.requires_grad or other.requires_grad):
             yield (
-                f"{name} and {other_name} are two parameters in the same memory; tie them by assigning the parameter, "
+                f"{name} and {other_name} are two parameters in the same memory. Tie them by assigning the parameter, "
                 f"not its data, or give one a copy of its own"
             )
 

@@ -154,8 +154,8 @@ def assign_tiers(
         except Exception as error:  # a prediction only chooses: without one states rest where most of them fit
             last = Tier.NVME if config.nvme_dirs else Tier.CPU
             warnings.warn(
-                f"the step could not be predicted ({type(error).__name__}: {error}), so 'auto' is {last.value!r} here; "
-                "this is a fault of zero_offload, please report it with the model's config",
+                f"the step could not be predicted ({type(error).__name__}: {error}), so 'auto' is {last.value!r} here. "
+                "This is a fault of zero_offload: please report it with the model's config",
                 stacklevel=2,
             )
             tiers = _all_on(last, tiers)

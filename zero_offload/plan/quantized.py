@@ -278,7 +278,7 @@ def dtype_problem_of(param: nn.Parameter, compute: torch.dtype) -> str | None:
         return None
     return (
         f"is a {library_class(param).__name__} of {param.dtype}, and inputs are {compute}, which its library does not "
-        "multiply: build the model in the dtype that precision= names before it is quantized"
+        "multiply. Build the model in the dtype that precision= names before it is quantized"
     )
 
 
@@ -376,12 +376,12 @@ class _FourBit(_QuantizedFormat):
             return 'is a Params4bit that is not quantized yet; call model.to("cpu") before zo.offload, which does it'
         if getattr(param.quant_state, "packing_format_for_cpu", False):
             return (
-                "was repacked by a forward in eval, for this CPU and without a way back; build the model again and "
+                "was repacked by a forward in eval, for this CPU and without a way back. Build the model again and "
                 "call zo.offload before such a forward"
             )
         if _has_lost_scales(param.quant_state):
             return (
-                "was repacked by a forward in eval on a CPU, and a save has put it back without its scales: they are "
+                "was repacked by a forward in eval on a CPU, and a save has put it back without its scales. They are "
                 "in another order, or rounded. Quantize the model again, and call zo.offload, or save, before such a "
                 "forward"
             )
@@ -392,7 +392,7 @@ class _FourBit(_QuantizedFormat):
         if bias is not None and computed not in (None, bias.dtype):
             # A forward would convert the bias where it stands.
             raise ConfigError(
-                f"a {type(module).__name__} computes in {computed} and has a bias of {bias.dtype}: give the precision "
+                f"a {type(module).__name__} computes in {computed} and has a bias of {bias.dtype}. Give the precision "
                 "of the one to the other, as bnb_4bit_compute_dtype (of a folder in quantization_config of its "
                 "config.json), or as precision="
             )

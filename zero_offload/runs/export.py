@@ -216,7 +216,7 @@ def _complete(folder: Path, entries: Sequence[TensorEntry], *, sources: Sources,
 
 _NO_CLASS = (
     f"from_pretrained does not load it: transformers has no class for the model of `zero-offload train`, whose sizes "
-    f"are in {CONFIG_NAME}; {CARD} has the lines that load it"
+    f"are in {CONFIG_NAME}. {CARD} has the lines that load it"
 )
 _NO_CONFIG = (
     f"there is no {CONFIG_NAME}: the model had no config that its generation could keep. Save it beside the weights "

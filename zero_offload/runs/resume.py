@@ -59,7 +59,7 @@ def find_existing(run: RunDir, identity: Mapping[str, Any], may_change: Sequence
         if name not in may_change and _fixed_part(name, identity) != _fixed_part(name, earlier):
             raise ConfigError(
                 f"{run.path} holds a run with {name}={show(earlier.get(name))}, this one has "
-                f"{name}={show(identity.get(name))}; give the same settings to resume it, "
+                f"{name}={show(identity.get(name))}. Give the same settings to resume it, "
                 "another --out, or --discard to delete it and start over"
             )
     _check_states(run, earlier, identity)
@@ -101,7 +101,7 @@ def _check_states(run: RunDir, earlier: Mapping[str, Any], identity: Mapping[str
     # It is there from the start of a run on, before its first commit.
     if not os.path.lexists(home := home / RUN_NAME) and (last_step := _last_step(run)):
         raise IntegrityError(
-            f"the run in {run.path} came to step {last_step}, and {home} is missing, as are its states: mount or "
+            f"the run in {run.path} came to step {last_step}, and {home} is missing, as are its states. Mount or "
             "put back the directory, or start over with --discard, or another --out"
         )
 

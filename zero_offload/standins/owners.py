@@ -162,7 +162,7 @@ def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
         )
     return ZeroOffloadError(
         f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped, or was in no "
-        "module of it when zo.offload was called again: zo.offload has put another of its name in its place, or let it "
+        "module of it when zo.offload was called again. zo.offload has put another of its name in its place, or let it "
         "go. Its values are gone. Keep a reference to the model while its parameters or its optimizer are used"
     )
 

@@ -36,7 +36,7 @@ def owner_of_any(param: nn.Parameter) -> Owner | None:
 def refuse_copy(self: object, *_: Any) -> NoReturn:
     raise ZeroOffloadError(
         "an offloaded parameter cannot be copied or pickled where ranks divide it, where the model is gone, or with "
-        "memory that is shared (copy.copy): its data rests elsewhere. To copy a part of the model on all ranks, as "
+        "memory that is shared (copy.copy). Its data rests elsewhere. To copy a part of the model on all ranks, as "
         "peft does for modules_to_save, do it in 'with zo.gathered(module):'. To keep the model use "
         "zo.save_checkpoint(model, optimizer, path), or model.state_dict() for the weights"
     )

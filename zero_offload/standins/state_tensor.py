@@ -97,8 +97,8 @@ class StateTensor(WithViews, Checkpointed, StateReader, _Fields):
             self._kept = error
             if self._owned().parts.is_divided(self.param):
                 self._kept = ZeroOffloadError(
-                    f"{self.describe()}: the model has had a step or other states since this state dict was made, and "
-                    "where ranks divide parameters a state dict keeps none. Call state_dict() again; dcp.async_save "
+                    f"{self.describe()}: the model has had a step or other states since this state dict was made. "
+                    "Where ranks divide parameters a state dict keeps none. Call state_dict() again; dcp.async_save "
                     "keeps a copy"
                 )
 

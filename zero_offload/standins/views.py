@@ -102,7 +102,7 @@ class View(Tensor):
         if self.is_recorded and torch.is_grad_enabled():
             raise ZeroOffloadError(
                 f"a view of parameter {name_in_model(self.param)} was changed by tensors that require a gradient, and "
-                "is used where autograd records: the gradient of that change would be lost. Use the result of the "
+                "is used where autograd records. The gradient of that change would be lost. Use the result of the "
                 "change, or make the change in 'with torch.no_grad():'"
             )
 

@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "commit, swapped": (lambda m, o: zo.commit(o, m), r"not a value of type AdamW; write zo.commit\(model, optimizer"),
     "save, swapped": (lambda m, o: zo.save_checkpoint(o, m, "x"), r"write zo.save_checkpoint\(model, optimizer"),
     "load, swapped": (lambda m, o: zo.load_checkpoint(o, m, "x"), r"write zo.load_checkpoint\(model, optimizer"),
-    "resume, no optimizer": (lambda m, o: zo.resume(m, None), "are trained: give the optimizer after the model"),  # type: ignore[arg-type]
+    "resume, no optimizer": (lambda m, o: zo.resume(m, None), "are trained. Give the optimizer after the model"),  # type: ignore[arg-type]
     "stats, a number": (lambda m, o: zo.stats(3), "zo.stats takes a torch.nn.Module first, not a value of type int"),  # type: ignore[arg-type]
     "export, no model": (lambda m, o: zo.export_pretrained(None, "x"), "takes a torch.nn.Module first, not None"),  # type: ignore[arg-type]
     "checkpoint, nothing": (lambda m, o: zo.checkpoint(None), "zo.checkpoint takes modules, not a NoneType"),  # type: ignore[type-var]

@@ -245,8 +245,8 @@ def check_training(folder: ModelFolder, *, has_adapter: bool, merge: bool, in_tu
         raise ConfigError("--merge writes the base with an adapter merged into it; add --lora RANK, or leave it out")
     if merge and folder.quantization is not None:
         raise ConfigError(
-            f"--merge writes the base with an adapter merged into it, and the weights of {folder.path} are quantized; "
-            "give the folder of the model that was quantized with --quantize nf4, or leave --merge out"
+            f"--merge writes the base with an adapter merged into it, and the weights of {folder.path} are quantized. "
+            "Give the folder of the model that was quantized with --quantize nf4, or leave --merge out"
         )
     if folder.is_quantized and not has_adapter:
         what = f"--quantize {folder.quantize}" if folder.quantize else f"{folder.path} is quantized, which"

@@ -56,7 +56,7 @@ def read_tokenizer(folders: Sequence[Path], config: Any, is_needed: bool) -> Any
         )
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
-            f"the tokenizer in {found[0]} names no token that ends a text, and none that fills up shorter rows; add "
+            f"the tokenizer in {found[0]} names no token that ends a text, and none that fills up shorter rows. Add "
             '"eos_token" to its tokenizer_config.json, a token that its vocabulary has'
         )
     if tokenizer.pad_token is None:

@@ -205,7 +205,7 @@ def _require_sequence(train: Text, validation: Text, seq: int, sources: Sequence
         least_bytes = math.ceil((seq + 1) / _VALIDATION_SHARE)
         raise ConfigError(
             f"the text is too short: {len(train)} bytes to train and {len(validation)} to validate "
-            f"({where}); a sequence takes {seq} + 1 of each; "
+            f"({where}). A sequence takes {seq} + 1 of each: "
             f"give {least_bytes} bytes or more, or a smaller --seq"
         )
 

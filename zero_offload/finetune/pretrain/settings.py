@@ -125,7 +125,7 @@ def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
         choice = f"choose one of {', '.join(PRESETS)}"
         if "/" in str(config.model) or os.path.exists(str(config.model)):
             yield (
-                f"model={config.model!r} is not a preset, which train begins with random weights ({choice}); to go on "
+                f"model={config.model!r} is not a preset, which train begins with random weights ({choice}). To go on "
                 f"from a folder's: zero-offload finetune {config.model} --data FILES, and what it takes: zero-offload "
                 f"plan {config.model}"
             )

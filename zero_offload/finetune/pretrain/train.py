@@ -187,7 +187,7 @@ def _check_model(out: Path, existing: Existing, gpt: GPTConfig) -> None:
     if isinstance(before, dict) and (found := first_difference(before | {"recompute": gpt.recompute}, asdict(gpt))):
         raise ConfigError(
             f"{out} holds a run of a model with {found.name}={found.before}, which this version makes with "
-            f"{found.name}={found.now}; go on with the version that began it, give another --out, or --discard"
+            f"{found.name}={found.now}. Go on with the version that began it, give another --out, or --discard"
         )
 
 
@@ -291,7 +291,7 @@ def _train_steps(
         progress.step(row)
         if val_loss is not None and not math.isfinite(val_loss):
             raise NonFiniteError(
-                f"the validation loss at step {step} is {val_loss}; go on with a smaller --lr "
+                f"the validation loss at step {step} is {val_loss}. Go on with a smaller --lr "
                 f"(now {context.config.lr:g}) from an earlier --generation, "
                 "or begin anew with --precision fp32 and another --out"
             )
@@ -301,8 +301,8 @@ def _train_steps(
             non_finite_steps += 1
         if non_finite_steps == _NON_FINITE_STEPS_MAX:
             raise NonFiniteError(
-                f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
-                "none of them changed the parameters, and a warning at the first skipped step names gradients. "
+                f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}. "
+                "None of them changed the parameters; a warning at the first skipped step names gradients. "
                 f"Go on with a smaller --lr (now {context.config.lr:g}), which may change from start to start, or "
                 "begin anew with --precision fp32 and another --out"
             )

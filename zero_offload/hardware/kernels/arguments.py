@@ -180,7 +180,7 @@ def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
             wanted = f"{count} contiguous elements of {' or '.join(map(str, dtypes))} on {device}"
             got = f"{tensor.numel()} of {tensor.dtype} with strides {tensor.stride()} on {tensor.device}"
             raise ConfigError(
-                f"{name}: an update takes {wanted}, got {got}; move a model before the first step of its optimizer, or "
+                f"{name}: an update takes {wanted}, got {got}. Move a model before the first step of its optimizer, or "
                 "load the optimizer's state dict after it has moved"
             )
         spans.append((name, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))

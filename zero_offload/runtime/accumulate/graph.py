@@ -181,7 +181,7 @@ class MicroGraph:
         if tensor is not None and tensor.retains_grad:
             raise ZeroOffloadError(
                 f"zo.accumulate adds up the gradient of a tensor of shape {tuple(tensor.shape)} in parts, so it cannot "
-                "retain it: call retain_grad() before the tensor is given to a unit's module, or run a loop of "
+                "retain it. Call retain_grad() before the tensor is given to a unit's module, or run a loop of "
                 "loss_fn(model, batch).backward()"
             )
 

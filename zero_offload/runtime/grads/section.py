@@ -330,7 +330,7 @@ class GradSection:
                 self.exposed[index] = Exposed(grad, place.data_ptr())
         if left_behind:
             raise ZeroOffloadError(
-                f"the gradient of {left_behind[0]} became a sum in fp32, in other memory, and the program has a view "
+                f"the gradient of {left_behind[0]} became a sum in fp32, in other memory. The program has a view "
                 "of it from before, which would show other values. Drop views of .grad before the next backward or "
                 "assignment, or keep copies (.clone())"
             )

@@ -174,7 +174,7 @@ class Agreement:
             "some ranks only). Or ranks ran different numbers of micro-batches, or only some made a call (a clip, "
             "zo.no_sync). Make them alike, or offload with branches='any'"
             if self.branches is Branches.SAME
-            else "With branches='any' ranks may use different units, but each runs as many forwards and backwards of "
+            else "With branches='any' ranks may use different units. But each runs as many forwards and backwards of "
             "the model as the others, and calls zo's functions in the same order"
         )
         places = by_value([(rank, each) for rank, (each, _, _) in zip(self._members, found, strict=True)])

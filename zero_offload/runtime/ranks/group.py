@@ -221,8 +221,8 @@ def mesh_problems(mesh: object, device_type: str, tensor_mesh: DeviceMesh | None
     if mesh is None:
         if tensor_mesh is not None:
             yield (
-                f"the model has parameters divided over {tensor_mesh}: say which ranks hold the same parts and see "
-                "other data, as mesh=mesh['dp'] of init_device_mesh(..., mesh_dim_names=('dp', 'tp')); that may be "
+                f"the model has parameters divided over {tensor_mesh}. Say which ranks hold the same parts and see "
+                "other data, as mesh=mesh['dp'] of init_device_mesh(..., mesh_dim_names=('dp', 'tp')). That may be "
                 "a dimension of one rank"
             )
         return

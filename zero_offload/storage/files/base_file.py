@@ -294,7 +294,7 @@ def check_in_place(files: Iterable[BaseFile]) -> None:
 def changed_error(file: BaseFile, what: str) -> IntegrityError:
     return IntegrityError(
         f"{file.path}, a file of the base that this model reads in place, {what}. Put the file back as it was "
-        f"({file.nbytes} bytes), or, if a copy of the folder is elsewhere, {NEW_PLACE} with existing='resume'; with "
+        f"({file.nbytes} bytes), or, if a copy of the folder is elsewhere, {NEW_PLACE} with existing='resume'. With "
         "another base a run starts over: existing='discard'"
     )
 

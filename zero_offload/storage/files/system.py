@@ -208,6 +208,6 @@ def refuse_other_kinds(path: Path, dir_fd: int | None = None) -> None:
 
 def _not_regular(path: Path) -> StorageError:
     return StorageError(
-        f"{path} is not a regular file (a link, a directory, a FIFO or a device); it was not made by zero_offload and "
-        "stays untouched: remove it, or name another directory"
+        f"{path} is not a regular file (a link, a directory, a FIFO or a device). It was not made by zero_offload and "
+        "stays untouched. Remove it, or name another directory"
     )
