@@ -22,7 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a Hugging Face folder of a run's model",
         description="Write the model of a run's newest generation, or of a checkpoint, as a folder that "
         "from_pretrained loads. It has weights as safetensors, config, generation config, tokenizer and card. Of a "
-        "model with adapters of peft the adapters, or the base with them merged. Non-persistent buffers are in no generation.",
+        "model with adapters of peft the adapters, or the base with them merged. Non-persistent buffers are in no "
+        "generation.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")

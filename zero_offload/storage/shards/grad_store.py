@@ -39,10 +39,10 @@ KEPT_MEAN_BYTES = 256 * KIB
 
 SUMS_ADVICE = (
     "Sums of micro-batches take 4 bytes per parameter where gradients rest, as do gradients that a program changes by "
-    '.grad: zo.plan(model, config, micro_batches=2) counts them. Let gradients rest on "nvme", or on '
-    '"device" where the GPU has room (grads=). Or place params= or optimizer= in part on "nvme". Or take fewer bytes '
-    'with precision=zo.Precision(states="compact"), or train an adapter (LoRA).'
-    " This step's gradients are dropped; generations on disk are whole"
+    ".grad: zo.plan(model, config, micro_batches=2) counts them. "
+    'Let gradients rest on "nvme", or on "device" where the GPU has room (grads=). Or place params= or optimizer= in '
+    'part on "nvme". Or take fewer bytes with precision=zo.Precision(states="compact"), or train an adapter (LoRA). '
+    "This step's gradients are dropped; generations on disk are whole"
 )
 
 
