@@ -122,7 +122,7 @@ def test_auto_is_left_to_the_planner() -> None:
             ({"commit_every": value}, f"commit_every={value!r} is neither a number of optimizer steps nor a duration")
             for value in (0, 1.5, True, "", "often", "10", "0s", "-2min", "2 minutes 30", "3 days", "1e3s", None)
         ),
-        ({"commit_every": "5"}, "give steps (1 or more), a duration such as '30s', '2min' or '1h', or 'auto'"),
+        ({"commit_every": "5"}, "Give steps (1 or more), a duration such as '30s', '2min' or '1h', or 'auto'"),
     ],
 )
 def test_each_wrong_setting_is_named(settings: dict[str, Any], words: str) -> None:
