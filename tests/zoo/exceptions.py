@@ -239,6 +239,7 @@ IMAGES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "gemma4_unified": _positioned,
     "granite_docling": _tiles,
     "inkling2": _merged_pixels,
+    "inkling2_loop": _merged_pixels,
     "lfm2_vl": _patch_rows,
     "muse_glimmer": _framed_patches,
     "neomme": lambda maker: {"pixel_values": maker.noise(32, 3 * 8 * 8)},

@@ -39,6 +39,8 @@ a dash where the class needs values for it |
 A number in a cell is that of a reason below. A dash stands where the class has no such thing, a question mark where \
 nothing has been compared yet.
 """
+ELSEWHERE = "## On other versions of transformers"
+CONSTRAINTS = PAGE.parents[1] / "constraints.txt"
 UNKNOWN = "not compared yet"
 WORDS = {HOLDS: "yes", LEFT_OUT: "–", UNKNOWN: "?"}
 SHOWN = [name for name in CHECKS if name != "inputs"]
@@ -49,14 +51,61 @@ Row = dict[str, str]
 
 
 def write(found: Sequence[Sequence[Any]]) -> None:
-    """Families that have not been compared keep their rows."""
-    rows = kept(PAGE.read_text().splitlines())
+    """Families that have not been compared keep their rows. A run on another version of transformers than the pinned
+    one writes its own chapter alone."""
+    page = PAGE.read_text().splitlines()
+    last = page.index(ELSEWHERE) if ELSEWHERE in page else len(page)
+    version = importlib.metadata.version(TRANSFORMERS)
+    if f"{TRANSFORMERS}=={version}" not in CONSTRAINTS.read_text().splitlines():
+        above = "\n".join(page[:last]).rstrip()
+        PAGE.write_text("\n".join([above, "", *elsewhere(found, version)]) + "\n")
+        return
+    rows = kept(page[:last])
     for family, kind, fed, own, check, outcome in found:
         if check:
             rows.setdefault(family, {}).update(kind=kind, fed=f"{fed}, own loss" if own else fed)
             rows[family][check] = outcome
     rows = {name: rows[name] for name in families() if name in rows and known(name) is None}
-    PAGE.write_text("\n".join(lines(rows)) + "\n")
+    below = ["", *page[last:]] if page[last:] else []
+    PAGE.write_text("\n".join([*lines(rows), *below]) + "\n")
+
+
+def elsewhere(found: Sequence[Sequence[Any]], version: str) -> Iterable[str]:
+    """Outcomes of a run on another version of transformers, and where they differ from the tables above."""
+    rows: dict[str, Row] = {}
+    untrained: dict[str, str] = {}
+    for family, _, _, _, check, outcome in found:
+        if check and families()[family].library == TRANSFORMERS:
+            rows.setdefault(family, {})[check] = outcome
+        elif not check and known(family) is None:
+            untrained[family] = outcome
+    yield ELSEWHERE
+    yield ""
+    yield f"`make zoo` with transformers {version}. Families of the table above that it does not have are left out."
+    yield ""
+    yield "| library | compared | " + " | ".join(SHOWN) + " |"
+    yield "|---|---|" + "---|" * len(SHOWN)
+    counts = " | ".join(_count(rows.values(), check) for check in SHOWN)
+    yield f"| {TRANSFORMERS} {version} | {len(rows)} | {counts} |"
+    yield ""
+    others = [(family, "trains", outcome) for family, outcome in untrained.items()]
+    others += [(*each, rows[each[0]][each[1]]) for each in _others(rows)]
+    yield "Other outcomes than above:" if others else "All outcomes are those above."
+    if others:
+        yield ""
+        yield "| family | column | outcome |"
+        yield "|---|---|---|"
+        for family, check, outcome in others:
+            yield f"| {family} | {'fed' if check == 'inputs' else check} | {outcome.replace('|', '/')} |"
+
+
+def _others(rows: Mapping[str, Row]) -> Iterable[tuple[str, str]]:
+    """Families and checks whose outcome `known.toml` does not have."""
+    for family in sorted(rows):
+        for check, outcome in rows[family].items():
+            reason = known(family, check)
+            if outcome not in (HOLDS, LEFT_OUT) if reason is None else reason.says not in outcome:
+                yield family, check
 
 
 def kept(page: Iterable[str]) -> dict[str, Row]:

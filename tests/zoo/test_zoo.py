@@ -31,7 +31,11 @@ UNTRAINED = [name for name in families() if known(name) is not None]
 )
 @in_turn(family=TRAINED, check=[*CHECKS])
 def test_check(family: str, check: str, tmp_path: Path, record_property: Record) -> None:
-    subject = found_one(family)
+    try:
+        subject = found_one(family)
+    except NotTrainedError as error:
+        record_property("zoo", (family, families()[family].kind, "", False, "", str(error)))
+        raise
     found, reason = outcome(check, subject, tmp_path), known(family, check)
     record_property("zoo", (family, subject.family.kind, subject.fed, subject.own_loss, check, found))
     if reason is None:
