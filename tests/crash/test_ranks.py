@@ -31,7 +31,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.hardware.abi import Fault
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
-from zero_offload.runtime.ranks import watch
+from zero_offload.runtime.ranks import group, watch
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.storage.files.directory import RunDirectory
 
@@ -45,7 +45,7 @@ def _strike(how: str, store: str) -> None:
     """Strike the victim."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stop":
+    if how.startswith("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if how.startswith("raise"):
         raise zo.StorageError("the drive is on fire")
@@ -87,8 +87,10 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
         init_method=f"file://{out}/store{how}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=TIME_LIMIT_S if how else ENOUGH_S),
+        timeout=datetime.timedelta(seconds=TIME_LIMIT_S if how and not how.startswith("stop,") else ENOUGH_S),
     )
+    if how == "stop, no pages":
+        group.open_channel = lambda *_: None  # type: ignore[attr-defined]
     ended: dict[str, Any] = {"params": None, "error": None}
     try:
         model, optimizer = ranks.start(case)
@@ -127,7 +129,7 @@ def _run(case: Case, out: Path, how: str = "", place: str = "") -> list[dict[str
     for process in processes:
         process.start()
     for rank, process in enumerate(processes):
-        if how == "stop" and rank == VICTIM:
+        if how.startswith("stop") and rank == VICTIM:
             continue
         process.join(2 * ENOUGH_S)
         assert not process.is_alive(), f"rank {rank} hangs"
@@ -194,6 +196,15 @@ def test_all_ranks_end_and_name_the_culprit(how: str, place: str, tmp_path: Path
         assert each["losses"] == losses[rank][each["first"] :]
     found = torch.load(tmp_path / "params0.pt")
     assert all(torch.equal(found[name], params[name]) for name in params)
+
+
+@pytest.mark.parametrize("how", ["stop, pages", "stop, no pages"])
+def test_a_stopped_rank_is_named_long_before_the_time_out(how: str, tmp_path: Path) -> None:
+    ended = _run(_case(tmp_path / "nvme"), tmp_path, how, "forward")
+    for rank in set(range(WORLD)) - {VICTIM}:
+        kind, text = ended[rank]["error"]
+        assert kind == "RankError" and re.search(SAYS["stop"], text), ended[rank]
+        assert watch.STOPPED_S <= ended[rank]["wait_s"] < 20
 
 
 def test_one_rank_closes_after_an_exception(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from zero_offload.hardware.device import DeviceChoice, choose_gpus, use_gpu
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.join import launched_ranks
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
+from zero_offload.runtime.ranks.sockets import watched_sockets
 from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
 # torch 2.13 renames them, and warns.
@@ -208,9 +209,11 @@ def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
     distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     try:
         # torch would give it the default time-out, not that of init_process_group.
-        group: Group = dist.new_group(
-            list(members), timeout=time_limit(), backend=backend, use_local_synchronization=True
-        )
+        within = time_limit()
+        with watched_sockets(of_group=True):
+            group: Group = dist.new_group(
+                list(members), timeout=within, backend=backend, use_local_synchronization=True
+            )
     finally:
         distributed_c10d._process_group_name = named
     return group

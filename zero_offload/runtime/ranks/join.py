@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from zero_offload.base.alike import name_ranks
 from zero_offload.base.errors import ConfigError
 from zero_offload.hardware.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
+from zero_offload.runtime.ranks.sockets import watched_sockets
 
 _PREFIX = "zero_offload/join"
 _LOOK_EVERY_S = 0.01
@@ -53,27 +54,33 @@ def join(timeout: timedelta | None = None) -> bool:
     if size == 1 or (dist.is_available() and dist.is_initialized()):
         return False
     try:
-        from torch.distributed.rendezvous import rendezvous
-
-        within: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        store, rank, size = next(rendezvous("env://", **within))
-        store = _store_of_this_start(store, rank, size)
-        mine, problem = None, ""
-        try:
-            mine = DeviceChoice.here()
-        except RuntimeError as error:
-            problem = f"rank {rank}: {error}"
-        store.set(f"gpu/{rank}", json.dumps([problem, mine]))
-        answers = [json.loads(store.get(f"gpu/{each}")) for each in range(size)]
-        if problems := [problem for problem, _ in answers if problem]:
-            raise RuntimeError("; ".join(problems))
-        choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in answers]
-        device = use_gpu(choices[rank], choose_gpus(choices, range(size))[rank])
-        backend = collectives_of(device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device, **within)
+        _join(timeout)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         raise _cannot_join(f"{type(error).__name__}: {error}") from error
     return True
+
+
+def _join(timeout: timedelta | None) -> None:
+    from torch.distributed.rendezvous import rendezvous
+
+    within: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    with watched_sockets(of_group=False):
+        store, rank, size = next(rendezvous("env://", **within))
+    store = _store_of_this_start(store, rank, size)
+    mine, problem = None, ""
+    try:
+        mine = DeviceChoice.here()
+    except RuntimeError as error:
+        problem = f"rank {rank}: {error}"
+    store.set(f"gpu/{rank}", json.dumps([problem, mine]))
+    answers = [json.loads(store.get(f"gpu/{each}")) for each in range(size)]
+    if problems := [problem for problem, _ in answers if problem]:
+        raise RuntimeError("; ".join(problems))
+    choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in answers]
+    device = use_gpu(choices[rank], choose_gpus(choices, range(size))[rank])
+    backend = collectives_of(device)
+    with watched_sockets(of_group=True):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device, **within)
 
 
 def _store_of_this_start(store: Any, rank: int, size: int) -> Any:

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
+from zero_offload.base.alike import name_ranks
 from zero_offload.hardware import native
-from zero_offload.runtime.ranks.watch import RankProcess, time_limit
+from zero_offload.runtime.ranks.watch import RankProcess, StoppedProcesses, time_limit
 
 _PAGE_WORDS = 512
 _POSTED, _LEFT = 0, 1
@@ -54,6 +55,7 @@ class Channel:
         self._pages, self._mine = pages, pages[index]
         self._others = [page for page in pages if page is not self._mine]
         self._turn = 0
+        self._stopped = StoppedProcesses()
         self._limit_s = time_limit().total_seconds()
 
     def tell(self, words: Sequence[int]) -> list[tuple[int, ...]]:
@@ -88,6 +90,8 @@ class Channel:
             is_gone = page.place.state() == "gone"
             if (is_gone or page.words[_LEFT]) and not self._has_posted(page):
                 raise RuntimeError(f"rank {page.rank} is gone" if is_gone else f"rank {page.rank} has left")
+        if stopped := self._stopped.among({page.rank: page.place for page in self._others}):
+            raise RuntimeError(f"{name_ranks(stopped)} stopped")
         if time.monotonic() > deadline:
             raise RuntimeError(f"timed out after {self._limit_s:g} s")
 

@@ -16,7 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -30,6 +31,7 @@ from torch.distributed import distributed_c10d
 from zero_offload.base import errors
 from zero_offload.base.alike import Compared, difference, word_of
 from zero_offload.base.errors import RankError, ZeroOffloadError
+from zero_offload.runtime.ranks.sockets import end_groups, watched_sockets
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
@@ -61,6 +63,23 @@ class RankProcess(NamedTuple):
         except OSError:
             return "running"  # as far as can be seen from here
         return {"Z": "gone", "X": "gone", "T": "stopped"}.get(letter, "running")
+
+
+STOPPED_S = 10
+"""So long is a process stopped (Ctrl-Z, SIGSTOP, a frozen container) before others give it up."""
+
+
+class StoppedProcesses:
+    """Processes of this machine that do not run, and since when."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def among(self, places: Mapping[int, RankProcess]) -> list[int]:
+        """The ranks that have been stopped for `STOPPED_S`; asked now and then while this rank waits."""
+        now = time.monotonic()
+        self._since = {rank: self._since.get(rank, now) for rank, place in places.items() if place.state() == "stopped"}
+        return [rank for rank, since in self._since.items() if now - since >= STOPPED_S]
 
 
 @dataclass
@@ -120,15 +139,21 @@ class RankWatch:
         """`members` are the program's ranks that work together."""
         self._others: tuple[int, ...] = ()
         self._store: Any = None
+        self._waits: dict[int, float] = {}
+        """The beginning of each wait, by thread."""
+        self._places: dict[int, RankProcess] = {}
+        self._stopped = StoppedProcesses()
         if len(members) < 2:
             return
         self.rank = dist.get_rank()
         self._others = tuple(member for member in members if member != self.rank)
         # A connection of its own: the default group's may be gone before the last word.
-        self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        with watched_sockets(of_group=False):
+            self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._say("at", json.dumps(RankProcess.here()))
-        for kind in ("failed", "waits", "ended"):
+        for kind in ("failed", "waits", "ended", "seen"):
             self._say(kind, "")
+        _start_looking(self)
         # At the end of the interpreter, and of multiprocessing's children, which do not run atexit's functions. Held
         # until then: a model that is gone must not take the last word with it. All watches of a rank write it to the
         # same place, so the latest is enough.
@@ -140,6 +165,8 @@ class RankWatch:
     def waiting(self, what: str) -> Iterator[None]:
         """Inside is nothing but communication, for `what`. Raises RankError for whatever goes wrong there."""
         began = time.monotonic()
+        thread = threading.get_ident()
+        self._waits[thread] = began
         try:
             yield
         except torch.OutOfMemoryError:
@@ -153,6 +180,25 @@ class RankWatch:
             waited_s = time.monotonic() - began
             self._say("waits", what)
             raise RankError(self._explain(what, waited_s, error)) from error
+        finally:
+            self._waits.pop(thread, None)
+
+    def look(self) -> None:
+        """While this rank waits, see whether others of this machine are stopped, which no connection tells.
+
+        All machines learn of it by the store, and this rank's wait ends. For a thread, each second.
+        """
+        began = min(self._waits.copy().values(), default=None)
+        if self._store is None or began is None or time.monotonic() - began < 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            for rank in self._others if not self._places else ():
+                if place := _read(self._store, "at", rank):
+                    self._places[rank] = RankProcess(*json.loads(place))
+            if found := self._stopped.among(self._places):
+                for rank in found:
+                    self._store.set(_key("seen", rank), "stopped")
+                end_groups()
 
     @contextlib.contextmanager
     def together(
@@ -224,11 +270,12 @@ class RankWatch:
     def _explain(self, what: str, waited_s: float, error: Exception) -> str:
         witnesses = [Witness(rank) for rank in self._others]
         store = self._store
-        if not _in_time(lambda: _listen(store, witnesses), 2 * LISTEN_S):
+        if not _in_time(lambda: _listen(store, witnesses), LISTEN_S + 1):
             self._store = None  # the thread that asked it holds its lock, and exit must not wait for that
             found = (
-                "the store of the process group does not answer, so the cause is not known. Rank 0 or torchrun has the "
-                "store: look at rank 0 first"
+                f"the store of the process group{_address()} does not answer: its machine or the network to it is "
+                "down, or the process that had it has ended (torchrun, or rank 0). The cause is not known here: look "
+                "there first"
             )
         else:
             found = _verdict(witnesses, what, is_broken=waited_s < time_limit().total_seconds())
@@ -236,6 +283,24 @@ class RankWatch:
             f"{found}. Rank {self.rank} had waited {waited_s:.1f} s in {what} ({_first_line(error)}). Start all ranks "
             "again when the cause is gone; existing='resume' goes on from the last commit"
         )
+
+
+_looking: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+
+
+def _start_looking(watch: RankWatch) -> None:
+    """Have one thread of this process look for all of its watches."""
+    is_first = not _looking
+    _looking.add(watch)
+    if is_first:
+        threading.Thread(target=_look_each_second, name="zero_offload-look", daemon=True).start()
+
+
+def _look_each_second() -> None:
+    while _looking:
+        for watch in list(_looking):
+            watch.look()
+        time.sleep(1)
 
 
 ErrorReport = tuple[str, str] | None
@@ -273,14 +338,18 @@ def _listen(store: Any, witnesses: Sequence[Witness]) -> None:
 
 def _hear(store: Any, witness: Witness) -> None:
     def read(kind: str) -> str:
-        key = _key(kind, witness.rank)
-        return bytes(store.get(key)).decode(errors="replace") if store.check([key]) else ""
+        return _read(store, kind, witness.rank)
 
     if witness.place is None and (place := read("at")):
         witness.place = RankProcess(*json.loads(place))
     # In this order: a process that is gone has said all it had to say.
-    witness.state = "" if witness.place is None else witness.place.state()
+    witness.state = "" if witness.place is None else witness.place.state() or read("seen")
     witness.failed, witness.waits, witness.ended = read("failed"), read("waits"), read("ended")
+
+
+def _read(store: Any, kind: str, rank: int) -> str:
+    key = _key(kind, rank)
+    return bytes(store.get(key)).decode(errors="replace") if store.check([key]) else ""
 
 
 def _key(kind: str, rank: int) -> str:
@@ -338,6 +407,11 @@ def _names(witnesses: Sequence[Witness]) -> str:
 def _first_line(error: Exception) -> str:
     """The transport's own words, without its source file and its advice."""
     return str(error).strip().split("\n")[0].split("] ", 1)[-1].split(". ")[0]
+
+
+def _address() -> str:
+    address = os.environ.get("MASTER_ADDR", "")
+    return f" on {address}" if address else ""
 
 
 def _in_time(job: Callable[[], None], limit_s: float) -> bool:
