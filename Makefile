@@ -23,13 +23,17 @@ TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/te
   tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py tests/zoo
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*) release/call.cpp
 
-.PHONY: train test test-tools zoo nightly faults check docs claims native asan tsan neon bench release clean
+.PHONY: train test test-machines test-tools zoo nightly faults check docs claims native asan tsan neon bench release clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
 
 test: $(READY) $(NATIVE)
 	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
+
+# Several machines, as namespaces of this one; `test` has these too.
+test-machines: $(READY) $(NATIVE)
+	$(BIN)/python -m pytest -q tests/machines $(ARGS)
 
 # An offloaded model inside Trainer, TRL, accelerate, PEFT, Lightning: `test` leaves these out.
 test-tools: $(TOOLS) $(NATIVE)
