@@ -297,7 +297,7 @@ class SavedGeneration:
             self._payloads[rank] = payload
         return self._payloads[rank]
 
-    @cached_property
+    @property
     def ranks_here(self) -> list[int]:
         """All ranks, unless the generation is on drives of several machines."""
         return self.generation.ranks_in(self.directories[0].names())
