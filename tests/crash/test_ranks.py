@@ -87,9 +87,9 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
         init_method=f"file://{out}/store{how}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=TIME_LIMIT_S if how and not how.startswith("stop,") else ENOUGH_S),
+        timeout=datetime.timedelta(seconds=TIME_LIMIT_S if how and not how.startswith("stop-") else ENOUGH_S),
     )
-    if how == "stop, no pages":
+    if how == "stop-sockets":
         group.open_channel = lambda *_: None  # type: ignore[attr-defined]
     ended: dict[str, Any] = {"params": None, "error": None}
     try:
@@ -198,7 +198,7 @@ def test_all_ranks_end_and_name_the_culprit(how: str, place: str, tmp_path: Path
     assert all(torch.equal(found[name], params[name]) for name in params)
 
 
-@pytest.mark.parametrize("how", ["stop, pages", "stop, no pages"])
+@pytest.mark.parametrize("how", ["stop-pages", "stop-sockets"])
 def test_a_stopped_rank_is_named_long_before_the_time_out(how: str, tmp_path: Path) -> None:
     ended = _run(_case(tmp_path / "nvme"), tmp_path, how, "forward")
     for rank in set(range(WORLD)) - {VICTIM}:

@@ -49,6 +49,7 @@ DOORS = "tests/integrations/test_doors.py::"
 DATA = "tests/integrations/test_finetune_data.py::"
 IDENTITY = "tests/integrations/test_identity.py::"
 FINETUNE = "tests/integrations/test_finetune.py::"
+HOMES = "tests/crash/test_homes.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
@@ -1451,6 +1452,55 @@ FAULTS = [
         "        if not home.user:\n            return False\n",
         "        if True:\n            return False\n",
         "tests/cli/test_read_only.py::test_what_is_written_over_while_it_is_read",
+    ),
+    fault(
+        "machines go on from a commit that only some of them have",
+        "checkpoint/generation.py",
+        "all(what == other.get(each) for other in others)",
+        "True",
+        HOMES + "test_a_kill_within_a_commit_leaves_one_generation_on_all_machines[decide-2-1]",
+    ),
+    fault(
+        "halves of two commits with one number are one generation",
+        "checkpoint/format.py",
+        'words = [self.run_id, self.number, self.payload.get("ranks")]\n',
+        "words = [self.run_id, self.number]\n",
+        HOMES + "test_halves_of_two_commits_with_one_number_are_not_joined",
+    ),
+    fault(
+        "a model goes on from a commit whose leader another machine lacks",
+        "checkpoint/generation.py",
+        " if each is not self._history.unfinished)\n",
+        ")\n",
+        HOMES + "test_two_models_have_one_step_on_all_machines",
+    ),
+    fault(
+        "groups of ranks are named by how many groups there are",
+        "runtime/ranks/group.py",
+        "distributed_c10d._process_group_name = lambda *_, **__: name",
+        "distributed_c10d._process_group_name = lambda ranks, **__: named(ranks, use_hashed_name=True)",
+        "tests/parity/test_meshes.py::test_models_on_different_ranks_one_after_the_other",
+    ),
+    fault(
+        "a start takes what an earlier one has left in the launcher's store",
+        "runtime/ranks/join.py",
+        "if len(offered) == size and offered[rank] == mine:",
+        "if len(offered) == size:",
+        "tests/parity/test_launched_ranks.py::test_each_start_meets_on_a_store_that_outlives_it",
+    ),
+    fault(
+        "a machine behind a cut link is waited for until the time-out",
+        "runtime/ranks/sockets.py",
+        "        _on_tcp(*each, lambda connection: [connection.setsockopt(*option) for option in _OPTIONS])\n",
+        "        pass\n",
+        "tests/machines/test_two_machines.py::test_a_cut_link_is_named_on_both_sides_and_the_run_goes_on",
+    ),
+    fault(
+        "a stopped process is waited for until the time-out",
+        "runtime/ranks/watch.py",
+        "                end_groups()\n",
+        "                pass\n",
+        "tests/crash/test_ranks.py::test_a_stopped_rank_is_named_long_before_the_time_out[stop-sockets]",
     ),
     fault(
         "a run that may only be read is opened to be written",
