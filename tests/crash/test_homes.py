@@ -218,13 +218,18 @@ def test_a_kill_within_a_commit_leaves_one_generation_on_all_machines(
 
 
 def test_halves_of_two_commits_with_one_number_are_not_joined(whole: list[Any], tmp_path: Path) -> None:
-    """The first machine writes generation 3 and the second does not; then the second does, and the first does not."""
+    """The first machine writes generation 3 and the second does not; then the second does, and the first does not. A
+    resume deletes such halves; here the first machine's comes back, as from a snapshot of its drive."""
     places = machines(tmp_path, "a", "b")
     run(CASE, places, tmp_path, (1, "decide", 3))
-    newest = [max(_numbers(place)) for place in places]
-    assert newest == [3, 2]
-    run(CASE, places, tmp_path, (0, "decide", 3))
+    assert [max(_numbers(place)) for place in places] == [3, 2]
+    shutil.copytree(places[0], tmp_path / "snapshot")
+    # Clipped otherwise, so another generation 3.
+    run(replace(CASE, max_norm=0.1), places, tmp_path, (0, "decide", 3))
     assert [max(_numbers(place)) for place in places] == [2, 3]
+    shutil.rmtree(places[0])
+    shutil.move(tmp_path / "snapshot", places[0])
+    assert [max(_numbers(place)) for place in places] == [3, 3]
     check_resumed(run(CASE, places, tmp_path), whole, 2)
 
 
