@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
@@ -31,13 +32,14 @@ from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.hardware.abi import Fault
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
-from zero_offload.runtime.ranks import group, watch
+from zero_offload.runtime.ranks import group, sockets, watch
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.storage.files.directory import RunDirectory
 
 WORLD, VICTIM, STEPS, STRIKE = 3, 1, 5, 3
 TIME_LIMIT_S, ENOUGH_S = 5, 60
 """Where ranks are struck; where all of them come, however late."""
+PATIENT = ("", "hold", "stop-pages", "stop-sockets")
 NAME = f"rank {VICTIM} \\(process \\d+ on "
 
 
@@ -47,6 +49,8 @@ def _strike(how: str, store: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how.startswith("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "hold":
+        ctypes.PyDLL(None).sleep(sockets.SILENT_S + 4)  # with the interpreter's lock, unlike time.sleep
     if how.startswith("raise"):
         raise zo.StorageError("the drive is on fire")
 
@@ -87,7 +91,7 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
         init_method=f"file://{out}/store{how}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=TIME_LIMIT_S if how and not how.startswith("stop-") else ENOUGH_S),
+        timeout=datetime.timedelta(seconds=ENOUGH_S if how in PATIENT else TIME_LIMIT_S),
     )
     if how == "stop-sockets":
         group.open_channel = lambda *_: None  # type: ignore[attr-defined]
@@ -205,6 +209,16 @@ def test_a_stopped_rank_is_named_long_before_the_time_out(how: str, tmp_path: Pa
         kind, text = ended[rank]["error"]
         assert kind == "RankError" and re.search(SAYS["stop"], text), ended[rank]
         assert watch.STOPPED_S <= ended[rank]["wait_s"] < 20
+
+
+@pytest.mark.parametrize("place", ["forward", full("update")])
+def test_a_rank_that_holds_the_interpreter_is_waited_for(
+    place: str, tmp_path: Path, whole: tuple[list[Any], Any]
+) -> None:
+    """Longer than a machine may be silent: its kernel answers for it."""
+    ended = _run(_case(tmp_path / "nvme"), tmp_path, "hold", place)
+    assert [each["error"] for each in ended] == [None] * WORLD
+    assert [each["losses"] for each in ended] == whole[0]
 
 
 def test_one_rank_closes_after_an_exception(tmp_path: Path) -> None:

@@ -74,10 +74,14 @@ class StoppedProcesses:
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
+        self._looked = 0.0
 
     def among(self, places: Mapping[int, RankProcess]) -> list[int]:
-        """The ranks that have been stopped for `STOPPED_S`; asked now and then while this rank waits."""
+        """The ranks that have been stopped for `STOPPED_S`; asked each second while this rank waits."""
         now = time.monotonic()
+        if now - self._looked > STOPPED_S / 2:
+            self._since = {}  # this process was stopped with them, by Ctrl-Z, and goes on first
+        self._looked = now
         self._since = {rank: self._since.get(rank, now) for rank, place in places.items() if place.state() == "stopped"}
         return [rank for rank, since in self._since.items() if now - since >= STOPPED_S]
 
