@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from tests.helpers.trainer import fork_server
 from zero_offload.checkpoint import generation, homes
 from zero_offload.checkpoint.file_list import FileList
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.cli.main import main
+from zero_offload.storage.files.directory import RunDirectory
 
 ON_DISK = {"params": "nvme", "optimizer": "nvme", "precision": "fp32", "existing": "resume"}
 STEPS = 5
@@ -293,3 +295,33 @@ def test_a_machine_without_its_part_is_named(pools: RankPools, tmp_path: Path) -
             shutil.copy2(path, places[0])
     one = pools.of(3).succeed(train_at, case, [places[0]] * 3)
     assert all(torch.equal(one[0].params[name], found[0].params[name]) for name in one[0].params)
+
+
+def save_at(rank: int, world_size: int, case: Case, places: Sequence[Path]) -> None:
+    """A checkpoint by a name that means another directory on each machine."""
+    with on_machine(places[rank].name):
+        model, optimizer = ranks.start(replace(case, settings={"precision": "fp32"}))
+        try:
+            zo.save_checkpoint(model, optimizer, places[rank] / "saved")
+        finally:
+            zo.close(model)
+
+
+def test_a_checkpoint_goes_where_all_machines_see_it(pools: RankPools, tmp_path: Path) -> None:
+    pool, places = pools.of(2), machines(tmp_path, "a", "b")
+    for there in (False, True):
+        for place in places if there else ():
+            (place / "saved").mkdir(mode=0o700, parents=True, exist_ok=True)
+        with RunDirectory.open(places[1] / "saved") if there else nullcontext():
+            for failure in pool.call(save_at, CASE, places):
+                assert failure.kind == "StorageError", failure
+                assert f"{places[1] / 'saved'} on b is not the directory that rank 0 has made" in failure.message
+
+
+def test_verify_says_which_ranks_are_here(pools: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = machines(tmp_path, *"abb")
+    pools.of(3).succeed(train_at, replace(CASE, num_steps=1), places)
+    assert main(["verify", str(places[1])]) == 0
+    assert "3 ranks, of which ranks 1 and 2 here: " in capsys.readouterr().out
+    (places[1] / "rank2-1.json").unlink()
+    assert main(["verify", str(places[1])]) != 0

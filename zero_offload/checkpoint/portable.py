@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import socket
 import struct
 import zlib
 from collections.abc import Iterator
@@ -56,6 +57,10 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup,
     """
     with _naming_path(path), contextlib.ExitStack() as cleanup:
         [directory] = open_in_turn([path], ranks, cleanup, _open_new, _join_new, is_first=ranks.rank == 0)
+        texts = ranks.gather(directory.holder.decode(errors="replace"))
+        with ranks.together():
+            if texts[ranks.rank] != texts[0]:
+                raise _is_not_shared(path)
         # The first rank alone decides whether the directory may be used; all meet its error.
         keeper = GenerationKeeper([directory], layout, Homes.one(ranks, directory.path), Durability.COMMIT)
         keeper.run_id = ranks.agree(keeper.run_id)
@@ -111,8 +116,17 @@ def _open_new(path: Path) -> RunDirectory:
 
 
 def _join_new(path: Path) -> RunDirectory:
+    if not path.is_dir():
+        raise _is_not_shared(path)
     with _naming_path(path):
         return RunDirectory.join(path)
+
+
+def _is_not_shared(path: Path) -> StorageError:
+    return StorageError(
+        f"{path} on {socket.gethostname()} is not the directory that rank 0 has made under this name. Name one that "
+        "all machines see, such as a mount of a network file system"
+    )
 
 
 def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:

@@ -99,6 +99,8 @@ class RunFiles:
         if homes.are_several and durability is Durability.PROCESS:
             # A machine that starts again may have lost what it has not flushed, and with it the generation of all.
             durability = Durability.COMMIT
+            if homes.is_first:
+                _log.info("%s: drives of several machines: generations survive power loss", directories[0].path)
         keeper = GenerationKeeper(directories, layout, homes, durability)
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way. The number of a closed descriptor soon stands for another file.
