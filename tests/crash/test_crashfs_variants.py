@@ -191,7 +191,6 @@ VARIANTS = {
     "machines go on from their own newest generations": Variant(
         MACHINES, POWER, contextlib.nullcontext, frozenset({LOST}), _without(GenerationKeeper, "shared")
     ),
-    "slot reused before all machines have the generation": Variant(MACHINES, POWER, HASTY, frozenset({LOST})),
     "what a resume found is not flushed": Variant(
         COMMIT,
         Plan(Crash.KILL, range(1), then=Plan(Crash.POWER, range(8))),

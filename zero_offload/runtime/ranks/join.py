@@ -46,7 +46,7 @@ def join(timeout: timedelta | None = None) -> bool:
 
     All ranks call it. It takes the place of `torch.distributed.init_process_group`, and meets after each restart of
     torchrun's too. `zo.offload` calls it. Call it yourself before accelerate, Lightning or a DeviceMesh makes a group.
-    `timeout` is how long a rank waits for others, by default torch's: 10 minutes with NCCL, else 30.
+    `timeout` is how long a rank waits for others, by default half an hour.
 
     Returns True if it made the group, which the program then destroys. Raises ConfigError where ranks do not meet.
     """
