@@ -32,7 +32,7 @@ from zero_offload.cli.main import main
 from zero_offload.storage.files.directory import RunDirectory
 
 ON_DISK = {"params": "nvme", "optimizer": "nvme", "precision": "fp32", "existing": "resume"}
-STEPS = 5
+STEPS, LIMIT_S = 5, 240
 
 
 @contextmanager
@@ -176,14 +176,15 @@ def run(
     case: Case, places: Sequence[Path], out: Path, strike: tuple[int, str, int] = (-1, "", 0), job: Any = run_rank
 ) -> list[Any]:
     """First step, losses and parameters of each rank; None where it did not come to its end."""
-    for rank in range(len(places)):
-        (out / f"ended{rank}.pt").unlink(missing_ok=True)
+    # A store that another start has left has its addresses.
+    for left in (*out.glob("ended*"), *out.glob("store*")):
+        left.unlink()
     args = [(rank, len(places), case, places, str(out), strike) for rank in range(len(places))]
     processes = [fork_server().Process(target=job, args=each) for each in args]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(LIMIT_S)
         assert not process.is_alive(), "a rank hangs"
     found = [out / f"ended{rank}.pt" for rank in range(len(places))]
     return [torch.load(path) if path.exists() else None for path in found]

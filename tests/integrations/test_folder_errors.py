@@ -110,7 +110,7 @@ TOKENIZERS = {
     "endless": (
         _words(lambda words: [words.pop("pad_token"), words.pop("eos_token")], "tokenizer_config.json"),
         "names no token that ends a text",
-        'add "eos_token" to its tokenizer_config.json',
+        'Add "eos_token" to its tokenizer_config.json',
     ),
     "too large": (
         _words(lambda words: words.update(vocab_size=300)),

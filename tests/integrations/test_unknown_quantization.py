@@ -68,7 +68,7 @@ def test_a_method_that_nobody_knows(named: str, tmp_path: Path) -> None:
     with pytest.raises(zo.ConfigError) as raised:
         stored_quantization(folder)
     says = str(raised.value)
-    assert named in says and "quantize it while it is loaded" in says and "\n" not in says
+    assert named in says and "Quantize it while it is loaded" in says and "\n" not in says
     assert "from_pretrained" not in says
 
 

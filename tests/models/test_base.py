@@ -744,7 +744,7 @@ def test_a_load_that_fails_leaves_a_model_to_load_again(own: Path, plain: list[f
             raise zo.StorageError("the drive is gone")
 
         patched.setattr(BaseFiles, "read", fail)
-        with pytest.raises(zo.StorageError, match=r"the drive is gone.*call zo.load_pretrained again"):
+        with pytest.raises(zo.StorageError, match=r"the drive is gone.*Call zo.load_pretrained again"):
             zo.load_pretrained(model, own)
     zo.load_pretrained(model, own)
     assert steps(model, optimizer, 0, 6) == plain

@@ -463,7 +463,7 @@ def offload_with(rank: int, world_size: int, which: str) -> None:
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("none", "say which ranks hold the same parts and see other data, as mesh=mesh"),
+        ("none", "Say which ranks hold the same parts and see other data, as mesh=mesh"),
         ("tp", "give the dimension over which data is parallel"),
         ("both", "give the dimension over which data is parallel"),
         ("uneven", "dimension 0 of 0.weight has 7 rows, which 2 ranks cannot divide evenly; pad it"),
