@@ -26,11 +26,19 @@ def unsupported() -> str:
     """Why this system has no such machines; or empty."""
     if os.geteuid() != 0:
         return "namespaces need root"
-    name = f"zo-try{os.getpid()}"
+    name, peer = f"zt{os.getpid() % 100000}", f"zv{os.getpid() % 100000}"
+    alone = ["unshare", "-m", "-u", "-p", "-f", "--mount-proc", "bash", "-c", "mount --make-rprivate / && hostname x"]
     try:
         _ip("netns", "add", name)
-        _ip("netns", "del", name)
-        subprocess.run(["unshare", "-m", "-u", "-p", "-f", "true"], check=True, capture_output=True)
+        try:
+            _ip("link", "add", name, "type", "bridge")
+            _ip("link", "add", peer, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "set", peer, "master", name, "up")
+            subprocess.run(["ip", "netns", "exec", name, *alone], check=True, capture_output=True, text=True)
+        finally:
+            _ip("netns", "del", name)
+            for link in (peer, name):
+                subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         return f"namespaces are forbidden here: {getattr(error, 'stderr', error)}"
     return ""
