@@ -267,6 +267,11 @@ def fails(pool: RankPool, case: Case, places: list[Path], kind: str, *words: str
         assert all(word in found.message for word in words), found.message
 
 
+def discard_on_second(rank: int, world_size: int, case: Case, places: Sequence[Path]) -> Outcome:
+    settings = case.settings | {"existing": "discard" if rank else "resume"}
+    return train_at(rank, world_size, replace(case, settings=settings), places)
+
+
 def test_a_machine_without_its_part_is_named(pools: RankPools, tmp_path: Path) -> None:
     pool, places = pools.of(2), machines(tmp_path, "a", "b")
     case = replace(CASE, num_steps=2)
@@ -283,6 +288,9 @@ def test_a_machine_without_its_part_is_named(pools: RankPools, tmp_path: Path) -
     fails(pool, case, places, "IntegrityError", str(newest))
     assert before == {path: path.read_bytes() for place in places for path in place.glob("*.json")}
     newest.write_bytes(kept)
+    # One machine goes on and the other starts over.
+    for failure in pool.call(discard_on_second, case, places):
+        assert failure.kind == "CheckpointError" and "existing='discard'" in failure.message, failure
     # A drive that was emptied.
     shutil.move(places[1], tmp_path / "kept")
     fails(pool, case, places, "CheckpointError", f"{places[0]} on a has 2, 1; {places[1]} on b has none", "discard")

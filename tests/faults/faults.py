@@ -1470,7 +1470,7 @@ FAULTS = [
     fault(
         "a model goes on from a commit whose leader another machine lacks",
         "checkpoint/generation.py",
-        " if each is not self._history.unfinished)\n",
+        " if each is not history.unfinished)\n",
         ")\n",
         HOMES + "test_two_models_have_one_step_on_all_machines",
     ),

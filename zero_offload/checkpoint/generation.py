@@ -1,10 +1,11 @@
 """Commits and resumes the running generation: the swap files themselves, seen at one step.
 
 Owns the order of a commit. First every write is complete, and flushed if asked for. Then come this rank's manifest, all
-ranks' digests, and the global manifest by rank 0 (the commit point). Only then the older slots are free. `commit` runs
-on a thread of its own, behind forward and backward; everything else on the control thread. Never deletes a file that no
-manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `start_run`, or `restore` one (where
-its files are cut anew: `prepare_recut` and `commit`) and `tidy` what is left; `commit` per generation.
+ranks' digests, and the global manifest by the first rank of each home. The commit point is its last one: only then the
+older slots are free. `commit` runs on a thread of its own, behind forward and backward; everything else on the control
+thread. Never deletes a file that no manifest of ours names. The calls: `look`, `shared`, `choose`, `agree` and
+`gather_base` (create, resume or refuse); `start_run`, or `restore` one (where its files are cut anew: `prepare_recut`
+and `commit`) and `tidy` what is left; `commit` per generation.
 """
 
 from __future__ import annotations
@@ -162,11 +163,16 @@ class GenerationKeeper:
         So generations are one by what they consist of. Raises CheckpointError where homes have generations, and none in
         common.
         """
-        if self._history is None or not self.homes.are_several:
+        if not self.homes.are_several:
             return None
-        finished = (each for each in self._history.generations.values() if each is not self._history.unfinished)
-        mine = {str(each.number): each.identity for each in finished}
-        found = self.homes.gather([mine, bool(self._history.damaged or self.files.committed)])
+        history, mine = self._history, None
+        if history is not None:
+            finished = (each for each in history.generations.values() if each is not history.unfinished)
+            numbers = {str(each.number): each.identity for each in finished}
+            mine = [numbers, bool(history.damaged or self.files.committed)]
+        found = self.homes.gather(mine)
+        if None in found.values():
+            return None  # some discard: `agree` tells where others do not
         first, *others = [numbers for numbers, _ in found.values()]
         shared = {int(each) for each, what in first.items() if all(what == other.get(each) for other in others)}
         if not shared and any(is_committed for _, is_committed in found.values()):
