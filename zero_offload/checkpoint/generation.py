@@ -171,12 +171,12 @@ class GenerationKeeper:
             numbers = {str(each.number): each.identity for each in finished}
             mine = [numbers, bool(history.damaged or self.files.committed)]
         found = self.homes.gather(mine)
-        if None in found.values():
+        if any(word is None for _, word in found):
             return None  # some discard: `agree` tells where others do not
-        first, *others = [numbers for numbers, _ in found.values()]
+        first, *others = [numbers for _, (numbers, _) in found]
         shared = {int(each) for each, what in first.items() if all(what == other.get(each) for other in others)}
-        if not shared and any(is_committed for _, is_committed in found.values()):
-            said = (f"{name} has {', '.join(numbers) or 'none'}" for name, (numbers, _) in found.items())
+        if not shared and any(is_committed for _, (_, is_committed) in found):
+            said = (f"{name} has {', '.join(numbers) or 'none'}" for name, (numbers, _) in found)
             raise CheckpointError(
                 f"no generation is on the drives of all machines: {'; '.join(said)}. Where a drive was exchanged or "
                 "emptied, load a checkpoint into an empty directory; to start over, existing='discard'"

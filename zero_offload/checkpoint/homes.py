@@ -57,10 +57,10 @@ class Homes:
         """The word, a value of JSON, of the first rank here. Collective over all homes."""
         return self.ranks.gather(word)[self.firsts[self.ranks.rank]]
 
-    def gather(self, word: Any) -> dict[str, Any]:
-        """The word of each home's first rank, by the name of its home. Collective."""
+    def gather(self, word: Any) -> list[tuple[str, Any]]:
+        """The name of each home, which two may have, and the word of its first rank. Collective."""
         words = self.ranks.gather(word)
-        return {self.name(first): words[first] for first in sorted(set(self.firsts))}
+        return [(self.name(first), words[first]) for first in sorted(set(self.firsts))]
 
     def name(self, rank: int) -> str:
         return f"{self.paths[rank]} on {self.hosts[rank]}"
