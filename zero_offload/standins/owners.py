@@ -116,7 +116,8 @@ def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Param
 
 def live_owners() -> list[Owner]:
     """The runtimes of this process, closed ones too."""
-    return [owner for ref in tuple(_owners.values()) if (owner := ref()) is not None]
+    # A copy in one call: a collection of garbage on the way would take entries out under an iterator.
+    return [owner for ref in _owners.copy().values() if (owner := ref()) is not None]
 
 
 def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
