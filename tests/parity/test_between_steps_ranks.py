@@ -539,6 +539,21 @@ def call_collectives(rank: int, world_size: int, settings: dict[str, Any]) -> li
     dist.all_gather_into_tensor(into, bias.detach())
     if not torch.equal(into, torch.cat([bias.detach(), bias.detach()])):
         wrong.append("read")
+    own = torch.full_like(bias, 3.0 + rank)
+
+    def gather(*tensors: Tensor) -> None:
+        dist.all_gather(list(tensors), own.to(tensors[0].dtype))
+
+    bias.data.mul_(1.001)  # fp32 masters get bits that 16 do not have
+    compare("list", gather, bias.data, torch.empty_like(own))
+    compare("of a group", lambda tensor: dist.group.WORLD.allreduce([tensor]).wait(), bias.data)
+    bias.data.mul_(1.001)
+    compare("exchanged", lambda *tensors: dist.all_to_all(list(tensors), [own] * 2), bias.data, torch.empty_like(own))
+    with torch.no_grad():
+        compare("list of parameters", gather, bias, torch.empty_like(own))
+    compare("list of gradients", gather, bias.grad, torch.empty_like(bias.grad.detach().clone()))
+    if not torch.equal(twin.masters()["student.0.bias"], bias.detach().float()):
+        wrong.append("master")
     with contextlib.suppress(zo.ConfigError):
         dist.reduce(weight.data, dst=0)
         wrong.append("values of one rank alone")

@@ -89,6 +89,7 @@ from zero_offload.runtime.saved_tensors.activations import open_activations
 from zero_offload.runtime.units.group_reader import GroupReader
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit, stays_guarded
+from zero_offload.standins.collectives import answer_in_lists
 from zero_offload.standins.guard import class_at_rest, compile_around, unguard
 from zero_offload.standins.owners import owner_of, register, unregister
 from zero_offload.standins.sources import Owner
@@ -397,6 +398,7 @@ def _install(
         unit.guard()
     _guard_wrappers(root, owner, undo)
     placed = [(stays_guarded(section, piece), p) for unit in units for section, piece, p in unit.placed_params]
+    answer_in_lists()
     compile_around([*(p for is_guarded, p in placed if is_guarded), *(each for _, each in wrappers(root))])
     points = {point.module: [units[i] for i in point.units] for point in spec.hook_points}
     if not owner.has_root(root):
