@@ -213,6 +213,9 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--nvme", "2x7GB/s", "/mnt/nvme0"], "mixes drives and directories"),
         (["--nvme", "2x7GBs"], "2x7GBs is not a speed of drives; write 2x7GB/s"),
         (["--ranks", "3", "--nodes", "2"], "as many ranks as the others"),
+        (["--network", "10Gbit/s"], "--network 10Gbit/s is for several machines: say how many by --nodes"),
+        (["--ranks", "2", "--nodes", "2", "--network", "10"], "write the rate of a machine's network as 10Gbit/s"),
+        (["--hybrid", "--ranks", "2", "--nodes", "2", "--stage", "0"], "every rank has all states at stage 0"),
         (["--tokens", "0"], "error: --tokens 0: give 1 or more"),
         (["--ram", "64"], "'64' has no unit: write '64GiB'"),
         (["--model", "0B"], "--model 0B: a model has parameters"),
@@ -291,6 +294,20 @@ def test_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["step"]["busy"]["network"] > 0
     assert result["bytes"]["cpu"]["available"] == int(2048 * GIB * 0.9) // 8
     assert result["step"]["offers"][-1]["what"] == "more GPU in each machine"
+
+
+def test_a_slow_network_between_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "plan --json --model llama-8b --gpu h100 --ranks 16 --nodes 2 --ram 2TiB --nvme 4x7GB/s --tokens 8192"
+    found = {}
+    for more in ("", "--network 100Gbit/s", "--network 100Gbit/s --hybrid"):
+        assert main([*flags.split(), *more.split()]) == 0
+        found[more] = json.loads(capsys.readouterr().out)["step"]
+    slow, hybrid = found["--network 100Gbit/s"], found["--network 100Gbit/s --hybrid"]
+    assert slow["predicted_s"] > 1.5 * found[""]["predicted_s"] and slow["bottleneck"] == "network"
+    (offer,) = (each for each in slow["offers"] if "--hybrid" in each["what"])
+    assert offer["amount"] is None and offer["step_s"] == pytest.approx(hybrid["predicted_s"])
+    assert hybrid["predicted_s"] < slow["predicted_s"]
+    assert not any("--hybrid" in each["what"] for each in hybrid["offers"])
 
 
 def test_what_activations_leave_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:

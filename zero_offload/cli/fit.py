@@ -25,7 +25,7 @@ from zero_offload.finetune.identity import check_outputs
 from zero_offload.finetune.learning import Learning
 from zero_offload.finetune.model.folder import check_training, open_folder, quiet_libraries
 from zero_offload.finetune.settings import TASKS, FinetuneConfig
-from zero_offload.hardware.machines import ONE_DRIVE, Drives
+from zero_offload.hardware.machines import ONE_DRIVE, Cluster, Drives, parse_network
 from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import SHAPES
 
@@ -99,6 +99,12 @@ def run(args: argparse.Namespace, folder: Path, drives: Drives | None, places: M
     return 0 if plan.fits else CapacityError.exit_code
 
 
+def cluster_of(args: argparse.Namespace) -> Cluster:
+    """The ranks and machines that the flags of `plan` name."""
+    network = None if args.network is None else parse_network(args.network)
+    return Cluster(args.ranks, args.nodes, network, args.hybrid)
+
+
 def _job(
     args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]
 ) -> tuple[FolderJob, Path | None, list[str], Learning | None]:
@@ -141,7 +147,7 @@ def _job(
         learning = Learning.of(config.with_method(prepared.method, is_adapter=has_adapter), prepared, args.ranks)
     job = replace(
         FolderJob.of(config, opened, prepared, args.ranks),
-        nodes=args.nodes,
+        cluster=cluster_of(args),
         words=(args.folder or args.model, *_words(args, drives)),
         gpu=args.gpu,
         ram=args.ram,

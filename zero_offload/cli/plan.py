@@ -30,7 +30,7 @@ from zero_offload.finetune.fit.request import (
     suggestions_of,
 )
 from zero_offload.finetune.fit.text import as_json, as_text
-from zero_offload.hardware.machines import GPUS, Cluster, Drives, find_gpu, parse_drives
+from zero_offload.hardware.machines import GPUS, Drives, find_gpu, parse_drives
 from zero_offload.hardware.probe import resident_bytes
 from zero_offload.plan.forecast import forecast
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, StepBatch
@@ -88,6 +88,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
     parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are on (default 1)")
+    parser.add_argument(
+        "--network",
+        metavar="RATE",
+        help="of each machine, per direction, such as 10Gbit/s (default: that of the GPU's host)",
+    )
+    parser.add_argument(
+        "--hybrid",
+        action="store_true",
+        help="ranks of a machine divide the states, and all machines hold the same: a mesh of (replicate, shard)",
+    )
     # The step.
     parser.add_argument("--tokens", type=int, help="tokens of one rank in a step (default 2048)")
     parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
@@ -127,6 +137,11 @@ def run(args: argparse.Namespace) -> int:
     _check(args, has_gpu=gpu_here is not None)
     drives = parse_drives(args.nvme or [])
     if folder is not None:
+        if args.hybrid:
+            raise ConfigError(
+                f"--hybrid {folder}: finetune divides states over all ranks. A program gives zo.offload a mesh of "
+                "(replicate, shard); plan it by --model NAME or a number of parameters such as --model 8B"
+            )
         return fit.run(args, folder, drives, with_states(_given(args, drives)))
     args.model, args.accumulate = args.folder or args.model or "small", args.accumulate or 1
     config = _config(args, drives)
@@ -158,6 +173,9 @@ def _check(args: argparse.Namespace, *, has_gpu: bool) -> None:
         raise ConfigError(f"--tbw {args.tbw:g} --step-time {args.step_time}: both must be more than 0")
     if args.nodes < 1 or args.ranks % args.nodes:
         raise ConfigError(f"--ranks {args.ranks} --nodes {args.nodes}: give each machine as many ranks as the others")
+    if args.nodes == 1 and (args.network is not None or args.hybrid):
+        flag = "--hybrid" if args.hybrid else f"--network {args.network}"
+        raise ConfigError(f"{flag} is for several machines: say how many by --nodes, or leave it out")
     if args.ram is not None and args.cpu_memory is not None:
         raise ConfigError("--ram is a machine's memory and --cpu-memory one rank's: give one of them")
     if args.measure and (args.gpu is not None or (args.device_memory is not None and not has_gpu)):
@@ -198,7 +216,9 @@ def _request(
     # As `train` does it, unless a loop is asked for.
     by_unit = args.accumulate > 1 and recompute and not args.loop and config.overlap != UpdateOverlap.BACKWARD
     batch = StepBatch(micro, args.accumulate, sequence, recompute, by_unit)
-    cluster, gpu = Cluster(args.ranks, args.nodes), None if args.gpu is None else find_gpu(args.gpu)[0]
+    cluster, gpu = fit.cluster_of(args), None if args.gpu is None else find_gpu(args.gpu)[0]
+    if cluster.is_hybrid and config.stage == 0:
+        raise ConfigError("--hybrid --stage 0: every rank has all states at stage 0; leave --hybrid out")
     gpu_here = None if gpu else gpu_here
     program = resident_bytes()[0] if args.ram is None else 0
     found = Request(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives, lora, program)

@@ -133,7 +133,9 @@ class Machine:
     drive_takes_turns: bool
     """True if reads and writes share the drives' time; otherwise each has its rate whatever the other does."""
     network_bytes: float
-    """Sent and received by a rank at once, to all ranks together."""
+    """Sent and received by a rank at once, to the ranks with which it divides states, together."""
+    replica_bytes: float = 0.0
+    """Sent and received by a rank at once, to the ranks that hold the same; 0 where there are none."""
     drive_lost_s: float = 0.0
     """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
@@ -170,7 +172,7 @@ _RATES: Mapping[Resource, tuple[str, ...]] = {
     Resource.READ: ("read_bytes",),
     Resource.WRITE: ("write_bytes",),
     Resource.HOST: ("host_bytes", "host_bytes_beside"),
-    Resource.NETWORK: ("network_bytes",),
+    Resource.NETWORK: ("network_bytes", "replica_bytes"),
 }
 
 
@@ -194,6 +196,17 @@ class Drives:
 NO_DRIVES = Drives(0, 0.0, 0.0)
 ONE_DRIVE = Drives(1, 5e9, 4e9)
 """The rates of an unknown directory: less than data sheets of drives on PCIe 4.0 x4 promise."""
+
+_NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(Gbit|Gb)/s|GB/s)")
+
+
+def parse_network(text: str) -> float:
+    """Bytes a second of `10Gbit/s` or `1.25GB/s`; ConfigError for others."""
+    match = _NETWORK.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--network {text}: write the rate of a machine's network as 10Gbit/s, or 1.25GB/s")
+    return float(match[1]) * GB / (8 if match[2] else 1)
+
 
 _DRIVES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*GB/s(?:\s*/\s*(\d+(?:\.\d+)?)\s*GB/s)?", re.IGNORECASE)
 
@@ -257,10 +270,18 @@ class Cluster:
 
     ranks: int = 1
     nodes: int = 1
+    network_bytes: float | None = None
+    """Of each machine, per second and direction; None for what such a machine usually has."""
+    is_hybrid: bool = False
+    """True if the ranks of a machine divide the states, and all machines hold the same (hybrid sharding)."""
 
     @property
     def ranks_per_node(self) -> int:
         return -(-self.ranks // self.nodes)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.nodes if self.is_hybrid else 1
 
 
 ONE_RANK_ALONE = Cluster()
@@ -281,11 +302,8 @@ def share_of_rank(
     link = min(gpu.link_gb_s * GB * LINK_SHARE, dram)
     by_cores = float("inf") if num_cores is None else CORE_BYTES * num_cores / here
     cores = f", as far as {num_cores} cores stream" if by_cores < dram else ""
-    network = gpu.peer_gb_s * LINK_SHARE if here > 1 else float("inf")
-    if cluster.nodes > 1:
-        port = host.network_gb_s if host.network_per_gpu else host.network_gb_s / here
-        # A ring over all ranks leaves each machine through all of its ports at once.
-        network = min(network, port * here * LINK_SHARE)
+    ports = cluster.network_bytes or host.network_gb_s * GB * (here if host.network_per_gpu else 1)
+    network, replica = _network(gpu.peer_gb_s * GB * LINK_SHARE, ports * LINK_SHARE, cluster)
     is_fp32 = dtype == "float32"
     tflops = gpu.tflops_fp32 if is_fp32 else gpu.tflops
     share = gpu.share
@@ -301,10 +319,28 @@ def share_of_rank(
         read_bytes=drives.read_bytes / here,
         write_bytes=drives.write_bytes / here,
         drive_takes_turns=drives.takes_turns,
-        network_bytes=network * GB if cluster.ranks > 1 else 0.0,
+        network_bytes=network,
+        replica_bytes=replica,
         source=f"{name} computes at {share.of_peak:g} of its {tflops:g} TFLOPS{assumed} (a published run: "
         f"{share.run}); memory, links and a {gpu.host} at {STREAM_SHARE:g} of data sheets{cores}, not measured",
     )
+
+
+def _network(peers: float, ports: float, cluster: Cluster) -> tuple[float, float]:
+    """Bytes a second of a rank to those with which it divides states, and to those that hold the same.
+
+    `peers` is the rate between ranks of a machine, `ports` that of all that leaves a machine.
+    """
+    here = cluster.ranks_per_node
+    if cluster.ranks == 1:
+        return 0.0, 0.0
+    if cluster.nodes == 1:
+        return peers, 0.0
+    if cluster.is_hybrid:
+        # All ranks of a machine reduce what each of them has at once.
+        return (peers if here > 1 else ports), ports / here
+    # A ring over all ranks leaves each machine through all of its ports at once.
+    return (min(peers, ports) if here > 1 else ports), 0.0
 
 
 def gpu_memory_bytes(gpu_name: str) -> int:
@@ -328,6 +364,8 @@ def default_machine(
 ) -> Machine:
     """The assumed speed of a rank where nothing was measured, the same on every rank that agrees on these arguments."""
     if device_name.startswith("cpu"):
+        usual = HOSTS["desktop"].network_gb_s * GB
+        network, replica = _network(usual * LINK_SHARE, (cluster.network_bytes or usual) * LINK_SHARE, cluster)
         return Machine(
             is_host=True,
             flops=CORE_FLOPS * num_cores,
@@ -339,7 +377,8 @@ def default_machine(
             read_bytes=drives.read_bytes / cluster.ranks_per_node,
             write_bytes=drives.write_bytes / cluster.ranks_per_node,
             drive_takes_turns=drives.takes_turns,
-            network_bytes=HOSTS["desktop"].network_gb_s * GB * LINK_SHARE if cluster.ranks > 1 else 0.0,
+            network_bytes=network,
+            replica_bytes=replica,
             source=f"defaults for a CPU with {num_cores} cores, not measured",
         )
     preset = gpu_of_device(device_name)

@@ -332,9 +332,16 @@ def _made_bytes(workload: StepWorkload, unit: UnitBytes) -> int:
 def _grads(workload: StepWorkload, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
     tier, partition = at[StateKind.GRADS], workload.partition
     world = partition.world_size
-    crossing = unit.trained_numel * (4 if workload.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
+    made, replicas = (
+        unit.trained_numel * (4 if workload.config.reduce_dtype_name == "float32" else 2),
+        partition.num_replicas,
+    )
+    sharers = world // replicas
     # An all-reduce where every rank keeps all, else a reduce-scatter.
-    crossing *= 2 if partition.optimizer_shards == 1 else 1
+    crossing = made * (sharers - 1) / sharers * (2 if partition.optimizer_shards == 1 else 1)
+    if replicas > 1:
+        # Then an all-reduce of the rank's part, on a network of its own.
+        crossing += 2 * made / sharers * (replicas - 1) / replicas * machine.network_bytes / machine.replica_bytes
     out = _made_bytes(workload, unit)
     leaves = not machine.is_host and tier is not Tier.DEVICE
     on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written

@@ -14,6 +14,7 @@ from zero_offload.hardware.machines import (
     find_gpu,
     gpu_of_device,
     parse_drives,
+    parse_network,
     share_of_rank,
 )
 
@@ -86,6 +87,25 @@ def test_machines_talk_through_their_ports() -> None:
     desktops = share_of_rank("rtx4090", NO_DRIVES, Cluster(4, 4))
     assert desktops.network_bytes == 12.5e9 * LINK_SHARE
     assert Resource.READ not in desktops.resources()
+
+
+def test_a_network_by_its_rate() -> None:
+    slow = parse_network("10Gbit/s")
+    assert slow == parse_network("1.25 GB/s") == 1.25e9
+    desktops = share_of_rank("rtx4090", NO_DRIVES, Cluster(4, 2, slow))
+    assert desktops.network_bytes == slow * LINK_SHARE
+    assert default_machine("cpu", 4, cluster=Cluster(2, 2, slow)).network_bytes == slow * LINK_SHARE
+    for text in ("10", "10Gbit", "0Gbit/s", "fast"):
+        with pytest.raises(ConfigError, match=r"write the rate of a machine's network as 10Gbit/s, or 1\.25GB/s"):
+            parse_network(text)
+
+
+def test_states_of_a_machine_stay_in_it() -> None:
+    hybrid = share_of_rank("h100", NO_DRIVES, Cluster(64, 8, is_hybrid=True))
+    assert hybrid.network_bytes == 450e9 * LINK_SHARE and hybrid.replica_bytes == 50e9 * LINK_SHARE
+    alone = share_of_rank("rtx4090", NO_DRIVES, Cluster(2, 2, is_hybrid=True))
+    assert alone.network_bytes == alone.replica_bytes == 12.5e9 * LINK_SHARE
+    assert hybrid.faster(Resource.NETWORK, 2.0).replica_bytes == 2 * hybrid.replica_bytes
 
 
 def test_a_faster_resource_is_that_resource_alone() -> None:

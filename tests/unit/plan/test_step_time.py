@@ -204,6 +204,20 @@ def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
     assert seconds_of(loop, Resource.NETWORK) > seconds_of(four, Resource.NETWORK) + 2.9 * reduced_s
 
 
+def test_machines_that_hold_the_same_send_sums_of_a_part() -> None:
+    """Four ranks in two machines: halves are gathered and reduced inside, and each half is summed over both."""
+    machine = replace(GPU, network_bytes=1e9, replica_bytes=1e8)
+    seconds = {}
+    for replicas in (1, 2):
+        workload = workload_of(OffloadConfig(), partition=Partition(3, 4, replicas))
+        placement = placement_of(workload, (HOST, HOST, HOST), shared=False)
+        seconds[replicas] = seconds_of(predict(workload, placement, machine), Resource.NETWORK)
+    gathered, reduced = 4 * 2 * NUMEL, 4 * 4 * NUMEL  # of four units that stay, in bf16; in fp32
+    assert seconds[1] == pytest.approx((gathered + reduced) * 3 / 4 / 1e9)
+    between = 2 * reduced / 2 / 2
+    assert seconds[2] == pytest.approx((gathered + reduced) / 2 / 1e9 + between / 1e8)
+
+
 def test_where_no_unit_leaves_by_unit_is_the_loop() -> None:
     workload = workload_of(OffloadConfig())
     placement = placement_of(workload, (DEVICE, HOST, HOST), shared=False)

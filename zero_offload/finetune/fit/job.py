@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from zero_offload.base.config import OffloadConfig
 from zero_offload.finetune.model.folder import LiveChoice, Lora, ModelFolder
 from zero_offload.finetune.settings import FinetuneConfig
-from zero_offload.hardware.machines import Drives
+from zero_offload.hardware.machines import ONE_RANK_ALONE, Cluster, Drives
 from zero_offload.plan.step_time import StepBatch
 from zero_offload.plan.wear import TBW_USUAL
 
@@ -39,8 +39,7 @@ class FolderJob:
     """Samples, with packing sequences, of an epoch, likewise."""
     has_own_steps: bool = False
     """True if the steps do not follow from the data."""
-    ranks: int = 1
-    nodes: int = 1
+    cluster: Cluster = ONE_RANK_ALONE
     method: str = "sft"
     packing: bool = True
     recompute: bool = True
@@ -73,7 +72,7 @@ class FolderJob:
             seq=config.seq,
             steps=config.steps,
             has_own_steps=config.steps > 0,
-            ranks=ranks,
+            cluster=Cluster(ranks),
             method="sft" if config.method == "auto" else config.method,
             packing=config.packing,
             recompute=config.recompute == "block",
@@ -92,6 +91,10 @@ class FolderJob:
             longest=counts.longest,
             mean_tokens=counts.tokens / counts.samples,
         )
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.ranks
 
     @property
     def is_packed(self) -> bool:

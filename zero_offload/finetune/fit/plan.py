@@ -40,7 +40,7 @@ from zero_offload.finetune.fit.request import (
 )
 from zero_offload.finetune.fit.work import FolderWork, with_saved
 from zero_offload.finetune.model.folder import LiveChoice
-from zero_offload.hardware.machines import DRIVE_BYTES, Cluster, Machine, find_gpu, gpu_memory_bytes
+from zero_offload.hardware.machines import DRIVE_BYTES, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
 from zero_offload.plan.forecast import NOTICED, break_even_tokens, find_bottleneck
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes
@@ -121,7 +121,7 @@ class Planner:
         self._drawn = model.drawn
         self._rehearsal = model.rehearsal(job)
         self._work = with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
-        self._here = Cluster(job.ranks, job.nodes).ranks_per_node
+        self._here = job.cluster.ranks_per_node
         self._gpu_here = None if job.gpu is not None else find_gpu_here()
 
     def plan(self) -> FolderPlan:
@@ -214,8 +214,9 @@ class Planner:
         job = self._job
         name = job.folder.path.name or str(job.folder.path)
         gpu = None if job.gpu is None else find_gpu(job.gpu)[0]
-        cluster = Cluster(job.ranks, job.nodes)
-        return FolderRequest(name, self._work, 0, config, cluster, job.micro_batch(), gpu, self._gpu_here, job.drives)
+        return FolderRequest(
+            name, self._work, 0, config, job.cluster, job.micro_batch(), gpu, self._gpu_here, job.drives
+        )
 
     def _with_fractions(self, config: OffloadConfig) -> OffloadConfig:
         """With the tiers, in place of "auto", on which a kind of state is best."""

@@ -180,7 +180,7 @@ class Request:
 
     @property
     def partition(self) -> Partition:
-        return Partition.of(self.config, self.cluster.ranks)
+        return Partition.of(self.config, self.cluster.ranks, self.cluster.num_replicas)
 
     def machine(self) -> Machine:
         """One rank's share."""
@@ -327,15 +327,16 @@ def drive_wear(request: Request, memory: MemoryPlan) -> Wear:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Something that money buys, and the step with it; None where it changes nothing."""
+    """Something else, such as what money buys, and the step with it; None where it changes nothing."""
 
     title: str
-    amount: int
+    amount: int | None
+    """How much of it; None of what is a choice."""
     prediction: Prediction | None
 
 
 def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Upgrade]:
-    """More memory, one more drive, one more GPU: each planned anew."""
+    """More memory, one more drive, another mesh, one more GPU: each planned anew."""
     config, here = request.config, request.cluster.ranks_per_node
     where = " in each machine" if request.cluster.nodes > 1 else ""
     if any(is_automatic(config, kind) for kind in PLACED_KINDS):
@@ -353,6 +354,11 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Upgr
         count = (request.drives or remembered_drives(config.nvme_dirs)[0]).count
         found = _predict(request, planned.machine.with_drives((count + 1) / count))
         yield Upgrade(f"more drive{where}", 1, found if found and found.step_s < now.step_s * NOTICED else None)
+    cluster = request.cluster
+    if cluster.nodes > 1 and config.stage > 0 and not cluster.is_hybrid:
+        found = _predict(replace(request, cluster=replace(cluster, is_hybrid=True)))
+        title = "states divided within each machine (--hybrid; a mesh of (replicate, shard))"
+        yield Upgrade(title, None, found if found and found.step_s < now.step_s * NOTICED else None)
     if request.has_gpu:
         larger = request.with_one_more_gpu()
         found = _predict(larger)

@@ -33,7 +33,7 @@ def command(plan: FolderPlan) -> str:
     job = plan.job
     launcher = ["zero-offload"]
     if job.ranks > 1:
-        launcher = ["torchrun", "--nproc-per-node", str(job.ranks // job.nodes), "-m", "zero_offload"]
+        launcher = ["torchrun", "--nproc-per-node", str(job.cluster.ranks_per_node), "-m", "zero_offload"]
     return shlex.join([*launcher, "finetune", *job.words])
 
 
@@ -249,6 +249,7 @@ def _model_lines(plan: ModelPlan) -> Iterator[str]:
     trained, whole = _counts(plan.planned)
     ranks = _count(request.cluster.ranks, "rank")
     where = f" in {_count(request.cluster.nodes, 'machine')}" if request.cluster.nodes > 1 else ""
+    where += ", each of which has all states" if request.cluster.is_hybrid else ""
     lora = f", {trained:,} of them trained (LoRA of rank {request.lora})" if request.lora else ""
     yield f"{request.model}: {whole:,} parameters in {len(request.work)} units on {ranks}{where}{lora}"
     if here is not None:
@@ -302,7 +303,8 @@ def _forecast_lines(plan: ModelPlan) -> Iterator[str]:
     yield f"  bound by {found.bottleneck.title}: {saved}"
     yield f"without offload, if it fitted: {format_duration(found.no_offload_s)}; {_break_even(plan, found)}"
     for offer in plan.offers:
-        yield f"{offer.amount} {offer.title}: {_offer_text(offer, found)}"
+        amount = "" if offer.amount is None else f"{offer.amount} "
+        yield f"{amount}{offer.title}: {_offer_text(offer, found)}"
     yield f"rates: {machine.source}"
     if "not measured" in machine.source and plan.request.gpu is None:
         yield "  (--measure takes some seconds, and is remembered)"
@@ -323,10 +325,14 @@ def _break_even(plan: ModelPlan, found: Forecast) -> str:
 def _offer_text(offer: Upgrade, found: Forecast) -> str:
     now, then = found.prediction, offer.prediction
     if then is None:
-        return "no gain" if offer.amount == 1 else "no gain, nor of less"
+        return "no gain, nor of less" if offer.amount and offer.amount > 1 else "no gain"
     if "GPU" in offer.title:
         return f"{format_number(then.tokens_per_s)} tokens/s ({then.tokens_per_s / now.tokens_per_s:.2f}x)"
-    each = f", {format_duration((now.step_s - then.step_s) / offer.amount)} for each" if offer.amount > 1 else ""
+    each = (
+        f", {format_duration((now.step_s - then.step_s) / offer.amount)} for each"
+        if offer.amount and offer.amount > 1
+        else ""
+    )
     return f"{format_duration(then.step_s)} a step ({format_duration(now.step_s - then.step_s)} less{each})"
 
 
