@@ -50,6 +50,7 @@ DATA = "tests/integrations/test_finetune_data.py::"
 IDENTITY = "tests/integrations/test_identity.py::"
 FINETUNE = "tests/integrations/test_finetune.py::"
 HOMES = "tests/crash/test_homes.py::"
+HOMES_THAT_CHANGE = "tests/crash/test_homes_that_change.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
@@ -1455,10 +1456,38 @@ FAULTS = [
     ),
     fault(
         "machines go on from a commit that only some of them have",
-        "checkpoint/generation.py",
-        "all(what == other.get(each) for other in others)",
-        "True",
+        "checkpoint/spread.py",
+        "        elif not is_cut:\n",
+        "        else:\n",
         HOMES + "test_a_kill_within_a_commit_leaves_one_generation_on_all_machines[decide-2-1]",
+    ),
+    fault(
+        "a generation counts though no machine here has a shard of it",
+        "checkpoint/spread.py",
+        "        if missing:\n            lacking",
+        "        if False:\n            lacking",
+        HOMES_THAT_CHANGE + "test_shards_that_are_nowhere_are_named",
+    ),
+    fault(
+        "of machines that went on apart from each other one is chosen in silence",
+        "checkpoint/spread.py",
+        "    if whole[1:] and whole[0].kept.number == whole[1].kept.number:\n",
+        "    if False:\n",
+        HOMES_THAT_CHANGE + "test_a_machine_that_was_left_out_comes_back",
+    ),
+    fault(
+        "a shard comes from its first holder alone",
+        "checkpoint/saved_generation.py",
+        "        twins = self._column[shard :: self.generation.num_shards]\n",
+        "        twins = self._column[shard : shard + 1]\n",
+        HOMES_THAT_CHANGE + "test_a_lost_drive_is_filled_from_a_twin",
+    ),
+    fault(
+        "bytes from another machine are not compared with their checksum",
+        "checkpoint/pieces.py",
+        "            if note[0] != crc32c_of_tensor(payload):\n",
+        "            if False:\n",
+        HOMES_THAT_CHANGE + "test_pieces_come_from_the_machine_that_has_them",
     ),
     fault(
         "halves of two commits with one number are one generation",
@@ -1469,9 +1498,9 @@ FAULTS = [
     ),
     fault(
         "a model goes on from a commit whose leader another machine lacks",
-        "checkpoint/generation.py",
-        " if each is not history.unfinished)\n",
-        ")\n",
+        "checkpoint/spread.py",
+        "                if each is not history.unfinished:\n",
+        "                if True:\n",
         HOMES + "test_two_models_have_one_step_on_all_machines",
     ),
     fault(

@@ -122,8 +122,8 @@ class CrewGroup(CommitGroup):
         self.rank, self.world_size = rank, crew.size
         self.column, self.num_columns = 0, 1
 
-    def agree(self, text: str) -> str:
-        return str(self._crew.meet(text)[0])
+    def agree(self, text: str, source: int = 0) -> str:
+        return str(self._crew.meet(text)[source])
 
     def gather_digests(self, digest: str) -> list[str]:
         return self._crew.meet(digest)

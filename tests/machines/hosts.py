@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,16 +92,22 @@ class Hosts:
     def mend(self, index: int) -> None:
         _ip("-n", self.hosts[index].name, "link", "set", "eth0", "up")
 
-    def start(self, program: Path, *arguments: object, environment: Mapping[str, str] | None = None) -> list[Program]:
-        """One rank of a program on each machine, in the environment that torchrun sets."""
-        started = []
-        for rank, host in enumerate(self.hosts):
+    def start(
+        self,
+        program: Path,
+        *arguments: object,
+        order: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Program]:
+        """One rank of a program on each machine, in the environment that torchrun sets; or on these, in their order."""
+        started, hosts = [], [self.hosts[number] for number in order] or self.hosts
+        for rank, host in enumerate(hosts):
             given = {
                 "RANK": str(rank),
                 "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(len(self.hosts)),
+                "WORLD_SIZE": str(len(hosts)),
                 "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": self.hosts[0].address,
+                "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",

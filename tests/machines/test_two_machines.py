@@ -1,20 +1,23 @@
-"""Two machines with drives of their own, over a network that is cut."""
+"""Machines with drives of their own: a network that is cut, and machines that come in another order, more or fewer."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ranks
-from tests.helpers.ranks import Case, RankPool
+from tests.helpers.ranks import Case, RankPool, RankPools
 from tests.machines.hosts import Hosts, hosts_of, unsupported
 
 PROGRAM = Path(__file__).with_name("program.py")
 MANY = 100_000
+PAIR = (0, 1)
 START_S, NAMED_S = 120, 25
 """For a start of Python beside other tests; until all ranks have named a machine that is gone, which takes 20 s."""
 
@@ -23,13 +26,13 @@ START_S, NAMED_S = 120, 25
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     if why := unsupported():
         pytest.skip(why)
-    with hosts_of(tmp_path, 2) as made:
+    with hosts_of(tmp_path, 4) as made:
         yield made
 
 
 def test_a_cut_link_is_named_on_both_sides_and_the_run_goes_on(hosts: Hosts, pool: RankPool) -> None:
     expected = pool.succeed(ranks.train, Case({"precision": "fp32"}, num_steps=3, max_norm=1.0))
-    programs = hosts.start(PROGRAM, hosts.drive, MANY)
+    programs = hosts.start(PROGRAM, hosts.drive, MANY, order=PAIR)
     for program in programs:
         program.wait_for("step 2 ", START_S)
     hosts.cut(1)
@@ -46,10 +49,30 @@ def test_a_cut_link_is_named_on_both_sides_and_the_run_goes_on(hosts: Hosts, poo
         assert [found[str(step)] for step in range(3)] == [loss.hex() for loss in outcome.losses]
     hosts.mend(1)
     done = max(map(int, losses[0]))
-    again = hosts.start(PROGRAM, hosts.drive, done + 3)
+    again = hosts.start(PROGRAM, hosts.drive, done + 3, order=PAIR)
     assert [program.end(START_S) for program in again] == [0, 0], again[0].said
     firsts = {re.search(r"^first (\d+)", program.said, re.MULTILINE).group(1) for program in again}  # type: ignore[union-attr]
     assert len(firsts) == 1 and done - 1 <= int(firsts.pop()) <= done + 1
     # Each machine has its own rank's files, and no others.
-    for rank, host in enumerate(hosts.hosts):
+    for rank, host in enumerate(hosts.hosts[:2]):
         assert [path.name for path in (host.folder / "run").glob("*.swap")] == [f"rank{rank}.swap"]
+
+
+def test_a_run_goes_on_with_other_machines(hosts: Hosts, pools: RankPools) -> None:
+    """Two, three in another order, four, and four in another order. Losses are those of ranks of one machine that see
+    one directory, and change their number at the same steps."""
+    case = Case({"params": "nvme", "optimizer": "nvme", "precision": "fp32", "existing": "resume"}, max_norm=1.0)
+    shared = replace(case, settings=case.settings | {"nvme": hosts.drive.parent / "shared"})
+    for number, order in enumerate([(0, 1), (2, 1, 0), (3, 0, 1, 2), (1, 2, 3, 0)]):
+        programs = hosts.start(PROGRAM, hosts.drive, number + 1, order=order)
+        assert [program.end(START_S) for program in programs] == [0] * len(order), programs[0].said
+        expected = pools.of(len(order)).succeed(ranks.train, replace(shared, num_steps=number + 1))
+        for program, outcome in zip(programs, expected, strict=True):
+            assert f"first {number}" in program.said
+            losses = dict(re.findall(r"^step (\d+) (\S+)", program.said, re.MULTILINE))
+            assert losses == {str(number): outcome.losses[0].hex()}
+    # A machine with a drive that was emptied, and no twin: one sentence names it on all.
+    shutil.rmtree(hosts.hosts[2].folder / "run")
+    for program in hosts.start(PROGRAM, hosts.drive, 5, order=(0, 1, 2, 3)):
+        assert program.end(START_S) != 0
+        assert f"which were in {hosts.drive / 'run'} on {hosts.hosts[2].name}" in program.said

@@ -71,6 +71,8 @@ def swap_file_name(rank: int, edition: int = 0) -> str:
     return f"rank{rank}.swap" if edition == 0 else f"rank{rank}.{edition}.swap"
 
 
+RANK_MANIFEST = re.compile(r"rank\d+-[01]\.json")
+"""All that `rank_manifest_name` makes."""
 _LOOKS = 5
 """Beside a run, before a generation counts as lost."""
 SWAP_NAME = re.compile(r"rank\d+(\.\d+)?\.swap")

@@ -3,7 +3,7 @@
 Owns the order of a commit. First every write is complete, and flushed if asked for. Then come this rank's manifest, all
 ranks' digests, and the global manifest by the first rank of each home. The commit point is its last one: only then the
 older slots are free. `commit` runs on a thread of its own, behind forward and backward; everything else on the control
-thread. Never deletes a file that no manifest of ours names. The calls: `look`, `shared`, `choose`, `agree` and
+thread. Never deletes a file that no manifest of ours names. The calls: `look`, `spread`, `choose`, `agree` and
 `gather_base` (create, resume or refuse); `start_run`, or `restore` one (where its files are cut anew: `prepare_recut`
 and `commit`) and `tidy` what is left; `commit` per generation.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.checkpoint.homes import Homes
 from zero_offload.checkpoint.joint import ALONE, CommitPart
+from zero_offload.checkpoint.spread import HomeView, Spread, choose_spread
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.storage.files.base_file import check_in_place
 from zero_offload.storage.files.directory import RunDirectory
@@ -61,6 +63,8 @@ from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
 from zero_offload.storage.shards.shard import Component, Shard
 from zero_offload.storage.shards.snapshot import Snapshot
 from zero_offload.storage.shards.store import ShardStore
+
+_log = logging.getLogger("zero_offload")
 
 
 def _records(slot: Mapping[Component, Extent]) -> dict[str, Any]:
@@ -84,8 +88,8 @@ def _is_elsewhere(home: RunDirectory, generation: Generation, ranks: Sequence[in
         places = [f"{name_ranks(each['ranks'])} in {each['directory']} on {each['host']}" for each in generation.homes]
     return CheckpointError(
         f"{home.path} lacks the files of {name_ranks(ranks)}: {generation} is on drives of several machines, "
-        f"{', '.join(places)}. Start as many ranks on each of them, in that order. Or copy the files of all into one "
-        "directory that every machine sees: it goes on with any number of ranks"
+        f"{', '.join(places)}. A run goes on from there with all of them, in any order, and each with its directory in "
+        "nvme=. To read it on one machine, copy the files of all into one directory"
     )
 
 
@@ -137,6 +141,10 @@ class GenerationKeeper:
         """The directories' shares, which say where blocks lie; a generation that was found has its own."""
         self.recuts = False
         """True if that was cut for other ranks or directories than these."""
+        self.holders: dict[int, int] = {}
+        """For each rank of it whose files are here, the first rank of a home that has them."""
+        self._elsewhere: Generation | None = None
+        """The generation found, as another home has it."""
         self._base_parts: list[Any] = []
         """Of each rank's manifest in it, the base's part."""
         self.rng: dict[str, Any] | None = None
@@ -156,50 +164,78 @@ class GenerationKeeper:
             return self.files.check_strangers()  # else whatever it holds, damaged or not
         self._history = History.read(self._home)
 
-    def shared(self) -> set[int] | None:
-        """Numbers of the generations that are whole in all homes, or None for all of the only one. Collective.
+    def spread(self, number: int | None) -> Spread | None:
+        """The generation to go on from, the newest or that of this number, and which homes have its files. None where
+        there is none, or a machine discards what it has. Collective.
 
         A commit that was cut between its homes left a generation in some of them, whose number was used again perhaps.
-        So generations are one by what they consist of. Raises CheckpointError where homes have generations, and none in
-        common.
+        So generations are one by what they consist of; see `choose_spread`. Raises CheckpointError where there are some
+        and none is whole, and IntegrityError where a manifest is damaged: that one may be the newest.
         """
-        if not self.homes.are_several:
+        history, homes, num_columns = self._history, self.homes, self._ranks.num_columns
+        mine: HomeView | None = None
+        found: list[HomeView] = []
+        spread: Spread | None = None
+        with self._ranks.together():
+            if history is not None:
+                if number is None:
+                    history.check()
+                is_used = homes.are_several and bool(history.damaged or self.files.committed)
+                mine = HomeView.of(homes.own_name, self._home, history, is_used=is_used, is_alone=not homes.are_several)
+                if not homes.are_several:
+                    found = [mine]
+                    spread = choose_spread(found, num_columns, number)
+        if homes.are_several:
+            # The same words on all ranks, so the same choice and the same errors.
+            found = [view for _, view in homes.gather(mine) if view is not None]
+            if 0 < len(found) < len(homes.all_firsts):
+                raise CheckpointError(
+                    f"existing='discard' on some machines, and on others not: {'; '.join(map(str, found))}. Give all "
+                    "ranks the same existing="
+                )
+            spread = choose_spread(found, num_columns, number)
+        if spread is None:
             return None
-        history, mine = self._history, None
-        if history is not None:
-            finished = (each for each in history.generations.values() if each is not history.unfinished)
-            numbers = {str(each.number): each.identity for each in finished}
-            mine = [numbers, bool(history.damaged or self.files.committed)]
-        found = self.homes.gather(mine)
-        if any(word is None for _, word in found):
-            return None  # some discard: `agree` tells where others do not
-        first, *others = [numbers for _, (numbers, _) in found]
-        shared = {int(each) for each, what in first.items() if all(what == other.get(each) for other in others)}
-        if not shared and any(is_committed for _, (_, is_committed) in found):
-            said = (f"{name} has {', '.join(numbers) or 'none'}" for name, (numbers, _) in found)
-            raise CheckpointError(
-                f"no generation is on the drives of all machines: {'; '.join(said)}. Where a drive was exchanged or "
-                "emptied, load a checkpoint into an empty directory; to start over, existing='discard'"
-            )
-        return shared
+        self.holders = {rank: homes.all_firsts[home] for rank, home in spread.holders.items()}
+        for view in found:
+            left = max((kept.number for kept in view.kept.values()), default=0)
+            if spread.identity not in view.kept and left and homes.is_first and view.name == homes.own_name:
+                _log.info("%s; the run goes on from %s", view, spread.kept.text)
+        self._elsewhere = None
+        if any(spread.identity not in view.kept for view in found):
+            source = self.holders[min(spread.holders)]
+            own = self._own(spread)
+            text = json.dumps(None if own is None else dict(own.payload))
+            payload = json.loads(self._ranks.agree(text, source))
+            # Directories of another machine are none of this one's, whatever they are called.
+            self._elsewhere = Generation.parse(payload | {"directories": []}, spread.kept.text)
+        return spread
 
-    def choose(self, number: int | None, shared: set[int] | None) -> None:
-        """Choose the newest generation, or the one of this number, of those that all homes share.
+    def _own(self, spread: Spread) -> Generation | None:
+        """The generation chosen, as this home has it."""
+        history = self._history
+        found = () if history is None else history.generations.values()
+        return next((each for each in found if each.identity == spread.identity), None)
+
+    def choose(self, number: int | None, spread: Spread | None) -> None:
+        """Go on from the generation that `spread` gave; `number` is that which the user has named.
 
         Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
         """
         if self._history is None:
             return None
-        if number is None:
-            self._history.check()
-        found = (self._history if shared is None else self._history.among(shared)).choose(number)
-        if found is None:
+        own = None if spread is None else self._own(spread)
+        found = own or self._elsewhere
+        if found is None and number is not None:
+            self._history.choose(number)  # which raises
+        if spread is None or found is None:
             # It goes on with the run that is there, if only by name: others may have been committed with it.
             self.run_id = self.files.run_id or self.run_id
             return self.files.check_strangers()
         if self._existing is Existing.REFUSE:
+            where = self._home.path if own is not None else f"{spread.kept.place_of(0)}, of this run,"
             raise ConfigError(
-                f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
+                f"{where} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
         with reading(str(self._home.path)):
@@ -214,18 +250,25 @@ class GenerationKeeper:
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
                 f"{self._ranks.num_columns} parts, as this run's do. Use the same number of tensor-parallel ranks"
             )
-        is_same = (found.world_size, found.num_shards) == (self._ranks.world_size, self.layout.num_shards)
-        needed, here = [self._ranks.rank] if is_same else range(found.world_size), found.ranks_in(self._home.names())
-        if missing := [rank for rank in needed if rank not in here]:
-            raise _is_elsewhere(self._home, found, missing)
         self.found, self.run_id, self.edition, self._number = found, found.run_id, found.edition, found.number
-        self.goes_back = not self._history.is_newest(found)
-        self.recuts = self._is_cut_otherwise(found)
+        self.goes_back = own is not None and not self._history.is_newest(found)
+        self.recuts = self.holders.get(self._ranks.rank) != self._here or self._is_cut_otherwise(found)
         if self.recuts:
-            self.files.check_strangers(self._history.generations.values())
-            self.edition = 1 + max(each.edition for each in self._history.generations.values())
+            here = self._history.generations.values()
+            self.files.check_strangers(here)
+            self.edition = 1 + max(each.edition for each in (found, *here))
         else:
             self.weights = stripe_weights_of(found, len(self._directories))
+
+    @property
+    def _here(self) -> int:
+        """The first rank of this home."""
+        return self.homes.firsts[self._ranks.rank]
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """The ranks of the generation found whose files this home has."""
+        return [rank for rank, first in self.holders.items() if first == self._here]
 
     def _is_cut_otherwise(self, found: Generation) -> bool:
         if self.lies_elsewhere:

@@ -51,7 +51,16 @@ class Homes:
     @property
     def members(self) -> list[int]:
         """The ranks of this home."""
-        return [rank for rank, first in enumerate(self.firsts) if first == self.firsts[self.ranks.rank]]
+        return self.members_of(self.firsts[self.ranks.rank])
+
+    def members_of(self, first: int) -> list[int]:
+        """The ranks of the home whose first rank this is."""
+        return [rank for rank, each in enumerate(self.firsts) if each == first]
+
+    @property
+    def all_firsts(self) -> list[int]:
+        """The first rank of each home, in the order of `gather`."""
+        return sorted(set(self.firsts))
 
     def of_first(self, word: Any) -> Any:
         """The word, a value of JSON, of the first rank here. Collective over all homes."""
@@ -60,7 +69,11 @@ class Homes:
     def gather(self, word: Any) -> list[tuple[str, Any]]:
         """The name of each home, which two may have, and the word of its first rank. Collective."""
         words = self.ranks.gather(word)
-        return [(self.name(first), words[first]) for first in sorted(set(self.firsts))]
+        return [(self.name(first), words[first]) for first in self.all_firsts]
+
+    @property
+    def own_name(self) -> str:
+        return self.name(self.firsts[self.ranks.rank])
 
     def name(self, rank: int) -> str:
         return f"{self.paths[rank]} on {self.hosts[rank]}"
@@ -74,7 +87,7 @@ class Homes:
                 "ranks": [rank for rank, each in enumerate(self.firsts) if each == first],
                 "is_here": first == self.firsts[self.ranks.rank],
             }
-            for first in sorted(set(self.firsts))
+            for first in self.all_firsts
         ]
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Container, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from zero_offload.checkpoint.base_record import base_sections
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name, told_changes
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.homes import Homes, open_homes
+from zero_offload.checkpoint.pieces import PieceExchange
 from zero_offload.checkpoint.saved_generation import SavedGeneration, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
@@ -109,9 +111,9 @@ class RunFiles:
         if durability is not Durability.SCRATCH:
             with ranks.together():
                 keeper.look(Existing(config.existing))
-            shared = keeper.shared()
+            spread = keeper.spread(config.generation)
             with ranks.together():
-                keeper.choose(config.generation, shared)
+                keeper.choose(config.generation, spread)
             keeper.agree()
             keeper.gather_base()
             self.keeper = keeper
@@ -161,12 +163,17 @@ class RunFiles:
             places = _places_of(found, directories, self._others) if keeper.recuts else directories
             # With an engine of its own: io_uring keeps files that it has once known until it ends.
             self._reader = open_engine(num_drives=len(places))
-            first_rank = ranks.first_of_column(found.world_size)
-            saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain, first_rank)
+            exchange = PieceExchange(homes, keeper.holders) if homes.are_several and keeper.recuts else None
+            column = ranks.column_of(found.world_size)
+            saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain, column, exchange)
             saved.look_in(keeper.layout)
             if keeper.goes_back:
                 # Its slots are those that the newer generation's updates have not written over; or have.
-                require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
+                members = homes.members
+                require_whole(verify(saved, keeper.ranks_here[members.index(ranks.rank) :: len(members)]))
+            told = {} if exchange is None else saved.tell(exchange.mine())
+        if exchange is not None:
+            saved.hear(ranks.gather(told))
         if keeper.recuts:
             self._earlier = saved
             with ranks.together():
@@ -214,10 +221,15 @@ class RunFiles:
         else:
             self.swap.create()
 
-    def fill(self, store: ShardStore, shards: Sequence[Shard], shard_index: int) -> None:
-        """Give these shards the values of the generation found; without one, nothing."""
-        if self.keeper is None or self.keeper.found is None:
-            return
+    def fill(self, store: ShardStore, shards: Sequence[Shard], shard_index: int, ranks: CommitGroup) -> None:
+        """Give these shards the values of the generation found; without one, nothing. Collective."""
+        if self.found is not None:
+            exchanging = nullcontext() if self._earlier is None else self._earlier.exchanging()
+            with ranks.together(), exchanging:
+                self._fill(store, shards, shard_index)
+
+    def _fill(self, store: ShardStore, shards: Sequence[Shard], shard_index: int) -> None:
+        assert self.keeper is not None
         if self._earlier is None:
             self.keeper.restore(shards, shard_index)
             return
@@ -243,6 +255,11 @@ class RunFiles:
             same_ranks = found.world_size == ranks.world_size
             with ranks.together():
                 keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
+                if same_ranks and not self._earlier.has(ranks.rank):
+                    warn_user(
+                        f"{found}: the files of rank {ranks.rank} are gone, and a twin's have its values. Its random "
+                        "number generators are not restored"
+                    )
             record = StepRecord.of(found, keeper.rng)
             keeper.commit(replace(record, resting=found.resting_in(keeper.layout)))
             if self._lies_elsewhere and ranks.rank == 0:

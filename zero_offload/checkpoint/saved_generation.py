@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
 from zero_offload.checkpoint.base_record import base_sections, files_of, open_base
 from zero_offload.checkpoint.format import (
+    BASE,
     CHECKPOINT_KIND,
     RUN_NAME,
     Generation,
@@ -40,6 +42,7 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.checkpoint.generation import read_rank_manifest
 from zero_offload.checkpoint.homes import Homes
+from zero_offload.checkpoint.pieces import Piece, PieceExchange
 from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.runtime.ranks.collectives import CommitGroup
@@ -229,12 +232,17 @@ class SavedGeneration:
         directories: Sequence[RunDirectory],
         engine: FileEngine,
         on_error: Callable[[Exception], None] = lambda _: None,
-        first_rank: int = 0,
+        column: range | None = None,
+        exchange: PieceExchange | None = None,
     ) -> None:
-        """`directories` in the order in which the generation is striped over them. `first_rank` wrote shard 0 of the
-        part of the model that is read."""
+        """`directories` in the order in which the generation is striped over them. The ranks in `column` wrote the part
+        of the model that is read, the first of them shard 0. `exchange` has what is on other machines."""
         self.generation = generation
-        self._first_rank = first_rank
+        self._column = range(generation.num_shards) if column is None else column
+        self._exchange = exchange
+        self._told: dict[int, Any] = {}
+        """Of ranks whose files are on other machines, what a reader of their manifests needs."""
+        self._brought: dict[Piece, torch.Tensor] = {}
         self.directories = tuple(directories)
         self.sections = sections_of(generation)
         self._engine = engine
@@ -266,8 +274,7 @@ class SavedGeneration:
                         check_fingerprint(generation.payload.get("params"), layout, str(path), thaws=True)
                 engine = open_engine(num_drives=len(directories))
                 cleanup.callback(engine.close)
-                first_rank = ranks.first_of_column(generation.world_size)
-                saved = cls(generation, directories, engine, first_rank=first_rank)
+                saved = cls(generation, directories, engine, column=ranks.column_of(generation.world_size))
                 saved.look_in(layout)
                 cleanup.callback(saved.close)
             cleanup.callback(engine.close)  # before its files
@@ -289,6 +296,8 @@ class SavedGeneration:
 
     def payload(self, rank: int) -> dict[str, Any]:
         """A rank's manifest. Raises IntegrityError."""
+        if rank not in self._payloads and rank in self._told:
+            self._payloads[rank] = self._told[rank]
         if rank not in self._payloads:
             payload = read_rank_manifest(self.directories[0], self.generation, rank)
             listed = payload.get("sections")
@@ -297,10 +306,38 @@ class SavedGeneration:
             self._payloads[rank] = payload
         return self._payloads[rank]
 
-    @property
+    @cached_property
     def ranks_here(self) -> list[int]:
         """All ranks, unless the generation is on drives of several machines."""
+        if self._exchange is not None:
+            return [rank for rank in range(self.generation.world_size) if self._exchange.is_here(rank)]
         return self.generation.ranks_in(self.directories[0].names())
+
+    def has(self, rank: int) -> bool:
+        """True if a rank's files are here, or on a machine that this one hears from."""
+        return rank in self.ranks_here or rank in self._told
+
+    def tell(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """The words of the manifests of these ranks that other machines need: JSON values."""
+        return {rank: self._summary(rank) for rank in ranks}
+
+    def hear(self, told: Iterable[Mapping[int, Any]]) -> None:
+        """Take over the words of all machines."""
+        words = {rank: word for each in told for rank, word in each.items()}
+        self._told = {rank: word for rank, word in words.items() if rank not in self.ranks_here}
+
+    def _summary(self, rank: int) -> dict[str, Any]:
+        payload = self.payload(rank)
+        with reading(str(self.directories[0].path)):
+            sections = [
+                {"shard_numel": each["shard_numel"], "components": dict.fromkeys(each["components"])}
+                for each in payload["sections"]
+            ]
+        return {"sections": sections, "rng": payload.get("rng"), BASE: payload.get(BASE)}
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Inside, `source` reads what is on other machines, too. Collective, with each call of a source."""
+        return nullcontext() if self._exchange is None else self._exchange.open(self._read_piece)
 
     def rank(self, rank: int) -> RankFiles:
         """A rank's files, opened with the first call. Raises IntegrityError when one is too short."""
@@ -331,24 +368,32 @@ class SavedGeneration:
         self, swap: SwapFile, section: SectionLayout, rank: int
     ) -> Iterator[tuple[tuple[int, Component], Extent]]:
         entry = self.payload(rank)["sections"][section.index]
-        records = entry.get("components")
+        for component in self._kept(section, rank):
+            name = f"section {section.index} {component.value}.{entry.get('slot')}"
+            record = entry["components"].get(component.value)
+            (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
+            yield (section.index, component), extent
+
+    def _kept(self, section: SectionLayout, rank: int) -> list[Component]:
+        """The arrays of a section in a rank's files."""
         with reading(str(self.directories[0].path)):
-            kept = set(map(Component, records))
+            kept = set(map(Component, self.payload(rank)["sections"][section.index]["components"]))
         if section.index in self._in_base or not section.params:
-            return
-        for component in Component:
-            if component in kept or component in master_components(section):
-                name = f"section {section.index} {component.value}.{entry.get('slot')}"
-                record = records.get(component.value)
-                (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
-                yield (section.index, component), extent
+            return []
+        return [each for each in Component if each in kept or each in master_components(section)]
+
+    def _rank_of(self, shard: int) -> int:
+        """A rank that has a shard: the first here, or else the first anywhere."""
+        twins = self._column[shard :: self.generation.num_shards]
+        near = next((rank for rank in twins if rank in self.ranks_here), None)
+        return next(filter(self.has, twins), twins[0]) if near is None else near
 
     def states(self, layout: SectionLayout) -> list[Component]:
         """The states of a section of a model that optimizers keep."""
-        extents = self.rank(self._first_rank).extents
         names = [piece.spec.name for piece in layout.params if not piece.is_gone]
         indices = {self._names[name][0] for name in names} if self._names else {layout.index}
-        kept = (each for section, each in extents if section in indices)
+        rank = self._rank_of(0)
+        kept = (each for index in sorted(indices) for each in self._kept(self.sections[index], rank))
         return list(dict.fromkeys(each for each in kept if is_state(each)))
 
     def read(self, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
@@ -361,29 +406,40 @@ class SavedGeneration:
             first = begin * out.itemsize
             self._base.read(self._places[index], first, first + out.nbytes, out.data_ptr())
             return
-        position, end = begin, begin + out.numel()
-        shard_numel = self.rank(self._first_rank).sections[index].shard_numel
-        while position < end:
-            shard, offset = divmod(position, shard_numel)
-            if shard >= self.generation.num_shards:
-                out[position - begin :] = 0
-                return
-            files = self.rank(self._first_rank + shard)
-            if (index, component) not in files.extents:
-                out.zero_()
-                return
-            row = offset // CHUNK_NUMEL
-            block = self._read_block(files, index, component, row)
-            part = block[offset - row * CHUNK_NUMEL :][: end - position]
-            out[position - begin :][: part.numel()] = part
-            position += part.numel()
+        for low, high, piece in self._pieces(index, component, begin, begin + out.numel()):
+            part = out[low - begin : high - begin]
+            if piece is None:
+                part.zero_()
+            else:
+                part.copy_(self._brought[piece] if piece in self._brought else self._read_piece(piece))
 
-    def _read_block(self, files: RankFiles, index: int, component: Component, row: int) -> torch.Tensor:
-        section = files.sections[index]
-        begin, end = section.chunks()[row]
-        dtype, extent = component_dtype(section, component), files.extents[index, component]
-        array = files.swap.read_block(extent, row, dtype, self._block())
-        return decode_array(section, component, array, end - begin) if is_state(component) else array
+    def _pieces(
+        self, index: int, component: Component, begin: int, end: int
+    ) -> Iterator[tuple[int, int, Piece | None]]:
+        """Where elements of a section are: from, to, and the piece that has them; None where they were never saved."""
+        while begin < end:
+            shard_numel = self._shard_of(self.sections[index], self._rank_of(0)).shard_numel
+            shard, offset = divmod(begin, shard_numel)
+            if shard >= self.generation.num_shards:
+                yield begin, end, None
+                return
+            rank, row = self._rank_of(shard), offset // CHUNK_NUMEL
+            first = row * CHUNK_NUMEL
+            until = min(end, begin - offset + min(first + CHUNK_NUMEL, shard_numel))
+            piece = Piece(rank, index, component.value, row, offset - first, offset - first + until - begin)
+            is_kept = component in self._kept(self.sections[index], rank)
+            yield begin, until, piece if is_kept else None
+            begin = until
+
+    def _read_piece(self, piece: Piece) -> torch.Tensor:
+        """(end - begin,) elements of a piece that is here, host; valid until the next is read."""
+        files, component = self.rank(piece.rank), Component(piece.component)
+        section = files.sections[piece.section]
+        begin, end = section.chunks()[piece.row]
+        dtype, extent = component_dtype(section, component), files.extents[piece.section, component]
+        array = files.swap.read_block(extent, piece.row, dtype, self._block())
+        values = decode_array(section, component, array, end - begin) if is_state(component) else array
+        return values[piece.begin : piece.end]
 
     def _block(self) -> Region:
         if self._staging is None:
@@ -395,10 +451,51 @@ class SavedGeneration:
         offset = shard_index * layout.shard_numel
 
         def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            if self._exchange is not None:
+                self._fetch_pieces(self._exchange, layout, component, offset + begin, offset + end)
             values = self._elements(layout, component, offset + begin, offset + end)
             return encode_array(layout, component, values) if is_state(component) else values
 
         return source
+
+    def _fetch_pieces(
+        self, exchange: PieceExchange, layout: SectionLayout, component: Component, begin: int, end: int
+    ) -> None:
+        """Have what `_elements` reads of other machines, in the place of what was brought before."""
+        wanted = dict[Piece, torch.dtype]()
+        for saved, part, low, high in self._reads(layout, component, begin, end):
+            dtype = torch.float32 if is_state(part) else component_dtype(saved, part)
+            pieces = (piece for _, _, piece in self._pieces(saved.index, part, low, high) if piece is not None)
+            wanted |= {piece: dtype for piece in pieces if piece.rank not in self.ranks_here}
+        self._brought = {}
+        self._brought = exchange.fetch(list(wanted.items()))
+
+    def _reads(
+        self, layout: SectionLayout, component: Component, begin: int, end: int
+    ) -> Iterator[tuple[SectionLayout, Component, int, int]]:
+        """The elements of saved sections that `_elements` reads."""
+        for piece in layout.params if self._names else ():
+            low, high = max(piece.begin, begin), min(piece.end, end)
+            if low < high and not piece.is_gone:
+                index, first = self._names[piece.spec.name]
+                ahead = first - piece.begin
+                for part in self._parts(layout, self.sections[index], component):
+                    yield self.sections[index], part, low + ahead, high + ahead
+        if not self._names:
+            saved = self.sections[layout.index]
+            for part in self._parts(layout, saved, component):
+                yield saved, part, begin, end
+
+    def _parts(self, layout: SectionLayout, saved: SectionLayout, component: Component) -> Sequence[Component]:
+        """The saved components that one of a section is made of, as `_converted` does it."""
+        if saved.index in self._in_base:
+            return ()
+        if not is_state(component) and layout.trainable:
+            if not saved.trainable:
+                return (Component.VALUE,)
+            if Component.RESIDUAL in master_components(layout) and saved.state_format is not layout.state_format:
+                return master_components(saved)
+        return (component,)
 
     def _elements(self, layout: SectionLayout, component: Component, begin: int, end: int) -> torch.Tensor:
         """(end - begin,) elements of a section of a model, host; states in fp32."""
@@ -445,13 +542,16 @@ class SavedGeneration:
             )
 
     def rng_of(self, rank: int) -> dict[str, Any] | None:
-        """A rank's random number generators."""
+        """A rank's random number generators; None where its files are nowhere."""
+        if not self.has(rank):
+            return None
         rng: dict[str, Any] | None = self.payload(rank).get("rng")
         return rng
 
     def base_places(self, base: BaseFiles) -> dict[int, list[BaseSpan]]:
         """Where each section lies that rests in the base, which `base` opens; see `open_base`."""
-        return open_base(base, self.generation, [self.payload(rank) for rank in self.ranks_here])
+        known = sorted({*self.ranks_here, *self._told})
+        return open_base(base, self.generation, [self.payload(rank) for rank in known])
 
     @cached_property
     def _places(self) -> dict[int, list[BaseSpan]]:

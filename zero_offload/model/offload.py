@@ -146,6 +146,9 @@ def offload(
             with builder.ranks.together():
                 builder.make_units()
                 builder.make_movers()
+            builder.fill()
+            with builder.ranks.together():
+                builder.move_in()
                 owner = builder.make_runtime()
                 undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until Python exits
                 _install(model, owner, owner.units, builder.spec, builder.casts, undo)
@@ -264,9 +267,7 @@ class Builder:
         self.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes()) if updates_in_backward else None
 
     def make_movers(self) -> None:
-        """Make what moves bytes, start the workers, and move the model in. Parameters come last: a smaller dtype
-        rounds frozen parameters, which cannot be given back then.
-        """
+        """Make what moves bytes, start the workers, and move buffers."""
         config, device, store, collectives, files = self.config, self.device, self.store, self.collectives, self.files
         device.record_to(self.counters.spans)
         loader: ParamLoader = HostParamLoader(store, collectives.shard_index)
@@ -288,11 +289,17 @@ class Builder:
         )
         self.update_worker = self._start_worker("zero_offload-update")
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
-        files.fill(store, store.shards, collectives.shard_index)
+
+    def fill(self) -> None:
+        """Read the generation found, if there is one. Collective: ranks may have each other's files."""
+        self.files.fill(self.store, self.store.shards, self.collectives.shard_index, self.ranks)
+
+    def move_in(self) -> None:
+        """Move the parameters in. They come last: a smaller dtype rounds frozen ones for good."""
         self.base_paths = base_paths(tensor for _, tensor in offloaded_tensors(self.model))
-        values_of = None if files.found is not None else collectives.shard_index
-        self.without_values = move_in(self.model, self.units, store, values_of, self.undo)
-        store.staging.drop()
+        values_of = None if self.files.found is not None else self.collectives.shard_index
+        self.without_values = move_in(self.model, self.units, self.store, values_of, self.undo)
+        self.store.staging.drop()
 
     def _make_limit(self) -> DeviceLimit:
         collectives, grows = self.collectives, self.config.device_memory is None
@@ -533,8 +540,9 @@ class Growth:
                 for index in range(first, len(self.layout.units))
             ]
             self.cast_buffers = move_buffers(self.root, self.buffer_dtypes, owner.device, self.undo)
-            if self.awaited:
-                files.fill(store, shards, shard_index)
+        if self.awaited:
+            files.fill(store, shards, shard_index, owner.ranks)
+        with owner.ranks.together():
             values_of = None if self.awaited else shard_index
             self.without_values = move_in(self.root, self.units, store, values_of, self.undo)
             store.staging.drop()

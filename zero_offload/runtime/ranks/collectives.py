@@ -13,7 +13,7 @@ Flags and sums are blocking calls. All are on the control thread, each announced
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -42,6 +42,7 @@ WARN_S = 10.0
 
 
 _TAGS = 1 << 30
+_SHIPPED = "parts of a generation on another machine's drive"
 
 
 class Exchange(Protocol):
@@ -412,18 +413,36 @@ class CommitGroup:
         self._numbers = [self._order.index(number) for number in range(len(ascending))]
         """Our number of each of torch's ranks."""
 
-    def first_of_column(self, world_size: int) -> int:
-        """The first rank that holds this part in a run of so many ranks."""
-        return self.column * (world_size // self.num_columns)
+    def column_of(self, world_size: int) -> range:
+        """The ranks that hold this part in a run of so many ranks."""
+        size = world_size // self.num_columns
+        return range(self.column * size, (self.column + 1) * size)
 
-    def agree(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
+    def agree(self, text: str, source: int = 0) -> str:
+        """The text of rank `source`, on every rank."""
         if self._group is None:
             return text
         holder = [text]
-        with self._watch.waiting("rank 0's word"):
-            dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
+        with self._watch.waiting(f"rank {source}'s word"):
+            dist.broadcast_object_list(holder, group=self._group, group_src=self._order[source])
         return holder[0]
+
+    def ship(self, wanted: Sequence[tuple[int, torch.Tensor]], sent: Iterable[tuple[int, int, torch.Tensor]]) -> None:
+        """Fill `wanted`, bytes, each from a rank, by what that has in `sent`: for which rank, and for which of its
+        wanted ones. Each of those is asked for when it is its turn, and may be made then.
+        """
+        with self._watch.waiting(_SHIPPED):
+            works = [
+                dist.irecv(target, group=self._group, group_src=self._order[rank], tag=tag)
+                for tag, (rank, target) in enumerate(wanted)
+            ]
+        for rank, tag, piece in sent:
+            with self._watch.waiting(_SHIPPED):
+                dist.send(piece, group=self._group, group_dst=self._order[rank], tag=tag)
+        with self._watch.waiting(_SHIPPED):
+            for work in works:
+                assert work is not None
+                work.wait()
 
     def gather(self, word: Any) -> list[Any]:
         """Every rank's word, a value of JSON; for words that are few, as at the start."""

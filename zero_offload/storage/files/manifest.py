@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ lacks the states that no optimizer keeps, and may have them in other formats tha
 in a base, which a generation only names. There is no 3, 5 and 6: a flipped bit would make them an earlier one."""
 READABLE = (1, 2, 4, VERSION)
 SIZE_MAX_BYTES = GIB
+_DIGEST, _HEAD_BYTES = re.compile(rb'"sha256":"([0-9a-f]{64})"'), 256
 
 
 def write_manifest(directory: RunDirectory, name: str, payload: Mapping[str, Any], durability: Durability) -> str:
@@ -81,6 +83,16 @@ def read_manifest(directory: RunDirectory, name: str, expected_digest: str | Non
     if expected_digest not in (None, digest):
         raise _damaged(path, f"it has digest {digest[:16]}, the commit names {expected_digest:.16}")
     return payload
+
+
+def recorded_digest(directory: RunDirectory, name: str) -> str:
+    """The digest that manifest `name` says it has, which nothing verifies here; empty where it says none."""
+    try:
+        head = _read_file(directory, name)[:_HEAD_BYTES]
+    except IntegrityError:
+        return ""
+    found = _DIGEST.search(head)
+    return "" if found is None else found[1].decode()
 
 
 def _digest(payload: Mapping[str, Any], path: Path) -> str:
