@@ -43,6 +43,7 @@ from zero_offload.model.live_blocks import LiveBlocks
 from zero_offload.model.offload import offload, plan
 from zero_offload.model.profile import profile
 from zero_offload.model.run_log import RunLog
+from zero_offload.model.steps import steps
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 from zero_offload.runtime.ranks.join import join
@@ -93,4 +94,5 @@ __all__ = [
     "resume",
     "save_checkpoint",
     "stats",
+    "steps",
 ]

@@ -27,7 +27,6 @@ from tests.helpers.launched import run_program
 from zero_offload.cli.main import main
 from zero_offload.finetune.pretrain import train as recipe
 from zero_offload.finetune.pretrain.settings import TrainConfig
-from zero_offload.runs.stop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("quick_endings")
 STEPS = 14
@@ -325,7 +324,8 @@ def test_going_back_a_generation_and_on_with_other_tiers(
     assert refused.code == 2 and f"no generation 3; there is: generation {STEPS} (step {STEPS}," in refused.err
     places = ["--params-tier", "cpu", "--optimizer-tier", "cpu", "--commit-every", 7]
     with monkeypatch.context() as patches:
-        patches.setattr(recipe, "requested_stop", lambda: contextlib.nullcontext(StopRequest(requested=True)))
+        asked = SimpleNamespace(requested=True)
+        patches.setattr(recipe, "requested_stop_of", lambda _: contextlib.nullcontext(asked))
         stopped = _here(capsys, *arguments, *places, "--generation", STEPS - 1)
     assert stopped.code == 130 and "the same command without --generation continues from there" in stopped.out
     done = _here(capsys, *arguments, *places, "--generation", STEPS - 1)

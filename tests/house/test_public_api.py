@@ -55,6 +55,7 @@ PUBLIC_NAMES = {
     "resume",
     "save_checkpoint",
     "stats",
+    "steps",
 }
 NN_NAMES = {"TiledLinear", "chunked_cross_entropy"}
 """Of `zo.nn`, which `import *` does not give: it would hide torch's."""

@@ -60,7 +60,7 @@ from zero_offload.runs.locate import described, has_generation
 from zero_offload.runs.progress import Progress
 from zero_offload.runs.ranks import Ranks, joined_ranks
 from zero_offload.runs.resume import check_generation_asked, check_last_step, earlier_identity, find_existing
-from zero_offload.runs.stop import Ending, closed_on_error, requested_stop
+from zero_offload.runs.stop import Ending, closed_on_error, requested_stop_of
 from zero_offload.storage.files.directory import RunDirectory
 
 SETTINGS_FILE, TOKENS = "run.toml", "tokens"
@@ -337,7 +337,7 @@ def _train(
                 _list_files(config.out, is_finished=False)
             trainer = make_trainer(context, model, reference, log, steps)
             # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
-            with requested_stop() as stop:
+            with requested_stop_of(context.ranks) as stop:
                 stops = StopsWhenAsked(stop, context.ranks)
                 trainer.add_callback(stops)
                 trainer.train()

@@ -46,7 +46,7 @@ from zero_offload.integrations.transformers import OffloadMixin
 from zero_offload.model.api import need_runtime
 from zero_offload.runs.progress import Progress
 from zero_offload.runs.ranks import Ranks
-from zero_offload.runs.stop import StopRequest
+from zero_offload.runtime.stop import StopRequest
 from zero_offload.storage.files.directory import RunDirectory
 
 _NON_FINITE_STEPS_MAX = 3

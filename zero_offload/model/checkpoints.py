@@ -42,6 +42,7 @@ from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.param_groups import check_groups, group_records, restore_groups
 from zero_offload.runtime.grads.gradients import check_closed
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.standins.owners import is_removed, owner_of
 
 
@@ -84,9 +85,22 @@ def commit(
     Raises ConfigError when `extra` is of something else, or `optimizer` not this model's. So it does where one of
     `also` makes no generations, or promises less than `model` does (durability).
     """
-    call = "zo.commit"
+    keep("zo.commit", model, optimizer, extra, also)
+
+
+def keep(
+    call: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    also: Also = (),
+    own: Any = None,
+    notice: Notice | None = None,
+) -> None:
+    """As `commit`. `own`, JSON, is this rank's, which a resume on as many ranks finds by `own_of`. `notice` travels
+    with the agreement of all ranks that they commit."""
     members = members_of(call, model, optimizer, also)
-    with together(call, members):
+    with together(call, members, notice):
         check_keep_alike(call, members)
         optimizers = [_optimizer_of(call, each.optimizer, each.owner) for each in members]
         for each in members:
@@ -95,16 +109,32 @@ def commit(
         groups, kept = [_records(each) for each in optimizers], _json(extra)
         for each, its_groups in zip(members, groups, strict=True):
             each.owner.groups = its_groups
-    owner, *others = [(each.owner, partial(_capture, each.model, each.owner)) for each in members]
-    owner[0].commit(owner[1], kept, is_frozen=optimizer is None, also=others)
+    lead, *others = members
+    parts = [(each.owner, partial(_capture, each.model, each.owner)) for each in others]
+    lead.owner.commit(partial(_capture, lead.model, lead.owner, own), kept, is_frozen=optimizer is None, also=parts)
 
 
-def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
+_OWN = "own"
+
+
+def own_of(owner: ModelRuntime) -> Any:
+    """This rank's part of the generation that the run goes on from; None where another number of ranks made it."""
+    rng = None if owner.keeper is None else owner.keeper.rng
+    return None if rng is None else rng.get(_OWN)
+
+
+def _capture(model: nn.Module, owner: ModelRuntime, own: Any = None) -> dict[str, Any]:
+    rng = capture_rng() | ({} if own is None else {_OWN: own})
     if owner.ranks.rank != 0:
-        return {"rng": capture_rng(), "buffers": {}}
+        return {"rng": rng, "buffers": {}}
     owner.about = about(model)  # a config may have changed since zo.offload
     forms = forms_of(model, owner.built_buffers)
-    return {"rng": capture_rng(), "buffers": capture_buffers(model), "buffer_forms": forms, "about": owner.about}
+    return {"rng": rng, "buffers": capture_buffers(model), "buffer_forms": forms, "about": owner.about}
+
+
+def check_keeps(call: str, optimizer: torch.optim.Optimizer, owner: ModelRuntime) -> None:
+    """As `commit` checks its optimizer."""
+    _check_keeps(optimizer, owner, call)
 
 
 def _optimizer_of(
@@ -280,7 +310,7 @@ def resume(
                 _check_trains(check_optimizer(call, each.optimizer), each.owner, call)
         check_of_one_commit(members)
         for each in members if len(members) > 1 else ():
-            each.owner.note_joint()
+            each.owner.note_completes()
         if members[0].found is None:
             return None
         _check_step(call, step)

@@ -18,6 +18,7 @@ from zero_offload.base.types import Durability
 from zero_offload.checkpoint.format import Generation
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import ModelRuntime
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.standins.owners import live_owners
 
 Also = Iterable[nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
@@ -70,11 +71,11 @@ def members_of(call: str, model: nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 @contextmanager
-def together(call: str, members: Iterable[Member]) -> Iterator[None]:
-    """`ModelRuntime.together` of each."""
+def together(call: str, members: Sequence[Member], notice: Notice | None = None) -> Iterator[None]:
+    """`ModelRuntime.together` of each; `notice` travels with that of the first."""
     with ExitStack() as met:
         for each in members:
-            met.enter_context(each.owner.together(call))
+            met.enter_context(each.owner.together(call, notice=notice if each is members[0] else None))
         yield
 
 

@@ -35,6 +35,7 @@ from zero_offload.model.iterations import check_count
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.plan.memory import MemoryPlan, Placement, UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.table import PlanTable
+from zero_offload.runtime.stop import StoppedBySignal
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.system import read_file
 
@@ -224,7 +225,7 @@ class RunLog:
             self.close()
         else:
             with suppress(ZeroOffloadError):  # the first error tells more
-                self.close(kind.__name__)
+                self.close(error.by if isinstance(error, StoppedBySignal) else kind.__name__)
 
 
 def _earlier_starts(file: Path) -> list[Any]:

@@ -563,16 +563,16 @@ class ModelRuntime(Owner):
     # The step
 
     @contextmanager
-    def together(self, call: str, instead: str = "") -> Iterator[None]:
+    def together(self, call: str, instead: str = "", notice: Notice | None = None) -> Iterator[None]:
         """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise.
 
         Some calls are easily made on one rank alone. For them `instead` says what to do instead: in every error, and in
-        a warning while this rank waits for the others.
+        a warning while this rank waits for the others. `notice` as in `Agreement.together`.
         """
         self.life.check_alive()  # a forked child has its parent's channel to the others
         may_be_alone = bool(instead) and self.ranks.world_size > 1
         what = f"{call}, which all ranks call ({instead})" if may_be_alone else call
-        with self.collectives.together(what, may_be_alone=may_be_alone):
+        with self.collectives.together(what, notice, may_be_alone=may_be_alone):
             yield
 
     @contextmanager
@@ -821,8 +821,8 @@ class ModelRuntime(Owner):
             joint=JointStep((self.class_name, self._commits), others) if also else None,
         )
 
-    def note_joint(self) -> None:
-        """The program has models that it commits together: a step alone makes no generation."""
+    def note_completes(self) -> None:
+        """The program says more of each step by a commit: a step alone makes no generation."""
         self._commits.completes = True
 
     def _record_at(self, step: int, capture: Capture) -> StepRecord:

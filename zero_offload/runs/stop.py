@@ -1,27 +1,24 @@
 """How a run's process ends: with its last step, with the step in which the user asks it to stop, or by an error.
 
-The calls: `closed_on_error` around all that has the model; `requested_stop()` around the steps, and per step
-`StopRequest.requested`.
+The calls: `closed_on_error` around all that has the model; `requested_stop_of` around the steps.
 """
 
 from __future__ import annotations
 
+import secrets
 import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from enum import StrEnum
-from types import FrameType
 from typing import TypeVar
 
 from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.model.api import close
+from zero_offload.runs.ranks import Ranks
+from zero_offload.runtime.stop import SIGNALS, StopRequest, requested_stop
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -33,39 +30,12 @@ class Ending(StrEnum):
     PLANNED = "planned"
 
 
-@dataclass
-class StopRequest:
-    """Shared by the signal handlers and the loop."""
-
-    requested: bool = False
-    """True if the user asked to stop."""
-
-
 @contextmanager
-def requested_stop() -> Iterator[StopRequest]:
-    """Inside, the first SIGINT or SIGTERM only sets the flag; the second one ends the process as usual.
-
-    Outside the main thread, where signals cannot be caught, the flag stays False.
-    """
-    stop = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
+def requested_stop_of(ranks: Ranks) -> Iterator[StopRequest]:
+    """As `requested_stop`, for a command on these ranks: Ctrl-C too finishes the step."""
+    token = ranks.of_first(secrets.token_hex(8))
+    with requested_stop((signal.SIGINT, *SIGNALS), watch=ranks.watch, token=token) as stop:
         yield stop
-        return
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.requested = True
-        sys.stderr.write("\nfinishing the step, then committing; once more to stop at once\n")
-        for again, handler in previous.items():
-            signal.signal(again, handler)
-
-    for number in _SIGNALS:
-        signal.signal(number, on_signal)
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

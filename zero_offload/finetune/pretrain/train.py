@@ -45,9 +45,10 @@ from zero_offload.runs.progress import Progress
 from zero_offload.runs.ranks import Ranks, joined_ranks
 from zero_offload.runs.resume import check_generation_asked, check_last_step, earlier_identity, find_existing
 from zero_offload.runs.settings import rate_warnings
-from zero_offload.runs.stop import Ending, StopRequest, closed_on_error, requested_stop
+from zero_offload.runs.stop import Ending, closed_on_error, requested_stop_of
 from zero_offload.runs.terminal import printable
 from zero_offload.runs.trace import StepTrace
+from zero_offload.runtime.stop import StopRequest
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -123,7 +124,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
                     warn=progress.note,
                 )
                 # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
-                with log, requested_stop() as stop:
+                with log, requested_stop_of(context.ranks) as stop:
                     with StepTrace(context.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
                         last_step, val_loss = _train_steps(context, log, stop, trace, progress)
                     return _finish(context, last_step, val_loss, stop, progress)

@@ -31,7 +31,7 @@ from zero_offload.base.types import Branches, GradReduction
 from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup, all_gather, reduce_scatter
-from zero_offload.runtime.ranks.watch import Notice, time_limit
+from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
 T = TypeVar("T")
 
@@ -412,6 +412,10 @@ class CommitGroup:
         """torch's number of each of our ranks."""
         self._numbers = [self._order.index(number) for number in range(len(ascending))]
         """Our number of each of torch's ranks."""
+
+    @property
+    def watch(self) -> RankWatch:
+        return self._watch
 
     def column_of(self, world_size: int) -> range:
         """The ranks that hold this part in a run of so many ranks."""

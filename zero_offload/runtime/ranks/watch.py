@@ -247,6 +247,23 @@ class RankWatch:
         yield
         self._say("ended", "")  # the program goes on, perhaps with another model
 
+    @property
+    def is_alone(self) -> bool:
+        return not self._others
+
+    def tell(self, key: str, text: str) -> None:
+        """Leave a text for all ranks of the program, which has one of this key."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(f"zero_offload/{key}", text)
+
+    def told(self, key: str) -> str:
+        """The text that a rank has left under this key; empty where there is none, or no store answers."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([f"zero_offload/{key}"]):
+                return bytes(self._store.get(f"zero_offload/{key}")).decode(errors="replace")
+        return ""
+
     def failed(self, error: BaseException) -> None:
         """This rank ends with `error`: others that wait for it will show its text."""
         if isinstance(error, RankError):
