@@ -433,6 +433,7 @@ def end_badly(rank: int, store: str, how: str, connection: Connection) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
+        connection.send("")
     except zo.ZeroOffloadError as error:
         connection.send(str(error))
     if how == "destroyed":
@@ -466,9 +467,10 @@ def test_a_rank_that_was_killed_elsewhere_is_not_called_slow(tmp_path: Path) -> 
 
 
 def test_a_process_group_that_is_destroyed_before_the_close(tmp_path: Path) -> None:
-    """Steps raise. The close does where torch ends groups that a model holds: before 2.15."""
+    """Steps may go on, in pages and by sends. The close raises where torch ends groups that a model holds: before
+    2.15."""
     says = "torch.distributed.destroy_process_group was called before zo.close"
     step, close, *other_rank = _ends("destroyed", tmp_path / "store")
-    assert f"the gradient norm: {says}" in step
+    assert step == "" or says in step
     assert close == "" or f"zo.close, which all ranks call: {says}" in close
     assert other_rank == [step, close]

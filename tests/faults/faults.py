@@ -39,6 +39,7 @@ EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
 EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
 KEPT_GRADS = "tests/parity/test_kept_grads.py::test_programs_find_the_gradients_of_plain_torch"
 CHUNKS = "tests/models/test_kept_chunks.py::"
+PARTINGS = "tests/parity/test_partings.py::"
 KEPT = "tests/formats/test_kept_files.py::"
 ALIKE = "tests/parity/test_settings_of_ranks.py::"
 STORAGES = "tests/models/test_storages.py::"
@@ -1272,9 +1273,45 @@ FAULTS = [
     fault(
         "ranks with other parts of a DTensor get the random numbers of rank 0",
         "runtime/ranks/collectives.py",
-        "(self._group.agreement_group, None if is_part else row)",
-        "(self._group.agreement_group, row)",
+        "(self._group.agreement_group, None if is_part else self._row)",
+        "(self._group.agreement_group, self._row)",
         DTENSORS + "test_random_numbers_are_those_of_the_first_rank_with_a_part",
+    ),
+    # Words that are compared later
+    fault(
+        "a rank uses bytes of a rank that has said something else",
+        "runtime/ranks/agreement.py",
+        "            if _differ(words := self._channel.words(turn)):",
+        "            if _differ(words := self._channel.words(turn)) and turn < 0:",
+        PARTINGS + "test_all_raise_and_go_on",
+    ),
+    fault(
+        "a rank waits for one that has found a difference and says nothing more",
+        "runtime/ranks/agreement.py",
+        "self._channel.wait(turn)  # one",
+        "self._channel.wait(through)  # one",
+        ALIKE + "test_calls_that_differ",
+    ),
+    fault(
+        "bytes of ranks that said different things meet",
+        "runtime/ranks/collectives.py",
+        " | digest % (1 << _COURSE_BITS)",
+        "",
+        PARTINGS + "test_bytes_of_ranks_that_said_different_things_do_not_meet",
+    ),
+    fault(
+        "a backward that broke off at its end leaves sums to the next one",
+        "runtime/pass_tracker.py",
+        "            self._backward_runs = True  # it has",
+        "            pass  # it has",
+        PARTINGS + "test_a_backward_that_broke_off_leaves_nothing",
+    ),
+    fault(
+        "numbers of ranks are added up over ranks with the same shard",
+        "runtime/ranks/group.py",
+        "sorted(self.members))",
+        "self.members)",
+        "tests/parity/test_meshes.py::test_four_ranks_follow_one",
     ),
     # Between steps, what is assigned
     fault(

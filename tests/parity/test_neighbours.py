@@ -18,7 +18,7 @@ from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
 from zero_offload.runtime.ranks.collectives import HostExchange
-from zero_offload.runtime.ranks.neighbours import Channel, open_channel
+from zero_offload.runtime.ranks.neighbours import TURNS_AHEAD, Channel, open_channel
 from zero_offload.runtime.ranks.watch import RankProcess
 
 WORLD_SIZE = 3
@@ -36,14 +36,21 @@ def channel_of(world_size: int) -> Channel | None:
 # Turns
 
 
+def tell(channel: Channel, turn: int, word: int) -> list[tuple[int, ...]]:
+    """Every rank's words of that turn, which is the next one."""
+    channel.post([turn, word])
+    channel.wait(turn)
+    return channel.words(turn)
+
+
 def take_turns(rank: int, world_size: int, num_turns: int) -> bool:
     """Every rank, now and then late, tells other words each turn; whether each has heard all of them."""
     channel, delays = channel_of(world_size), random.Random(rank)
     assert channel is not None
-    for turn in range(num_turns):
+    for turn in range(1, num_turns + 1):
         if delays.random() < 0.05:
             time.sleep(delays.random() * 0.003)
-        heard = channel.tell([turn, rank * 1000 + turn])
+        heard = tell(channel, turn, rank * 1000 + turn)
         if heard != [(turn, other * 1000 + turn) for other in range(world_size)]:
             return False
     return True
@@ -51,6 +58,38 @@ def take_turns(rank: int, world_size: int, num_turns: int) -> bool:
 
 def test_every_rank_hears_every_turn(pool: RankPool) -> None:
     assert pool.succeed(take_turns, 2000) == [True] * WORLD_SIZE
+
+
+def run_ahead(rank: int, world_size: int, num_turns: int) -> bool:
+    """Ranks hear each other many turns later, texts and errors too; whether each has heard what was said."""
+    channel, delays, heard = channel_of(world_size), random.Random(rank), 0
+    assert channel is not None
+    for turn in range(1, num_turns + 1):
+        report = ("ValueError", f"rank {rank} in turn {turn}") if turn % 5 == 0 else None
+        channel.post([turn, rank], f"{'é' * (turn % 200)} {rank}", [rank + turn / 2] * (turn % 3), report)
+        # With numbers, and with errors, all hear before the next turn.
+        due = turn if turn % 5 == 0 or turn % 3 else turn - delays.randrange(TURNS_AHEAD)
+        if due <= heard:
+            continue
+        channel.wait(due)
+        for old in range(heard + 1, due + 1):
+            texts = [text for text, _ in channel.texts(old)]
+            whole = [f"{'é' * (old % 200)} {other}" for other in range(world_size)]
+            fits = all(len(each.encode()) <= 248 for each in whole)
+            if channel.words(old) != [(old, other) for other in range(world_size)]:
+                return False
+            if texts != (whole if fits else ["é" * 124] * world_size):
+                return False
+        if turn % 5 == 0 and channel.texts(due)[1][1] != ("ValueError", f"rank 1 in turn {turn}"):
+            return False
+        if turn % 3 and channel.numbers(turn % 3) != [[r + turn / 2] * (turn % 3) for r in range(world_size)]:
+            return False
+        heard = due
+    return True
+
+
+def test_turns_that_are_heard_later_have_their_words(pool: RankPool) -> None:
+    assert pool.succeed(run_ahead, 2000) == [True] * WORLD_SIZE
 
 
 def sum_on_a_lane(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -136,7 +175,7 @@ def wait_in_vain(rank: int, world_size: int) -> None:
         channel = channel_of(world_size)
     assert channel is not None
     if rank != 1:
-        channel.tell([rank])
+        tell(channel, 1, rank)
 
 
 def test_who_waits_in_vain_is_told_when_time_is_up(pool: RankPool) -> None:
@@ -151,10 +190,10 @@ def wait_for_the_dead(rank: int, world_size: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours.RankProcess, "state", lambda place: "gone")
         patch.setattr(neighbours, "_LOOK_EVERY_S", 30)
-        heard = channel.tell([rank]) == [(0,), (1,), (2,)]
+        heard = tell(channel, 1, rank) == [(1, 0), (1, 1), (1, 2)]
         patch.setattr(neighbours, "_LOOK_EVERY_S", 0.1)
         if rank != 1:
-            channel.tell([rank])
+            tell(channel, 2, rank)
     return heard
 
 

@@ -739,8 +739,12 @@ class PassTracker:
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0
             unit.guard()
-        self._prefetcher.meet("the end of a backward")
-        self._grads.finish_backward()
+        try:
+            self._prefetcher.meet("the end of a backward")
+            self._grads.finish_backward()
+        except BaseException:
+            self._backward_runs = True  # it has broken off, and its sums with it
+            raise
         self._prefetcher.pool.end_backward()
         if self._updates is not None:
             self._updates.end()

@@ -424,10 +424,14 @@ class ParamPrefetcher:
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
 
     def meet(self, place: str) -> None:
-        """Where ranks use different units: take part in what others gather, until all have come to `place`."""
+        """Where ranks use different units: take part in what others gather, until all have come to `place`.
+
+        Elsewhere compare what ranks have gathered, before the program waits for others in its own way."""
         if self.gatherer.agrees_per_unit:
             for index in self.gatherer.wanted_units(place):
                 self._fetch(self._units[index])
+        else:
+            self.gatherer.meet(place)
 
     def _fetch(self, unit: Unit) -> None:
         """Bring the unit here now; where other ranks alone want it, take part in its gather."""

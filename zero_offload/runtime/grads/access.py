@@ -206,7 +206,7 @@ class GradAccess(GradSource):
             f"the gradient of {self.name_of(param)}",
         )
         if section.layout.num_shards > 1:
-            self._collectives.agreement.same(f"the gather of {what}")
+            self._collectives.agreement.announce(f"the gather of {what}")
         return self._collectives.gather_param(section.layout, piece, mine, what).view(piece.spec.shape)
 
     def write(self, param: nn.Parameter, values: torch.Tensor) -> None:

@@ -369,7 +369,7 @@ class Gradients:
             # Some ranks add sums of earlier backwards, which are fp32; all send what one of them sends.
             section.partial.widen()
         wide = ", in fp32" if section.partial.is_wide else ""
-        self._collectives.agreement.same(f"the reduction of gradients of {_describe(section, of_one)}{wide}")
+        self._collectives.agreement.announce(f"the reduction of gradients of {_describe(section, of_one)}{wide}")
         taken = section.arrived | section.waiting
         if self.has_deferred and self.updates_in_backward:  # its update follows at once
             flags = [index in taken for index in range(len(section.params))]

@@ -55,14 +55,20 @@ class GradNorms:
         self._updates_in_backward = updates_in_backward
         self._by_order: dict[float, Norms] = {}
         """By the order: of all gradients held. Known until one of them changes."""
+        self._are_finite = False
+        """True if all gradients held, without factors, are known to be finite on every rank."""
 
     def clear(self) -> None:
         """A gradient has changed."""
         self._by_order.clear()
+        self._are_finite = False
 
     def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
         """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
         self._ledger.read_factors()
+        if self._are_finite and self._collectives.num_shards > 1:  # then no rank shows memory of gradients
+            chosen = self._ledger.chosen(params)
+            return all(math.isfinite(count) for section, indices in chosen for count in section.counts(indices))
         if (known := self._by_order.get(2.0)) is None or not self._collectives.divides:
             return self.squares(params)[1]
         return all(
@@ -72,11 +78,12 @@ class GradNorms:
         )
 
     def squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
-        total, bad = 0.0, 0.0
+        total, bad, is_all = 0.0, 0.0, True
         self._ledger.read_factors()
         self._complete_sums(self._ledger.sections)
         for section, indices in self._ledger.chosen(params):
             sums, factors = section.sums(indices), section.store.factors  # here, not by a call: this runs in each step
+            is_all = is_all and len(indices) == len(section.holding)
             squares = math.fsum(
                 [
                     (factors.get(index, 1.0) / self._ledger.loss_scale) ** 2 * each.sumsq
@@ -92,6 +99,7 @@ class GradNorms:
                 ]
             )
         total, bad = self._collectives.sum_over_shards([total, bad])
+        self._are_finite = bad == 0 and is_all
         return total, bad == 0
 
     def finite(self, units: Sequence[Sequence[GradSection]], params: Container[nn.Parameter]) -> list[bool]:

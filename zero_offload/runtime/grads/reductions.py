@@ -17,6 +17,7 @@ import torch
 from zero_offload.base.spans import Cause
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.section import GradSection, StagedPartial, is_small
+from zero_offload.runtime.ranks.agreement import Said
 from zero_offload.runtime.ranks.collectives import Collectives
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
@@ -35,7 +36,7 @@ class Reductions:
         # Weak: the receiver of the results holds this object, and a cycle would outlive a dropped model.
         self._done = weakref.WeakMethod(done)
         self._bucket: list[GradSection] = []
-        self._flying: deque[tuple[Sequence[GradSection], int, Callable[[], list[torch.Tensor]]]] = deque()
+        self._flying: deque[tuple[Said, Sequence[GradSection], int, Callable[[], list[torch.Tensor]]]] = deque()
 
     def add(self, grads: GradSection) -> None:
         """The section's partial sum is complete: reduce it, alone or with others."""
@@ -50,14 +51,14 @@ class Reductions:
     def has(self, grads: GradSection) -> bool:
         """True if a reduction reads the section's partial sum, or will."""
         return any(grads is each for each in self._bucket) or any(
-            grads is each for sections, *_ in self._flying for each in sections
+            grads is each for _, sections, *_ in self._flying for each in sections
         )
 
     def finish(self) -> None:
         """Return when nothing is under way."""
         if self._bucket:
             # Its sections were announced, but not that no more of them come.
-            self._collectives.agreement.same("the reduction of the last gradients of a backward")
+            self._collectives.agreement.announce("the reduction of the last gradients of a backward")
         self._launch_bucket()
         while self._flying:
             self.finish_oldest()
@@ -65,7 +66,7 @@ class Reductions:
     def finish_oldest(self) -> None:
         """Wait for one reduction, if there is one."""
         if self._flying:
-            sections, begin, wait = self._flying.popleft()
+            _, sections, begin, wait = self._flying.popleft()
             done = self._done()
             assert done is not None
             with self._collectives.counters.waiting(Cause.GRADS, sections[-1].unit.name):
@@ -77,7 +78,9 @@ class Reductions:
         """Drop the results. Wait for launched reductions first, since they read the partial sums."""
         self._bucket.clear()
         while self._flying:
-            self._flying.popleft()[-1]()
+            said, *_, wait = self._flying.popleft()
+            if not self._collectives.agreement.is_void(said):
+                wait()
 
     def _launch_bucket(self) -> None:
         if self._bucket:
@@ -87,4 +90,5 @@ class Reductions:
     def _launch(self, sections: Sequence[GradSection], pieces: Sequence[torch.Tensor], begin: int = 0) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self.finish_oldest()
-        self._flying.append((sections, begin, self._collectives.launch_reduce(pieces, sections[-1].unit.name)))
+        wait = self._collectives.launch_reduce(pieces, sections[-1].unit.name)
+        self._flying.append((self._collectives.agreement.said, sections, begin, wait))

@@ -2,17 +2,22 @@
 its own.
 
 Two ranks that meet in different collectives would hang, or read each other's bytes as something else. So every
-collective is announced by `same`, which raises on all ranks where they differ. With branches="any" a rank may want a
-unit that others do not. Then `next_unit` says which unit all ranks gather next. `next_unit_at` a place that every rank
-comes to (the end of a forward) returns None when all are there. Control thread only; blocking.
+collective is said. `same` waits for the others' words, and raises on all ranks where they differ. `announce` waits for
+none, where ranks of one machine compute on CPUs: `hear` compares the words when the bytes are needed. Bytes of ranks
+that said different things never meet (`Course`). Where ranks cannot share pages, both are one round.
+
+With branches="any" a rank may want a unit that others do not. Then `next_unit` says which unit all ranks gather next.
+`next_unit_at` a place that every rank comes to (the end of a forward) returns None when all are there. Control thread
+only.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +27,7 @@ from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
+from zero_offload.runtime.ranks.neighbours import NUMBERS_MAX, TURNS_AHEAD
 from zero_offload.runtime.ranks.watch import ErrorReport, Notice, raise_first, report_of
 
 
@@ -31,22 +37,41 @@ class Intent(IntEnum):
     CALL = 2  # a collective that all make together
     ERROR = 3  # this rank has failed before it
     NUMBER = 4  # say a number
+    AHEAD = 5  # a collective that all make together; this rank hears the others when it needs their bytes
 
 
 _CRC_BITS = 32
+_CRC_MAX = (1 << _CRC_BITS) - 1
+
+Words = Sequence[tuple[int, ...]]
+"""Each rank's intent and value."""
+
+
+class Said(NamedTuple):
+    """How much a rank had said when it launched something."""
+
+    turn: int
+    num_partings: int
 
 
 class Agreement:
     """The ranks that hold the same part of one model."""
 
-    def __init__(self, group: RankGroup, branches: Branches) -> None:
+    def __init__(self, group: RankGroup, branches: Branches, *, on_host: bool) -> None:
+        """`on_host`: the ranks compute on CPUs."""
         self._members = sorted(group.members)
         """Members in torch's order."""
         self._num_ranks = len(self._members)
         self._group = group.agreement_group
         self._channel = group.channel
+        self._course = group.course
         self._watch = group.watch
         self.branches = branches
+        self._hears_later = on_host and self._channel is not None and branches is Branches.SAME
+        self._turn = self._heard = 0
+        """Turns that this rank has said, and those of which it has compared all ranks' words."""
+        self._partings: list[int] = []
+        """Turns in which ranks said different things, in their order."""
         self._compared: dict[str, Compared] = {}
         self._error: ZeroOffloadError | None = None
         """The error of this forward or backward; the rest of that pass runs on this rank alone."""
@@ -55,6 +80,10 @@ class Agreement:
         """The ranks that this one waits for, as far as it knows. Any thread may ask."""
         late = [] if self._channel is None else self._channel.late()
         return name_ranks(late) if late else "the other ranks"
+
+    def places_of(self, ranks: Sequence[int]) -> list[int]:
+        """The places of some of the program's ranks among all that agree, as `numbers` has them."""
+        return [self._members.index(rank) for rank in ranks]
 
     def begin(self) -> None:
         """A forward starts on all ranks; whatever went wrong before is over."""
@@ -70,9 +99,83 @@ class Agreement:
 
     def same(self, call: str) -> None:
         """Every rank makes the same call now, with what `compare` was given, or all raise."""
+        self._same(call)
+
+    def _same(self, call: str, numbers: Sequence[float] = ()) -> None:
         if self._group is not None:
             notice = Notice(compared=self._take_compared()) if self._compared else None
-            self._exchange(Intent.CALL, _word(call, notice), call, notice)
+            self._exchange(Intent.CALL, _word(call, notice), call, notice, numbers)
+
+    def numbers(self, mine: Sequence[float], what: str) -> list[list[float]]:
+        """Every rank's numbers, as many as this rank's; all say them now for `what`, or all raise."""
+        if self._group is None:
+            return [list(mine)]
+        call = f"{what} ({len(mine)} numbers)"
+        if self._channel is not None and len(mine) <= NUMBERS_MAX:
+            self._same(call, mine)
+            return self._channel.numbers(len(mine))
+        self.same(call)
+        every = host_empty(self._num_ranks * len(mine), torch.float64)
+        with self._watch.waiting(what):
+            all_gather(every, host_tensor(mine, torch.float64), group=self._group)
+        found: list[list[float]] = every.view(self._num_ranks, -1).tolist()
+        return found
+
+    # Words that are compared later
+
+    def announce(self, call: str) -> None:
+        """As `same`, for a call whose bytes `hear` is asked for before they are used; it may not wait for the others.
+
+        All ranks hear later, or none does. The next announcements may follow at once.
+        """
+        if not self._hears_later or self._compared:
+            self.same(call)
+            return
+        if self._error is not None:
+            raise self._error
+        self._hear_until(self._turn + 1 - TURNS_AHEAD, call)
+        self._say(Intent.AHEAD, _word(call, None), call)
+
+    @property
+    def said(self) -> Said:
+        """All that this rank has said."""
+        return Said(self._turn, len(self._partings))
+
+    def hear(self, said: Said, what: str) -> None:
+        """All ranks have said the same until then, or all raise. `what` is waited for."""
+        if self._hears_later:
+            assert not self.is_void(said), f"{what} was launched before ranks parted"
+            if said.num_partings == len(self._partings):
+                self._hear_until(said.turn, what)
+
+    def hear_all(self, what: str) -> None:
+        """As `hear`, until now: before this rank waits for others in another way."""
+        if self._error is None:
+            self.hear(self.said, what)
+
+    def is_void(self, said: Said) -> bool:
+        """True if ranks had parted before, as all of them know by now: no bytes of what was launched come any more."""
+        return said.num_partings < len(self._partings) and said.turn >= self._partings[said.num_partings]
+
+    def _hear_until(self, through: int, what: str) -> None:
+        """Compare all ranks' words of the turns until then, in their order."""
+        if through <= self._heard:
+            return
+        assert self._channel is not None
+        if isinstance(self._error, RankError):
+            raise self._error  # it was waited for once
+        for turn in range(self._heard + 1, through + 1):
+            try:
+                with self._watch.waiting(what):
+                    self._channel.wait(turn)  # one by one: a rank that finds a difference says nothing more
+            except RankError as error:
+                self._error = error
+                raise
+            self._heard = turn
+            if _differ(words := self._channel.words(turn)):
+                raise self._mismatch(turn, words, what, in_pass=True)
+
+    # Words that are compared at once
 
     @contextmanager
     def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
@@ -97,12 +200,12 @@ class Agreement:
         try:
             intent = Intent.CALL if failure is None else Intent.ERROR
             notice.compared += self._take_compared()
-            with self._watch.waiting(call):
-                heard = self._tell(intent, _word(call, notice.of_column()) | notice.given << _CRC_BITS)
-            if len({(intent, word % (1 << _CRC_BITS)) for intent, word in heard}) > 1:
-                raise self._mismatch(call, failure, notice.of_column())
+            word = _word(call, notice.of_column()) | notice.given << _CRC_BITS
+            heard = self._ask(intent, word, call, failure=failure)
+            if _differ(heard):
+                raise self._mismatch(self._turn, heard, call, failure, notice.of_column())
             notice.given = any(word >> _CRC_BITS for _, word in heard)
-        except RankError:
+        except ZeroOffloadError:
             if failure is None:
                 raise
         if failure is not None:
@@ -116,7 +219,9 @@ class Agreement:
         """The unit that all ranks gather now, though this rank wants none; None once all have come to `place`."""
         return min(self._exchange(Intent.PLACE, zlib.crc32(place.encode()), place), default=None)
 
-    def _exchange(self, intent: Intent, value: int, text: str, notice: Notice | None = None) -> list[int]:
+    def _exchange(
+        self, intent: Intent, value: int, text: str, notice: Notice | None = None, numbers: Sequence[float] = ()
+    ) -> list[int]:
         """Tell and be told; the units that are wanted. All ranks come to the same conclusion."""
         if self._group is None:
             return [value] if intent is Intent.UNIT else []
@@ -124,13 +229,10 @@ class Agreement:
             if intent is Intent.PLACE:
                 return []
             raise self._error
-        with self._watch.waiting(text):
-            said = set(self._tell(intent, value))
-        wanted = [value for intent, value in said if intent == Intent.UNIT]
-        others = {each for each in said if each[0] != Intent.UNIT}
-        if len(others) > 1 or (wanted and any(intent != Intent.PLACE for intent, _ in others)):
-            raise self._mismatch(text, notice=notice, in_pass=True)
-        return wanted
+        said = self._ask(intent, value, text, numbers)
+        if _differ(said):
+            raise self._mismatch(self._turn, said, text, notice=notice, in_pass=True)
+        return [value for intent, value in said if intent == Intent.UNIT]
 
     def least(self, number: int, what: str) -> int:
         """The smallest of the ranks' numbers; all say one now, or all raise."""
@@ -138,28 +240,58 @@ class Agreement:
             return number
         if self._error is not None:
             raise self._error
-        with self._watch.waiting(what):
-            said = self._tell(Intent.NUMBER, number)
-        if any(intent != Intent.NUMBER for intent, _ in said):
-            raise self._mismatch(what)
+        said = self._ask(Intent.NUMBER, number, what)
+        if _differ(said):
+            raise self._mismatch(self._turn, said, what)
         return min(theirs for _, theirs in said)
 
-    def _tell(self, intent: int, value: int) -> list[tuple[int, ...]]:
+    def _say(
+        self, intent: int, value: int, text: str, numbers: Sequence[float] = (), failure: Exception | None = None
+    ) -> None:
+        """The next turn's words, for the others to hear."""
+        self._turn += 1
+        if intent not in (Intent.UNIT, Intent.PLACE):
+            self._course.go(text)
         if self._channel is not None:
-            return self._channel.tell((intent, value))
+            self._channel.post((intent, value), text, numbers, report_of(failure))
+
+    def _ask(
+        self,
+        intent: int,
+        value: int,
+        text: str,
+        numbers: Sequence[float] = (),
+        failure: Exception | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Every rank's words of this turn. Raises where they differed before."""
+        if self._channel is not None:
+            self._hear_until(self._turn + 1 - TURNS_AHEAD, text)
+        self._say(intent, value, text, numbers, failure)
+        if self._channel is not None:
+            self._hear_until(self._turn - 1, text)
+            with self._watch.waiting(text):
+                self._channel.wait(self._turn)
+            self._heard = self._turn
+            return self._channel.words(self._turn)
         mine = host_tensor([intent, value], torch.int64)
         every = host_empty(self._num_ranks * 2, torch.int64)
-        all_gather(every, mine, group=self._group)
+        with self._watch.waiting(text):
+            all_gather(every, mine, group=self._group)
         return [tuple(pair) for pair in every.view(-1, 2).tolist()]
 
     def _mismatch(
-        self, text: str, failure: Exception | None = None, notice: Notice | None = None, *, in_pass: bool = False
+        self,
+        turn: int,
+        words: Words,
+        text: str,
+        failure: Exception | None = None,
+        notice: Notice | None = None,
+        *,
+        in_pass: bool = False,
     ) -> Exception:
         """The error to raise where ranks differ: an error of some rank, other settings, or other ways taken."""
-        mine = (text, report_of(failure), {} if notice is None or failure is not None else notice.texts())
-        found: list[tuple[str, ErrorReport, Texts]] = [mine] * self._num_ranks
-        with self._watch.waiting(text):
-            dist.all_gather_object(found, mine, group=self._group)
+        self._partings.append(turn)
+        found = self._told(turn, words, text, failure, notice)
         try:
             raise_first(failure, zip(self._members, (theirs for _, theirs, _ in found), strict=True))
         except Exception as error:
@@ -183,6 +315,39 @@ class Agreement:
         at = ", ".join([f"{ranks} {verb} at {first}", *(f"{ranks} at {place}" for place, ranks in others)])
         self._error = ZeroOffloadError(f"{at}. {remedy}")
         return self._error
+
+    def _told(
+        self, turn: int, words: Words, text: str, failure: Exception | None, notice: Notice | None
+    ) -> list[tuple[str, ErrorReport, Texts]]:
+        """The call of each rank in a turn in which they differ, its error, and its settings."""
+        texts = [] if self._channel is None else self._channel.texts(turn)
+        ahead = any(intent == Intent.AHEAD for intent, _ in words)
+        found: list[tuple[str, ErrorReport, Texts]]
+        if ahead and len({said for said, _ in texts}) > 1:
+            # Not all ranks wait here. One may be inside of a collective of the program's, which others never join.
+            found = [
+                (said, report if intent == Intent.ERROR else None, {})
+                for (intent, _), (said, report) in zip(words, texts, strict=True)
+            ]
+        else:
+            mine = (text, report_of(failure), {} if notice is None or failure is not None else notice.texts())
+            found = [mine] * self._num_ranks
+            with self._watch.waiting(text):
+                dist.all_gather_object(found, mine, group=self._group)
+        self._course.restart(turn)
+        if self._channel is not None:
+            # A rank says no more than that before it hears this turn, and so all go on from one number.
+            self._turn = self._heard = turn + TURNS_AHEAD
+            self._channel.skip_to(self._turn)
+        return found
+
+
+def _differ(words: Words) -> bool:
+    """True if ranks that say this cannot go on together."""
+    said = {(intent, 0 if intent == Intent.NUMBER else value & _CRC_MAX) for intent, value in set(words)}
+    others = {each for each in said if each[0] != Intent.UNIT}
+    wants = len(others) < len(said)
+    return len(others) > 1 or (wants and any(intent != Intent.PLACE for intent, _ in others))
 
 
 def _word(call: str, notice: Notice | None) -> int:

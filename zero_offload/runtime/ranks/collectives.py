@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ from zero_offload.base.spans import Track, now
 from zero_offload.base.types import Branches, GradReduction
 from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.ranks.agreement import Agreement
-from zero_offload.runtime.ranks.group import Group, RankGroup, all_gather, reduce_scatter
+from zero_offload.runtime.ranks.group import Course, Group, RankGroup, all_gather, reduce_scatter
 from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
 T = TypeVar("T")
@@ -41,7 +42,8 @@ WARN_S = 10.0
 """How long a rank waits silently in a call that it may have made alone."""
 
 
-_TAGS = 1 << 30
+_COURSE_BITS, _TAGS = 20, 1 << 10
+"""Of a tag: bits of the course, and how many exchanges are told apart by their number."""
 _SHIPPED = "parts of a generation on another machine's drive"
 
 
@@ -62,27 +64,34 @@ class Exchange(Protocol):
 
 
 class HostExchange:
-    """Host memory: every rank sends every other its part, over a process group's sockets."""
+    """Host memory: every rank sends every other its part, over a process group's sockets.
 
-    def __init__(self, group: Group) -> None:
+    Parts of ranks whose courses differ do not meet: gloo would end the process for a part of another size."""
+
+    def __init__(self, group: Group, course: Course | None = None) -> None:
         self._group = group
+        self._course = course or Course()
         self.num_ranks, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self._tag = 0
+        self._number = self._num_restarts = 0
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
+        return self._gather(flat, self._course.digest)
+
+    def _gather(self, flat: torch.Tensor, digest: int) -> Callable[[], None]:
         parts = flat.tensor_split(self.num_ranks)
-        return self._exchange([parts[self.index]] * len(parts), parts)
+        return self._exchange([parts[self.index]] * len(parts), parts, digest)
 
     def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
         nothing = piece[:0]
         sent = [piece if self.index == source else nothing] * self.num_ranks
-        return self._exchange(sent, [piece if rank == source else nothing for rank in range(self.num_ranks)])
+        received = [piece if rank == source else nothing for rank in range(self.num_ranks)]
+        return self._exchange(sent, received, self._course.digest)
 
     def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         parts = flat.tensor_split(self.num_ranks)
         mine = parts[self.index]
         terms = [mine if rank == self.index else torch.empty_like(mine) for rank in range(len(parts))]
-        arrive = self._exchange(parts, terms)
+        arrive = self._exchange(parts, terms, self._course.digest)
 
         def wait() -> torch.Tensor:
             arrive()
@@ -94,29 +103,34 @@ class HostExchange:
         return wait
 
     def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        reduce = self.reduce_scatter(flat, dtype)
+        reduce, digest = self.reduce_scatter(flat, dtype), self._course.digest
 
         def wait() -> torch.Tensor:
             mine = reduce()
             total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
             total.tensor_split(self.num_ranks)[self.index].copy_(mine)
-            self.gather(total)()
+            self._gather(total, digest)()
             return total
 
         return wait
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Launch: sent[i] goes to rank i, whose part arrives in received[i]."""
-        self._tag = (self._tag + 1) % _TAGS
+    def _exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], digest: int
+    ) -> Callable[[], None]:
+        """Launch: sent[i] goes to rank i, whose part arrives in received[i]; `digest` is that of the course."""
+        if self._num_restarts != self._course.num_restarts:
+            self._number, self._num_restarts = 0, self._course.num_restarts  # some ranks had launched more than others
+        self._number = (self._number + 1) % _TAGS
+        tag = self._number << _COURSE_BITS | digest % (1 << _COURSE_BITS)
         others = [rank for rank in range(self.num_ranks) if rank != self.index]
         # Bytes, since not every backend sends every dtype.
         works = [
-            dist.irecv(received[rank].view(torch.uint8), group=self._group, group_src=rank, tag=self._tag)
+            dist.irecv(received[rank].view(torch.uint8), group=self._group, group_src=rank, tag=tag)
             for rank in others
             if received[rank].numel()
         ]
         works += [
-            dist.isend(sent[rank].view(torch.uint8), group=self._group, group_dst=rank, tag=self._tag)
+            dist.isend(sent[rank].view(torch.uint8), group=self._group, group_dst=rank, tag=tag)
             for rank in others
             if sent[rank].numel()
         ]
@@ -174,7 +188,8 @@ def _wait(work: Any, result: torch.Tensor) -> torch.Tensor:
 
 def exchange_of(group: RankGroup, ranks: Group, device: torch.device) -> Exchange:
     """An exchange of its own between `ranks`, some or all of `group`, for tensors on `device`."""
-    return (HostExchange if device.type == "cpu" else NativeExchange)(group.copy_of(ranks))
+    copy = group.copy_of(ranks)
+    return HostExchange(copy, group.course) if device.type == "cpu" else NativeExchange(copy)
 
 
 class Collectives:
@@ -192,11 +207,11 @@ class Collectives:
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype_name)
         """The dtype to which gradients are rounded before they cross the network."""
         with group.watch.waiting("zo.offload, which all ranks call"):
-            self.agreement = Agreement(group, Branches(config.branches))
+            self.agreement = Agreement(group, Branches(config.branches), on_host=device.type == "cpu")
         self._device = device
         self._group = group
         self._watch = group.watch
-        others = [group.row] if len(group.columns) > 1 else []
+        self._row = group.row if len(group.columns) > 1 else None
         """The ranks that hold the other parts of the model, if there are any."""
         self.partition = group.partition
         self.world_size = self.partition.world_size
@@ -210,14 +225,19 @@ class Collectives:
                 self._twins = exchange_of(group, group.twins, device)
         elif self.world_size > 1:
             self._reductions = exchange_of(group, group.everyone, device)
-        self._over_shards: list[Group] = [*([group.sharers] if self.num_shards > 1 else []), *others]
-        self._over_all: list[Group] = [*([group.everyone] if self.world_size > 1 else []), *others]
+        self._everyone = list(range(self.world_size))
+        """Places of ranks among those that agree."""
+        self._sharers = self._everyone
+        if self.num_shards == 1:
+            self._sharers = self.agreement.places_of([group.members[group.rank]])
+        elif group.sharers is not None:
+            self._sharers = self.agreement.places_of(dist.get_process_group_ranks(group.sharers))
         self.counters = counters
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
     def compare(self, name: str, compared: Callable[[], Compared]) -> None:
         """As `Agreement.compare`, where there are other ranks."""
-        if self._over_all:
+        if self.is_shared:
             self.agreement.compare(name, compared())
 
     @contextmanager
@@ -225,11 +245,10 @@ class Collectives:
         """As `Agreement.together`; ranks that hold the other parts of the model are told as well. With `may_be_alone`
         some rank easily makes the call alone: a rank that waits warns, and says for which others."""
         notice = notice or Notice()
-        row = self._group.row if len(self._group.columns) > 1 else None
-        members = [] if row is None else dist.get_process_group_ranks(row)
+        members = [] if self._row is None else dist.get_process_group_ranks(self._row)
         with (
             ExitStack() as waiting,
-            self._watch.together(row, members, call, notice),
+            self._watch.together(self._row, members, call, notice),
             self.agreement.together(call, notice),
         ):
             try:
@@ -244,15 +263,14 @@ class Collectives:
     @property
     def is_shared(self) -> bool:
         """True if other ranks have the model, or other parts of it."""
-        return bool(self._over_all)
+        return self._row is not None or self.world_size > 1
 
     def of_first(self, values: torch.Tensor, what: str, *, is_part: bool) -> torch.Tensor:
         """The values that rank 0 gives, host, on all ranks; of a part of a DTensor the first rank's that holds it."""
         self.agreement.same(what)
-        row = self._group.row if len(self._group.columns) > 1 else None
         holder = [values]
         with self._watch.waiting(what):
-            for group in (self._group.agreement_group, None if is_part else row):
+            for group in (self._group.agreement_group, None if is_part else self._row):
                 if group is not None:
                     dist.broadcast_object_list(holder, group=group, group_src=0)
         return holder[0]
@@ -340,10 +358,12 @@ class Collectives:
         """Launch `what`; the wait. `moved`, lane, unit and bytes, is drawn as a transfer."""
         spans = self.counters.spans
         begin = now() if spans.on else 0
+        said = self.agreement.said
         with self._watch.waiting(what):
             wait = launch(exchange)
 
         def watched() -> T:
+            self.agreement.hear(said, what)
             with self._watch.waiting(what):
                 result = wait()
             if begin and moved is not None:
@@ -354,47 +374,49 @@ class Collectives:
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
-        if not self._over_shards:
+        if not self.divides:
             return values
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        return self._all_reduce(total, dist.ReduceOp.SUM, self._over_shards, "the gradient norm")
+        return self._all_reduce(values, dist.ReduceOp.SUM, self._sharers, "the gradient norm")
 
     def most_over_shards(self, values: list[float]) -> list[float]:
         """The largest of each number over the ranks that hold different shards, of this part of the model and of the
         others."""
-        if not self._over_shards:
+        if not self.divides:
             return values
-        most = torch.tensor(values, dtype=torch.float64, device=self._device)
-        return self._all_reduce(most, dist.ReduceOp.MAX, self._over_shards, "the largest elements of gradients")
+        return self._all_reduce(values, dist.ReduceOp.MAX, self._sharers, "the largest elements of gradients")
 
     @property
     def divides(self) -> bool:
         """True if ranks hold different shards, or different parts of the model."""
-        return bool(self._over_shards)
+        return self._row is not None or self.num_shards > 1
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some rank, whatever part of the model that holds."""
-        if not self._over_all:
+        if not self.is_shared:
             return list(flags)
-        found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        what = f"an agreement about {len(flags)} flags"
-        return [bool(flag) for flag in self._all_reduce(found, dist.ReduceOp.MAX, self._over_all, what)]
+        found = self._all_reduce(list(map(float, flags)), dist.ReduceOp.MAX, self._everyone, "an agreement about flags")
+        return [bool(flag) for flag in found]
 
     def extremes(self, value: float) -> tuple[float, float]:
         """The smallest and the largest of the ranks' numbers, whatever part of the model they hold."""
-        if not self._over_all:
+        if not self.is_shared:
             return value, value
-        found = torch.tensor([-value, value], dtype=torch.float64, device=self._device)
         what = "a comparison of gradients that are not offloaded"
-        least, most = self._all_reduce(found, dist.ReduceOp.MAX, self._over_all, what)
+        least, most = self._all_reduce([-value, value], dist.ReduceOp.MAX, self._everyone, what)
         return -least, most
 
-    def _all_reduce(self, numbers: torch.Tensor, op: Any, groups: Sequence[Group], what: str) -> list[Any]:
-        self.agreement.same(what)
+    def _all_reduce(self, values: list[float], op: Any, places: Sequence[int], what: str) -> list[float]:
+        """Over the ranks at `places`, in their order, then over the other parts of the model."""
+        every = self.agreement.numbers(values, what)
+        total = np.array(every[places[0]])
+        for place in places[1:]:
+            total = total + every[place] if op == dist.ReduceOp.SUM else np.maximum(total, every[place])
+        if self._row is None:
+            return list(map(float, total))
+        numbers = torch.tensor(total, dtype=torch.float64, device=self._device)
         with self._watch.waiting(what):
-            for group in groups:
-                dist.all_reduce(numbers, op=op, group=group)
-        return numbers.tolist()
+            dist.all_reduce(numbers, op=op, group=self._row)
+        return list(map(float, numbers))
 
 
 class CommitGroup:

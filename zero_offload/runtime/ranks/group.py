@@ -9,6 +9,7 @@ whole run; its other columns hold the other parts and see the same data. Communi
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,21 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
+
+
+class Course:
+    """All that a rank has said, as a number. Bytes between ranks of one course alone meet, since it is their tag."""
+
+    def __init__(self) -> None:
+        self.digest = self.num_restarts = 0
+
+    def go(self, text: str) -> None:
+        self.digest = zlib.crc32(text.encode(), self.digest)
+
+    def restart(self, number: int) -> None:
+        """All ranks begin anew, with one number."""
+        self.digest = number
+        self.num_restarts += 1
 
 
 @dataclass(frozen=True)
@@ -175,10 +191,15 @@ class RankGroup:
         return _new_group(self.run_members, "gloo") if len(self.run_members) > 1 else None
 
     @cached_property
+    def course(self) -> Course:
+        """The course of this rank among `members`."""
+        return Course()
+
+    @cached_property
     def channel(self) -> Channel | None:
         """The channel between all members, if one machine runs them and they may share pages; None alone. All ask for
         it."""
-        return None if self.agreement_group is None else open_channel(self.agreement_group, self.members)
+        return None if self.agreement_group is None else open_channel(self.agreement_group, sorted(self.members))
 
     def leave(self) -> None:
         """This rank calls no collective of the control thread any more: those that wait for it there learn it."""

@@ -1,9 +1,9 @@
 """Ranks of one machine tell each other words in pages that all of them map.
 
 A message through sockets wakes three threads on its way. Here a rank writes its words into its own page and posts the
-number of its turn. Then it spins a little until the others have posted theirs. A system may forbid shared pages
-(containers), or the native library may be missing: `open_channel` tries once, and all ranks learn of the result.
-Control thread only.
+number of its turn. Who needs the others' words spins a little until they have posted theirs. A rank may post some turns
+before it hears those of the others (`TURNS_AHEAD`). A system may forbid shared pages (containers), or the native
+library may be missing: `open_channel` tries once, and all ranks learn of the result. Control thread only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,26 @@ import torch.distributed as dist
 
 from zero_offload.base.alike import name_ranks
 from zero_offload.hardware import native
-from zero_offload.runtime.ranks.watch import RankProcess, StoppedProcesses, time_limit
+from zero_offload.runtime.ranks.watch import ErrorReport, RankProcess, StoppedProcesses, time_limit
 
-_PAGE_WORDS = 512
+TURNS_AHEAD = 16
+"""A rank posts turn k + 16 after it has heard turn k of all others."""
+_TURNS_KEPT = 4 * TURNS_AHEAD
+"""A rank has heard k - 16 when it posts k, so all others have posted that, and heard k - 32. A parting skips 16 turns
+at once."""
+NUMBERS_MAX = 2048
+"""Numbers that one turn may have."""
+
 _POSTED, _LEFT = 0, 1
 """Words of a page: the last turn that was told; 1 if no other follows."""
-_SLOTS = (8, 256)
-"""Turns alternate between them: a rank posts turn k + 2 after all have posted k + 1, and so have heard k."""
+_WORDS, _TEXT_WORDS, _REPORT_WORDS = 2, 32, 512
+"""Of a turn; of its text, and of an error, in UTF-8."""
+_SLOTS = 8
+_TEXTS = _SLOTS + _TURNS_KEPT * _WORDS
+_REPORT = _TEXTS + _TURNS_KEPT * _TEXT_WORDS
+_NUMBERS = _REPORT + _REPORT_WORDS
+"""Two places, which turns with numbers take by turns: each of these turns is heard before the next one is posted."""
+_PAGE_WORDS = _NUMBERS + 2 * NUMBERS_MAX
 _LOOK_EVERY_S = 0.1
 
 Words = npt.NDArray[np.int64]
@@ -46,6 +59,29 @@ class Page:
     def address(self, word: int) -> int:
         return int(self.words.ctypes.data) + 8 * word
 
+    def put_text(self, at: int, num_words: int, text: str) -> None:
+        """The text, or as much as there is room for, its length first."""
+        written = text.encode()[: (num_words - 1) * 8]
+        self.words[at] = len(written)
+        self.words[at + 1 : at + num_words].view(np.uint8)[: len(written)] = np.frombuffer(written, np.uint8)
+
+    def text(self, at: int, num_words: int) -> str:
+        written = self.words[at + 1 : at + num_words].view(np.uint8)[: int(self.words[at])]
+        return written.tobytes().decode(errors="ignore")
+
+    def numbers(self, turn: int, count: int) -> npt.NDArray[np.float64]:
+        """The place of a turn that has so many numbers."""
+        at = _NUMBERS + turn % 2 * NUMBERS_MAX
+        return self.words[at : at + count].view(np.float64)
+
+
+def _slot(turn: int) -> int:
+    return _SLOTS + turn % _TURNS_KEPT * _WORDS
+
+
+def _text(turn: int) -> int:
+    return _TEXTS + turn % _TURNS_KEPT * _TEXT_WORDS
+
 
 class Channel:
     """Turns of some ranks: turn k of one meets turn k of all others."""
@@ -54,24 +90,55 @@ class Channel:
         """`pages[index]` is this rank's."""
         self._pages, self._mine = pages, pages[index]
         self._others = [page for page in pages if page is not self._mine]
-        self._turn = 0
+        self._turn = self._num_with_numbers = 0
         self._stopped = StoppedProcesses()
         self._limit_s = time_limit().total_seconds()
 
-    def tell(self, words: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's words of this turn, as many as this rank's.
+    def post(
+        self, words: Sequence[int], text: str = "", numbers: Sequence[float] = (), report: ErrorReport = None
+    ) -> None:
+        """Take the next turn, with one or two words. It waits for no other rank."""
+        self._turn += 1
+        slot = _slot(self._turn)
+        self._mine.words[slot : slot + len(words)] = words
+        self._mine.put_text(_text(self._turn), _TEXT_WORDS, text)
+        if report is not None:
+            self._mine.put_text(_REPORT, _REPORT_WORDS, "\n".join(report))
+        if numbers:
+            self._num_with_numbers += 1
+            self._mine.numbers(self._num_with_numbers, len(numbers))[:] = numbers
+        native.word_post(self._mine.address(_POSTED), self._turn)
+
+    def wait(self, turn: int) -> None:
+        """Return when all ranks have taken that turn.
 
         Raises RuntimeError, as a collective does, for a rank that does not come.
         """
-        slot = _SLOTS[(self._turn + 1) % 2]
-        self._mine.words[slot : slot + len(words)] = words
-        self._turn += 1
-        native.word_post(self._mine.address(_POSTED), self._turn)
         deadline = time.monotonic() + self._limit_s
         for page in self._others:
-            while not self._has_posted(page):
-                self._look_after(deadline)
-        return [tuple(page.words[slot : slot + len(words)].tolist()) for page in self._pages]
+            while not self._has_posted(page, turn):
+                self._look_after(turn, deadline)
+
+    def words(self, turn: int) -> list[tuple[int, ...]]:
+        """Every rank's words of one of the last turns, which all have taken."""
+        slot = _slot(turn)
+        return [tuple(page.words[slot : slot + _WORDS].tolist()) for page in self._pages]
+
+    def texts(self, turn: int) -> list[tuple[str, ErrorReport]]:
+        """Every rank's text of one of the last turns, which all have taken, and the last error that each has told."""
+        found = []
+        for page in self._pages:
+            name, _, text = page.text(_REPORT, _REPORT_WORDS).partition("\n")
+            found.append((page.text(_text(turn), _TEXT_WORDS), (name, text) if name else None))
+        return found
+
+    def numbers(self, count: int) -> list[list[float]]:
+        """Every rank's numbers of the last turn that had some, which all have taken."""
+        return [page.numbers(self._num_with_numbers, count).tolist() for page in self._pages]
+
+    def skip_to(self, turn: int) -> None:
+        """The turn after that is the next one, on all ranks."""
+        self._turn, self._num_with_numbers = turn, 0
 
     def late(self) -> list[int]:
         """Ranks that have not taken this rank's turn yet. Any thread may ask."""
@@ -81,14 +148,14 @@ class Channel:
         """This rank takes no further turn: ranks that wait for it learn so at once."""
         self._mine.words[_LEFT] = 1
 
-    def _has_posted(self, page: Page) -> bool:
-        return native.word_wait(page.address(_POSTED), self._turn, _LOOK_EVERY_S)
+    def _has_posted(self, page: Page, turn: int) -> bool:
+        return native.word_wait(page.address(_POSTED), turn, _LOOK_EVERY_S)
 
-    def _look_after(self, deadline: float) -> None:
+    def _look_after(self, turn: int, deadline: float) -> None:
         # All of them: a late rank may itself wait for a rank that is gone, which may have posted before.
         for page in self._others:
             is_gone = page.place.state() == "gone"
-            if (is_gone or page.words[_LEFT]) and not self._has_posted(page):
+            if (is_gone or page.words[_LEFT]) and not self._has_posted(page, turn):
                 raise RuntimeError(f"rank {page.rank} is gone" if is_gone else f"rank {page.rank} has left")
         if stopped := self._stopped.among({page.rank: page.place for page in self._others}):
             raise RuntimeError(f"{name_ranks(stopped)} stopped")

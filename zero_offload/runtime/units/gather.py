@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from zero_offload.runtime.ranks.agreement import Said
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.param_loader import ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit
@@ -24,8 +25,8 @@ class Gatherer:
         self.agreement = collectives.agreement
         self.agrees_per_unit = collectives.partition.any_branches and collectives.num_shards > 1
         """True if ranks use different units, and so agree which is next before each gather."""
-        self._flying: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
-        """Gathers that are under way, by unit."""
+        self._flying: dict[int, tuple[Said, list[tuple[Section, Callable[[], None]]]]] = {}
+        """Gathers that are under way, by unit, and when they were launched."""
         self._updating: set[int] = set()
         """Units whose update some rank may still be computing."""
 
@@ -50,13 +51,17 @@ class Gatherer:
             self._collectives.num_shards > 1
             and not self.agrees_per_unit
             and unit.index not in self._updating
-            and unit.index not in self._flying
+            and not self.has(unit)
             and all(s.shard.replica is None and Component.VALUE in s.shard.memory for s in unit.sections)
         )
 
     def has(self, unit: Unit) -> bool:
         """True if its gathers are under way."""
-        return unit.index in self._flying
+        flying = self._flying.get(unit.index)
+        if flying is not None and self.agreement.is_void(flying[0]):
+            del self._flying[unit.index]
+            return False
+        return flying is not None
 
     def launch(self, unit: Unit) -> None:
         """This rank's parts are in place: exchange them with the others'.
@@ -67,21 +72,27 @@ class Gatherer:
         if self._collectives.num_shards > 1:
             sections = list(_spread(unit.sections if self.agrees_per_unit else unit.to_read))
         if sections and not self.agrees_per_unit:
-            self.agreement.same(f"the gather of parameters of {unit.name}")
-        self._flying[unit.index] = [(s, self._collectives.launch_gather(s.flat, unit.name)) for s in sections]
+            self.agreement.announce(f"the gather of parameters of {unit.name}")
+        launched = [(s, self._collectives.launch_gather(s.flat, unit.name)) for s in sections]
+        self._flying[unit.index] = self.agreement.said, launched
 
     def finish(self, unit: Unit) -> None:
         """Return when the unit's whole values are valid for compute."""
         if not self.has(unit):
             self.launch(unit)
-        for section, wait in self._flying.pop(unit.index):
+        for section, wait in self._flying.pop(unit.index)[1]:
             wait()
             self._loader.launch_replica(unit, section)
 
     def cancel(self, unit: Unit) -> None:
         """End the unit's gathers."""
-        for _, wait in self._flying.pop(unit.index, ()):
-            wait()
+        if self.has(unit):
+            for _, wait in self._flying.pop(unit.index)[1]:
+                wait()
+
+    def meet(self, place: str) -> None:
+        """All ranks have gathered the same so far, or all raise."""
+        self.agreement.hear_all(place)
 
     def wanted_units(self, place: str) -> Iterator[int]:
         """Where ranks use different units: those that other ranks want, until all have come to `place`."""

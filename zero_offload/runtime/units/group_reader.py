@@ -262,7 +262,7 @@ class GroupReader:
     def _gather(self, memory: GroupMemory, name: str, parts: Sequence[GroupPart]) -> None:
         whole = self._whole(memory)
         pieces = [(_stretch(whole, part, piece), piece.shard) for part in parts for piece in part.shards]
-        self._collectives.agreement.same(f"the gather of {name}")
+        self._collectives.agreement.announce(f"the gather of {name}")
         self._collectives.launch_spread(pieces, name)()
 
     def _whole(self, memory: GroupMemory) -> Tensor:

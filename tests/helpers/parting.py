@@ -1,0 +1,171 @@
+"""Ranks of which one, after some steps that all make, does something else than the others; then all train anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import Block, build
+from tests.helpers.ranks import read_params
+
+DIM, NUM_BLOCKS = 33, 4
+
+
+class Steered(nn.Module):
+    """Blocks that run in an order that the call gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(DIM) for _ in range(NUM_BLOCKS))
+        self.spare = Block(DIM)
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3), *, with_spare: bool = False) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(self.spare(x) if with_spare else x)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Run:
+    """One rank's."""
+
+    rank: int
+    model: nn.Module
+    optimizer: zo.AdamW
+    delays: random.Random
+    odd: bool = False
+    """True in the step in which this rank does something else."""
+
+    def loss(self, number: int, **ways: Any) -> Tensor:
+        x = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(100 * number + self.rank))
+        if self.delays.random() < 0.3:
+            time.sleep(self.delays.random() * 0.02)
+        return self.model(x.to(next(self.model.parameters()).device), **ways).square().mean()  # type: ignore[no-any-return]
+
+    def step(self, number: int, max_norm: float = 10.0) -> None:
+        zo.clip_grad_norm_(self.model, max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+Way = Callable[[Run, int], None]
+
+
+def alike(run: Run, number: int) -> None:
+    run.loss(number).backward()
+    run.step(number)
+
+
+def evaluation_alone(run: Run, number: int) -> None:
+    if run.odd:
+        with torch.no_grad():
+            run.loss(number)
+    alike(run, number)
+
+
+def further_unit(run: Run, number: int) -> None:
+    run.loss(number, with_spare=run.odd).backward()
+    run.step(number)
+
+
+def missing_unit(run: Run, number: int) -> None:
+    run.loss(number, order=(0, 1, 3) if run.odd else (0, 1, 2, 3)).backward()
+    run.step(number)
+
+
+def other_order(run: Run, number: int) -> None:
+    run.loss(number, order=(0, 2, 1, 3) if run.odd else (0, 1, 2, 3)).backward()
+    run.step(number)
+
+
+def other_size(run: Run, number: int) -> None:
+    """One rank alone has sums of an earlier backward, which are fp32."""
+    with zo.no_sync(run.model) if run.odd else contextlib.nullcontext():
+        run.loss(number).backward()
+    alike(run, number)
+
+
+def other_setting(run: Run, number: int) -> None:
+    run.loss(number).backward()
+    run.step(number, 0.1 if run.odd else 10.0)
+
+
+def no_step(run: Run, number: int) -> None:
+    run.loss(number).backward()
+    if not run.odd:
+        run.step(number)
+    alike(run, number)
+
+
+WAYS: list[Way] = [evaluation_alone, further_unit, missing_unit, other_order, other_size, other_setting, no_step]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    error: str
+    seconds: float
+    params: dict[str, Tensor]
+
+
+def part(
+    rank: int,
+    world_size: int,
+    way: Way | None,
+    settings: dict[str, Any],
+    *,
+    num_before: int = 3,
+    on: int = 1,
+    without_pages: bool = False,
+    goes_on: bool = False,
+) -> Outcome:
+    """Steps that all make, one in which rank `on` parts from the others (`way` None: without that one), and two more.
+    These are of another model, or of the same if it `goes_on`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if without_pages:
+            patch.setattr(os, "memfd_create", _refuse)
+        run = _start(rank, settings)
+        error, began = "", time.monotonic()
+        try:
+            for number in range(num_before):
+                alike(run, number)
+            began = time.monotonic()
+            if way is not None:
+                run.odd = rank == on
+                way(run, num_before)
+        except zo.ZeroOffloadError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        run.optimizer.zero_grad()
+        if not goes_on:
+            zo.close(run.model)
+        seconds = time.monotonic() - began
+        if way is not None and without_pages:
+            return Outcome(error, seconds, {})
+        run.odd = False
+        again = run if goes_on else _start(rank, settings)
+        try:
+            for number in range(2):
+                alike(again, number)
+            return Outcome(error, seconds, read_params(again.model))
+        finally:
+            zo.close(again.model)
+
+
+def _start(rank: int, settings: dict[str, Any]) -> Run:
+    model = build(Steered)
+    zo.offload(model, zo.OffloadConfig(**settings))
+    return Run(rank, model, zo.AdamW(model.parameters(), lr=1e-2), random.Random(rank))
+
+
+def _refuse(*_: Any) -> int:
+    raise OSError("Operation not permitted")
