@@ -45,12 +45,7 @@ def main() -> None:
     )
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    start = 0
-    if resumed := zo.resume(model, optimizer):
-        start = resumed.step
-        scheduler.load_state_dict(resumed.extra["scheduler"])
-        print(f"resuming after step {start}")
-    for step in range(start + 1, STEPS + 1):
+    for step in zo.steps(model, optimizer, STEPS, scheduler=scheduler):
         x, y = batch_of(step)
         # Forward brings its inputs to the compute device. Targets, which the output is compared with, are moved here.
         loss = nn.functional.mse_loss(model(x).float(), y.to(zo.device(model)))
@@ -59,7 +54,6 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        zo.commit(model, optimizer, extra={"scheduler": scheduler.state_dict()})
         if step % 10 == 0:
             read = zo.stats(model).read_bytes["nvme"]
             print(f"step {step}: loss {loss.item():.4f}, {read:,} bytes read from disk")

@@ -26,7 +26,7 @@ def test_train_from_nvme_resumes(tmp_path: Path) -> None:
     first = run_program(_example("train_from_nvme"), tmp_path / "run", folder=tmp_path)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in first.splitlines() if "loss" in line]
     assert losses[-1] < losses[0]
-    assert "resuming after step 30" in run_program(_example("train_from_nvme"), tmp_path / "run", folder=tmp_path)
+    assert not run_program(_example("train_from_nvme"), tmp_path / "run", folder=tmp_path)  # all steps are done
 
 
 def test_adamw_is_a_drop_in(tmp_path: Path) -> None:

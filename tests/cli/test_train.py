@@ -324,7 +324,7 @@ def test_going_back_a_generation_and_on_with_other_tiers(
     assert refused.code == 2 and f"no generation 3; there is: generation {STEPS} (step {STEPS}," in refused.err
     places = ["--params-tier", "cpu", "--optimizer-tier", "cpu", "--commit-every", 7]
     with monkeypatch.context() as patches:
-        asked = SimpleNamespace(requested=True)
+        asked = SimpleNamespace(agreed=True)
         patches.setattr(recipe, "requested_stop_of", lambda _: contextlib.nullcontext(asked))
         stopped = _here(capsys, *arguments, *places, "--generation", STEPS - 1)
     assert stopped.code == 130 and "the same command without --generation continues from there" in stopped.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -41,3 +42,17 @@ def test_killed_at_each_line_a_loop_sees_what_an_undisturbed_one_does(
     expected = finish(replace(spec, folder=str(tmp_path / "undisturbed")))
     assert finish(spec) == expected
     assert all(sorted(rows) == list(range(1, spec.num_steps + 1)) for rows in expected)
+
+
+def test_a_second_start_says_where_it_goes_on(tmp_path: Path) -> None:
+    spec = Spec(str(tmp_path / "run"), 8, accumulate=2)
+    finish(spec)
+    assert spec.said(0).read_text() == ""
+    finish(replace(spec, num_steps=9))
+    assert re.search(
+        r"zero_offload: zo.steps goes on with step 9 of 9, from generation 8 of step 8, committed 20\S+ \S+, "
+        r"behind batch 4 of epoch 2 of its DataLoader\n",
+        spec.said(0).read_text(),
+    )
+    finish(replace(spec, num_steps=9))
+    assert "zo.steps has no further step of 9, from generation 9 of step 9" in spec.said(0).read_text()

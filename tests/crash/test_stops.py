@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +19,7 @@ import pytest
 from tests.helpers.disk import generation_file
 from tests.helpers.loops import Loop, Spec, finish
 from tests.helpers.pairwise import full, in_turn
+from tests.helpers.trainer import DEADLINE_S
 
 CODE = 75
 
@@ -102,3 +108,87 @@ def test_the_log_says_by_what_a_run_was_stopped(tmp_path: Path) -> None:
     description: dict[str, Any] = json.loads((tmp_path / "log" / "run.json").read_text())
     assert description["starts"][-1]["error"] == "SIGUSR1"
     assert description["starts"][-1]["last_step"] == _committed(spec)
+
+
+LOOP = Path(__file__).parents[1] / "machines" / "loop.py"
+
+
+def _torchrun(folder: Path, num_steps: int, code: int, *before: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *before, str(LOOP)]
+    quoted = " ".join(shlex.quote(each) for each in (*command, str(folder), str(num_steps), str(code), "25s"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with (folder / "said").open("a") as said:
+        return subprocess.Popen(
+            ["bash", "-c", f"trap '' USR1; exec {quoted}"],
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+
+
+def _said(folder: Path) -> str:
+    return (folder / "said").read_text()
+
+
+def _until_said(folder: Path, launcher: subprocess.Popen[str], text: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in _said(folder):
+        assert time.monotonic() < deadline and launcher.poll() is None, _said(folder)
+        time.sleep(0.05)
+
+
+def _pids(launcher: subprocess.Popen[str]) -> list[int]:
+    """Of the ranks."""
+    return list(map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()))
+
+
+def _rows(folder: Path) -> dict[int, set[str]]:
+    """By step, what the ranks have seen, however often."""
+    found: dict[int, set[str]] = {}
+    for step, seen in re.findall(r"^step (\d+) (.*)$", _said(folder), re.MULTILINE):
+        found.setdefault(int(step), set()).add(seen)
+    return found
+
+
+@pytest.mark.full
+def test_torchrun_starts_again_a_run_of_which_one_rank_was_signalled(tmp_path: Path) -> None:
+    folder, last = tmp_path / "asked", 40
+    launcher = _torchrun(folder, last, CODE, "--max-restarts=3")
+    _until_said(folder, launcher, "step 3 ")
+    os.kill(_pids(launcher)[1], signal.SIGUSR1)
+    assert launcher.wait(DEADLINE_S) == 0, _said(folder)
+    assert "stopped by SIGUSR1 on rank 1 after step " in _said(folder)
+    whole = _torchrun(tmp_path / "whole", last, CODE)
+    assert whole.wait(DEADLINE_S) == 0
+    assert _rows(folder) == _rows(tmp_path / "whole") and len(_rows(folder)) == last
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("to", ["launcher", "all", "session"])
+def test_torchrun_is_told_to_end(to: str, tmp_path: Path) -> None:
+    """It passes SIGTERM on to ranks and their workers. A scheduler may signal all of them by itself, as well."""
+    folder = tmp_path / "asked"
+    for first in (3, 9):
+        launcher = _torchrun(folder, 10**6, CODE)
+        _until_said(folder, launcher, f"step {first} ")
+        ranks = _pids(launcher)
+        if to == "all":
+            for pid in ranks:
+                os.killpg(pid, signal.SIGTERM)
+        if to in ("launcher", "all"):
+            launcher.send_signal(signal.SIGTERM)
+        else:
+            for pid in (launcher.pid, *ranks):
+                os.killpg(pid, signal.SIGUSR1)
+        began = time.monotonic()
+        assert launcher.wait(DEADLINE_S) != 0 and time.monotonic() - began < 25
+        said = _said(folder)
+        step = json.loads(generation_file(folder / "run").read_text())["payload"]["step"]
+        assert f"after step {step}: step {step} is committed" in said, said
+        assert max(_rows(folder)) == step and f"step {step + 1} [" not in said
+    whole = _torchrun(tmp_path / "whole", step, CODE)
+    assert whole.wait(DEADLINE_S) == 0
+    assert _rows(folder) == _rows(tmp_path / "whole")

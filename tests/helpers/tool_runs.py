@@ -38,8 +38,13 @@ class Spec:
     """An event of callbacks and the step at which rank 0 is killed there."""
     stop_after: int | None = None
     """A step after which training stops."""
+    asked_at: tuple[str, int, int] | None = None
+    """An event of callbacks, a step, and the rank that has SIGUSR1 there; the exit code is `EXIT_CODE`."""
     is_plain: bool = False
     model_init: bool = False
+
+
+EXIT_CODE = 75
 
 
 @dataclass
@@ -60,13 +65,13 @@ class Outcome:
 
 
 class Ends(TrainerCallback):
-    """Kills the process at an event of a step, or stops the training."""
+    """Sends the process a signal at an event of a step, or stops the training."""
 
-    def __init__(self, event: str, step: int, *, kills: bool) -> None:
+    def __init__(self, event: str, step: int, number: int = 0) -> None:
         def strike(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step and kills:
-                os.kill(os.getpid(), signal.SIGKILL)
-            control.should_training_stop |= state.global_step == step
+            if state.global_step == step and number:
+                os.kill(os.getpid(), number)
+            control.should_training_stop |= state.global_step == step and not number
 
         setattr(self, event, strike)
 
@@ -94,9 +99,11 @@ def make(spec: Spec, model: nn.Module | None = None) -> Any:
     """The Trainer of a run, of a small Llama or the given model."""
     callbacks: list[TrainerCallback] = []
     if spec.die_at is not None and os.environ.get("RANK", "0") == "0":
-        callbacks.append(Ends(*spec.die_at, kills=True))
+        callbacks.append(Ends(*spec.die_at, signal.SIGKILL))
+    if spec.asked_at is not None and os.environ.get("RANK", "0") == str(spec.asked_at[2]):
+        callbacks.append(Ends(*spec.asked_at[:2], signal.SIGUSR1))
     if spec.stop_after is not None:
-        callbacks.append(Ends("on_step_end", spec.stop_after, kills=False))
+        callbacks.append(Ends("on_step_end", spec.stop_after))
     make_model = partial(tools.llama, attention_dropout=0.1)
     of = {"model_init": make_model} if spec.model_init else {"model": model or make_model()}
     given = {
@@ -109,7 +116,7 @@ def make(spec: Spec, model: nn.Module | None = None) -> Any:
     if spec.is_plain:
         return Trainer(optimizer_cls_and_kwargs=(zo.AdamW, {"lr": given["args"].learning_rate}), **given)
     config = tools.config("cpu", "") if spec.nvme is None else tools.config("nvme", spec.nvme, existing="resume")
-    return OffloadTrainer(offload=config, **given)
+    return OffloadTrainer(offload=config, exit_code=None if spec.asked_at is None else EXIT_CODE, **given)
 
 
 def train(spec: Spec, resume: str | Path | bool | None = None, make: Callable[[Spec], Any] = make) -> Outcome:

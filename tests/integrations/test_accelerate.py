@@ -181,6 +181,42 @@ def test_a_generation_is_that_of_the_optimizer_inside(tmp_path: Path) -> None:
     zo.close(model)
 
 
+def goes_on(rank: int, world_size: int, folder: Path) -> None:
+    """A loop of `zo.steps` over what `prepare` returned, ended behind each of its steps, against one in one go."""
+    with launched(rank, world_size):
+        whole = prepared_steps(folder / "whole", 7)
+        seen: dict[int, Any] = {}
+        for last in (1, 3, 4, 7):
+            seen |= prepared_steps(folder / "parts", last)
+        assert seen == whole and sorted(whole) == list(range(1, 8))
+
+
+def prepared_steps(folder: Path, last: int) -> dict[int, Any]:
+    torch.manual_seed(1)
+    reset_accelerate()
+    model = zo.offload(llama(), config("nvme", folder, existing="resume"))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    data = DataLoader(Tokens(20), batch_size=2, shuffle=True)
+    accelerator = accelerate.Accelerator()
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    found: dict[int, Any] = {}
+    for step, batch in zo.steps(model, optimizer, last, loader=data, scheduler=scheduler):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found[step] = (batch["input_ids"].sum(1).tolist(), loss.item(), scheduler.get_last_lr())
+    zo.close(model)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loop_in_one_line_takes_what_prepare_returns(pools: RankPools, tmp_path: Path, world_size: int) -> None:
+    on_ranks(pools, world_size, goes_on, tmp_path)
+
+
 def prepare_again(rank: int, world_size: int, folder: Path) -> None:
     """With states, of steps and of a generation."""
     with launched(rank, world_size):

@@ -129,6 +129,25 @@ def test_goes_on_after_a_kill(tmp_path: Path, ranks: int, death: tuple[str, int]
     assert again[0].rows == []
 
 
+def asked(spec: Spec) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        train(spec)
+    return ended.value.code, ended.value.by  # type: ignore[attr-defined,return-value]
+
+
+@pytest.mark.parametrize(("ranks", "event", "step"), [(1, "on_step_begin", 2), (2, "on_step_end", 3)])
+def test_a_signal_to_one_rank_is_a_commit_on_all(tmp_path: Path, ranks: int, event: str, step: int) -> None:
+    """Step 3 is the last of an epoch on two ranks, whose commit comes behind the epoch's evaluation."""
+    whole = in_processes(ranks, train, Spec(tmp_path / "whole", tmp_path / "whole_nvme", args=EPOCHS))
+    by = "SIGUSR1" if ranks == 1 else "SIGUSR1 on rank 1"
+    ended = in_processes(ranks, asked, spec(tmp_path, "nvme", args=EPOCHS, asked_at=(event, step, ranks - 1)))
+    assert ended == [(runs.EXIT_CODE, by)] * ranks
+    resumed = in_processes(ranks, train, spec(tmp_path, "nvme", args=EPOCHS))
+    assert resumed == whole
+    done = step + (event == "on_step_begin")
+    assert [each.rows for each in resumed] == [each.rows[done * 4 :] for each in whole]
+
+
 @pytest.mark.door(
     "transformers",
     load="checkpoint of `OffloadTrainer`, by itself",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +14,9 @@ import pytest
 
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, RankPool, RankPools
-from tests.machines.hosts import Hosts, hosts_of, unsupported
+from tests.machines.hosts import Hosts, Program, hosts_of, unsupported
 
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM, LOOP = (Path(__file__).with_name(name) for name in ("program.py", "loop.py"))
 MANY = 100_000
 PAIR = (0, 1)
 START_S, NAMED_S = 120, 25
@@ -76,3 +77,46 @@ def test_a_run_goes_on_with_other_machines(hosts: Hosts, pools: RankPools) -> No
     for program in hosts.start(PROGRAM, hosts.drive, 5, order=(0, 1, 2, 3)):
         assert program.end(START_S) != 0
         assert f"which were in {hosts.drive / 'run'} on {hosts.hosts[2].name}" in program.said
+
+
+def _seen(program: Program) -> dict[int, str]:
+    return {int(step): seen for step, seen in re.findall(r"^step (\d+) (.*)$", program.said, re.MULTILINE)}
+
+
+def test_sigterm_on_one_machine_is_a_commit_and_a_code_on_both(hosts: Hosts) -> None:
+    code = 75
+    programs = hosts.start(LOOP, hosts.drive, MANY, code, "25s", order=PAIR)
+    for program in programs:
+        program.wait_for("step 2 ", START_S)
+    programs[1].send(signal.SIGTERM)
+    assert [program.end(START_S) for program in programs] == [code, code], programs[0].said
+    seen = [_seen(program) for program in programs]
+    done = [max(each) for each in seen]
+    assert done[0] == done[1]
+    assert f"stopped by SIGTERM on rank 1 after step {done[0]}: step {done[0]} is committed" in programs[0].said
+    # A step that does not end: both machines end at once, and the step is made again.
+    for host in hosts.hosts[:2]:
+        (host.folder / "slow").write_text(str(done[0] + 2))
+    programs = hosts.start(LOOP, hosts.drive, MANY, code, "2s", order=PAIR)
+    for program in programs:
+        program.wait_for("slow", START_S)
+    began = time.monotonic()
+    programs[0].send(signal.SIGUSR1)
+    assert [program.end(START_S) for program in programs] == [code, code], programs[1].said
+    assert time.monotonic() - began < 10 and "has not ended 2 s after SIGUSR1 on rank 0" in programs[0].said
+    assert [min(_seen(program)) for program in programs] == [done[0] + 1] * 2
+    for each, program in zip(seen, programs, strict=True):
+        each |= _seen(program)
+    for host in hosts.hosts[:2]:
+        (host.folder / "slow").unlink()
+    last = done[0] + 3
+    programs = hosts.start(LOOP, hosts.drive, last, code, "25s", order=PAIR)
+    assert [program.end(START_S) for program in programs] == [0, 0], programs[0].said
+    assert [min(_seen(program)) for program in programs] == [done[0] + 2] * 2
+    again = [_seen(program) for program in programs]
+    assert [each[done[0] + 2] for each in again] == [each[done[0] + 2] for each in seen]
+    for host in hosts.hosts[:2]:
+        shutil.rmtree(host.folder / "run")
+    whole = hosts.start(LOOP, hosts.drive, last, code, "25s", order=PAIR)
+    assert [program.end(START_S) for program in whole] == [0, 0], whole[0].said
+    assert [_seen(program) for program in whole] == [old | new for old, new in zip(seen, again, strict=True)]

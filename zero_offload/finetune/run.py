@@ -52,7 +52,7 @@ from zero_offload.finetune.outputs import (
     strangers,
 )
 from zero_offload.finetune.settings import TASKS, FinetuneConfig
-from zero_offload.finetune.trainers import FinetuneContext, StopsWhenAsked, best_of, make_trainer
+from zero_offload.finetune.trainers import FinetuneContext, best_of, make_trainer
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model.api import need_runtime
@@ -338,12 +338,11 @@ def _train(
             trainer = make_trainer(context, model, reference, log, steps)
             # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
             with requested_stop_of(context.ranks) as stop:
-                stops = StopsWhenAsked(stop, context.ranks)
-                trainer.add_callback(stops)
+                trainer.follow(stop)
                 trainer.train()
                 steps.close()
                 step = trainer.state.global_step
-                if stops.stopped:
+                if stop.agreed:
                     zo.close(model)
                     progress.note(f"stopped after step {step}; it is committed, and the same command continues")
                     return FinetuneResult(Ending.INTERRUPTED, step, best_of(trainer.evaluations), config.out)

@@ -46,7 +46,6 @@ from zero_offload.integrations.transformers import OffloadMixin
 from zero_offload.model.api import need_runtime
 from zero_offload.runs.progress import Progress
 from zero_offload.runs.ranks import Ranks
-from zero_offload.runtime.stop import StopRequest
 from zero_offload.storage.files.directory import RunDirectory
 
 _NON_FINITE_STEPS_MAX = 3
@@ -353,19 +352,6 @@ class _EvaluatesAtTheEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True
-
-
-class StopsWhenAsked(TrainerCallback):
-    """Ends the training behind a step if one rank was asked to stop."""
-
-    def __init__(self, stop: StopRequest, ranks: Ranks) -> None:
-        self._stop, self._ranks = stop, ranks
-        self.stopped = False
-        """True if the training ended by it."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._ranks.any(self._stop.requested):
-            self.stopped = control.should_training_stop = True
 
 
 class FinetuneTrainer(FinetuneMixin, Trainer):

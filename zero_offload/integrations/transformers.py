@@ -25,7 +25,8 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,13 @@ from zero_offload.integrations.peft import is_peft
 from zero_offload.integrations.pretrained import export_pretrained, replace_weights
 from zero_offload.model.about import adapter_values, config_values, plain
 from zero_offload.model.api import close, need_runtime, no_sync, runtime_of, stats
-from zero_offload.model.checkpoints import commit, load_checkpoint, resume, save_checkpoint
+from zero_offload.model.checkpoints import keep, load_checkpoint, resume, save_checkpoint
 from zero_offload.model.offload import offload as offload_model
 from zero_offload.model.run_log import RunLog
+from zero_offload.model.steps import check_end, end_stopped, stopping_of
 from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
+from zero_offload.runtime.ranks.watch import Notice
+from zero_offload.runtime.stop import GRACE_S, StopRequest
 from zero_offload.storage.files.own_files import (
     LIST_NAME,
     MODEL_NAME,
@@ -128,6 +132,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
     to be offloaded already. With `OffloadConfig(existing="resume")` a generation that is found goes on, whatever
     checkpoints there are; a checkpoint that is named, or is newer than it, replaces it.
     `offload_reference`: how a trainer of TRL offloads its reference model. It is frozen, and has no states.
+    `exit_code` and `grace` are as in `zo.steps`: with the first, SIGTERM or SIGUSR1 to any rank ends the program behind
+    the commit of a step. Without it a signal is Trainer's, or the program's.
 
     Raises ConfigError for what has no meaning here, and CapacityError when a checkpoint does not fit the disk.
     """
@@ -137,9 +143,13 @@ class OffloadMixin(_Base):  # type: ignore[misc]
         *args: Any,
         offload: OffloadConfig | None = None,
         offload_reference: OffloadConfig | None = None,
+        exit_code: int | None = None,
+        grace: float | str = GRACE_S,
         **kwargs: Any,
     ) -> None:
         self._offload, self._offload_reference = offload, offload_reference
+        self._end = None if exit_code is None else check_end(type(self).__name__, exit_code, grace)
+        self._stop: StopRequest | None = None
         self._generation: dict[str, Any] | None = None
         """The generation's record of Trainer, while `train` goes on from it."""
         self._seen: Position | None = None
@@ -262,7 +272,18 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                     "sync_ref_model: no generation and no checkpoint keeps the reference model, with TRL as here. It "
                     "begins again with the weights that it was given, and losses are others than without the break"
                 )
-            return super().train(source, *args, **kwargs)
+            with nullcontext() if self._end is None else self._stopping(*self._end):
+                return super().train(source, *args, **kwargs)
+
+    @contextmanager
+    def _stopping(self, exit_code: int, grace_s: float) -> Iterator[None]:
+        with stopping_of(need_runtime(self.model, "train()"), exit_code, grace_s) as stop:
+            self.follow(stop)
+            yield
+
+    def follow(self, stop: StopRequest) -> None:
+        """Training ends behind a step once all ranks agree on this request."""
+        self._stop = stop
 
     @property
     def _syncs_reference(self) -> bool:
@@ -391,7 +412,8 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
-        self._commit()
+        if self._stop is None or not self._stop.agreed:
+            self._commit()
 
     # Keeping
 
@@ -402,9 +424,22 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             self._commit()
 
     def _commit(self) -> None:
-        """Let the step become a generation, with Trainer's state."""
-        if need_runtime(self.model, "train()").keeper is None:
+        """Let the step become a generation, with Trainer's state. All ranks end here where one was asked to stop."""
+        owner, stop, step = need_runtime(self.model, "train()"), self._stop, self.state.global_step
+        with nullcontext() if stop is None else stop.agreeing() as notice:
+            if owner.keeper is not None:
+                self._keep(notice)
+            elif stop is not None:
+                with owner.together("train()", notice=notice):
+                    pass
+        if stop is None:
             return
+        stop.doing = f"step {step + 1}"
+        if stop.agreed and self._end is not None:
+            end_stopped(stop, [self.model], step)
+        self.control.should_training_stop |= stop.agreed
+
+    def _keep(self, notice: Notice | None) -> None:
         self._history += map(json.dumps, self.state.log_history[len(self._history) :])
         exported = [
             each for each in (*self.callback_handler.callbacks, self.control) if isinstance(each, ExportableState)
@@ -420,7 +455,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             "made_of": self._made_of,
             "args": _deciding(self.args),
         }
-        commit(self.model, self.optimizer, extra={STATES: said})
+        keep("train()", self.model, self.optimizer, {STATES: said}, notice=notice)
 
     def _position(self) -> Position:
         epoch = int(self.state.epoch)

@@ -81,6 +81,9 @@ class Feed:
 
     # Where it goes on
 
+    def __str__(self) -> str:
+        return f"behind batch {self._num_batches} of epoch {self._epoch} of its {_kind(self._source)}"
+
     @property
     def _kind(self) -> str:
         return "state" if self._is_stateful else "counts"

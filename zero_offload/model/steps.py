@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,9 +23,9 @@ from zero_offload.model.api import close, need_runtime
 from zero_offload.model.checkpoints import Resumed, check_keeps, keep, own_of, resume
 from zero_offload.model.feed import Feed
 from zero_offload.model.members import Also, members_of
+from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.param_groups import group_records, restore_groups
-from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.stop import EXIT_CODE, GRACE_S, StoppedBySignal, StopRequest, complain, requested_stop
 
 _CALL = "zo.steps"
@@ -97,7 +98,8 @@ class _Loop:
         self._model, self._also, self._total = model, list(also) if isinstance(also, Iterable) else also, total
         self._owner = owner = need_runtime(model, _CALL)
         with owner.together(_CALL):
-            self._exit_code, self._grace_s = _check_numbers(total, accumulate, *end)
+            _check_numbers(total, accumulate)
+            self._exit_code, self._grace_s = check_end(_CALL, *end)
             self._optimizers = _check_optimizers(optimizer)
             self._schedulers = _check_schedulers(schedulers)
             self._members = members_of(_CALL, model, self._optimizers[0], self._also)
@@ -111,15 +113,15 @@ class _Loop:
         with owner.together(_CALL):
             if resumed is not None:
                 self._restore(resumed)
+                self._say_where(resumed)
             elif owner.step_count:
                 raise ConfigError(
                     f"{_CALL} begins with step 1, and this model is at step {owner.step_count}. Call it before the "
                     "first step, and once; a checkpoint that was loaded goes on by zo.resume and zo.commit"
                 )
-        # An exception in the first step must not leave a generation without the loop's record.
-        owner.note_completes()
-        drawn = owner.collectives.of_first(_drawn(), "the word of a loop", is_part=False)
-        self._token = f"{int(drawn):x}"
+        if owner.makes_generations:  # else the first commit warns
+            # An exception in the first step must not leave a generation without the loop's record.
+            owner.note_completes()
 
     def _restore(self, resumed: Resumed) -> None:
         found = resumed.extra.get(_KEY) if isinstance(resumed.extra, dict) else None
@@ -155,11 +157,20 @@ class _Loop:
         if self._feed is not None:
             self._feed.restore(found["data"], own_of(self._owner))
 
+    def _say_where(self, resumed: Resumed) -> None:
+        if self._owner.ranks.rank != 0:
+            return
+        data = "" if self._feed is None else f", {self._feed}"
+        goes_on = f"goes on with step {self._done + 1}" if self._done < self._total else "has no further step"
+        complain(
+            f"{_CALL} {goes_on} of {self._total}, from generation {resumed.number} of step {resumed.step}, committed "
+            f"{resumed.committed_at}{data}"
+        )
+
     # The loop
 
     def run(self) -> Iterator[Any]:
-        watch = self._owner.ranks.watch
-        with requested_stop(watch=watch, token=self._token, exit_code=self._exit_code, grace_s=self._grace_s) as stop:
+        with stopping_of(self._owner, self._exit_code, self._grace_s) as stop:
             try:
                 while self._done < self._total:
                     step = self._done + 1
@@ -169,8 +180,9 @@ class _Loop:
                     else:
                         yield step, self._batch(step, stop)
                     self._done = step
-                    if self._commit(stop):
-                        self._end(stop)
+                    self._commit(stop)
+                    if stop.agreed:
+                        end_stopped(stop, [each.model for each in self._members], step)
             finally:
                 if self._feed is not None:
                     self._feed.close()
@@ -185,10 +197,8 @@ class _Loop:
         # The launcher's signal has ended the loader's workers. Other ranks may be in this step already.
         return self._feed.next_batch(step, again=True)
 
-    def _commit(self, stop: StopRequest) -> bool:
-        """Let the step become the next generation; True if a rank was asked to stop."""
-        notice, first = Notice(stop.requested), self._optimizers[0]
-        stop.tell()
+    def _commit(self, stop: StopRequest) -> None:
+        """Let the step become the next generation, and learn whether a rank was asked to stop."""
         for each in self._optimizers[1:]:
             check_keeps(_CALL, each, self._owner)
         said = {
@@ -198,36 +208,50 @@ class _Loop:
             "data": None if self._feed is None else self._feed.place,
         }
         own = None if self._feed is None else self._feed.own()
-        keep(_CALL, self._model, first, {_KEY: said}, self._also, own, notice)
-        return notice.given
-
-    def _end(self, stop: StopRequest) -> None:
-        for each in self._members:
-            close(each.model)
-        if self._owner.ranks.rank == 0:
-            kept = (
-                f"step {self._done} is committed, and the same command goes on with step {self._done + 1}"
-                if self._owner.makes_generations
-                else f"nothing is kept of {self._done} steps (no directory for generations, or durability='scratch')"
-            )
-            all_ranks = "all ranks end" if self._owner.ranks.world_size > 1 else "the program ends"
-            complain(
-                f"stopped by {stop.by} after step {self._done}: {kept}; {all_ranks} with exit code {self._exit_code}"
-            )
-        raise StoppedBySignal(self._exit_code, stop.by)
+        with stop.agreeing() as notice:
+            keep(_CALL, self._model, self._optimizers[0], {_KEY: said}, self._also, own, notice)
 
 
-def _check_numbers(total: Any, accumulate: Any, exit_code: Any, grace: Any) -> tuple[int, float]:
-    for name, value, least in (("total", total, 0), ("accumulate", accumulate, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{_CALL}({name}={value!r}): give a whole number from {least} up")
+@contextmanager
+def stopping_of(owner: ModelRuntime, exit_code: int, grace_s: float) -> Iterator[StopRequest]:
+    """As `requested_stop`, for the ranks of a model, which all come here."""
+    drawn = owner.collectives.of_first(host_tensor(secrets.randbits(60), torch.int64), "a loop", is_part=False)
+    token = f"{int(drawn):x}"
+    with requested_stop(watch=owner.ranks.watch, token=token, exit_code=exit_code, grace_s=grace_s) as stop:
+        yield stop
+
+
+def end_stopped(stop: StopRequest, models: Sequence[nn.Module], step: int) -> NoReturn:
+    """End the program behind the commit of `step`, as all its ranks do. The first model leads."""
+    owner = need_runtime(models[0], _CALL)
+    for each in models:
+        close(each)
+    if owner.ranks.rank == 0:
+        kept = (
+            f"step {step} is committed, and the same command goes on with step {step + 1}"
+            if owner.makes_generations
+            else f"nothing is kept of {step} steps (no directory for generations, or durability='scratch')"
+        )
+        ends = "all ranks end" if owner.ranks.world_size > 1 else "the program ends"
+        complain(f"stopped by {stop.by} after step {step}: {kept}; {ends} with exit code {stop.exit_code}")
+    raise StoppedBySignal(stop.exit_code, stop.by)
+
+
+def check_end(call: str, exit_code: Any, grace: Any) -> tuple[int, float]:
+    """The exit code of a program that is asked to stop, and the grace period in seconds."""
     if isinstance(exit_code, bool) or not isinstance(exit_code, int) or not 0 <= exit_code <= 255:
-        raise ConfigError(f"{_CALL}(exit_code={exit_code!r}): give a whole number from 0 to 255")
+        raise ConfigError(f"{call}(exit_code={exit_code!r}): give a whole number from 0 to 255")
     if isinstance(grace, str):
         return exit_code, parse_seconds(grace)
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace > 0:
-        raise ConfigError(f"{_CALL}(grace={grace!r}): give seconds above 0, or a duration such as '2min'")
+        raise ConfigError(f"{call}(grace={grace!r}): give seconds above 0, or a duration such as '2min'")
     return exit_code, float(grace)
+
+
+def _check_numbers(total: Any, accumulate: Any) -> None:
+    for name, value, least in (("total", total, 0), ("accumulate", accumulate, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{_CALL}({name}={value!r}): give a whole number from {least} up")
 
 
 def _check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -250,8 +274,3 @@ def _check_schedulers(schedulers: Any) -> list[Any]:
 
 def _counted(numbers: dict[str, int], names: Sequence[str]) -> str:
     return ", ".join(f"{numbers[name]} {name if name != 'optimizers' else 'further optimizers'}" for name in names)
-
-
-def _drawn() -> torch.Tensor:
-    """A word that no other loop has."""
-    return host_tensor(secrets.randbits(60), torch.int64)

@@ -3,8 +3,8 @@
 Owns the handlers of signals while a loop runs, and the time that its step still has. The request travels with a call
 that all ranks make at the end of each step, so it costs no message. Two threads look beside the loop. One hears signals
 as they come, since Python's handlers wait for a thread that is inside of a collective. The other asks the program's
-store for a request of another rank, whose step may never end. The calls: `requested_stop` around the loop, and per step
-`requested` and `doing`. `StoppedBySignal` is the end.
+store for a request of another rank, whose step may never end. The calls: `requested_stop` around the loop, `agreeing`
+around a call at the end of each step. `StoppedBySignal` is the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zero_offload.base.ends import in_child
-from zero_offload.runtime.ranks.watch import RankWatch
+from zero_offload.runtime.ranks.watch import Notice, RankWatch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of launchers and schedulers. Ctrl-C is a person's, who can press it again."""
@@ -68,6 +68,8 @@ class StopRequest:
         self.doing = "the step"
         """The words for what has to end within the grace period."""
         self._watch, self._token = watch, token
+        self.agreed = False
+        """True if all ranks follow a request, of whichever rank."""
         self._by = ""
         self._deadline: float | None = None
         self.is_closed = False
@@ -81,6 +83,14 @@ class StopRequest:
     def by(self) -> str:
         """The signal, and the rank that had it, on the rank that had it and on those that it has told."""
         return self._by or self._told(_REQUEST) or "a signal on another rank"
+
+    @contextmanager
+    def agreeing(self) -> Iterator[Notice]:
+        """Inside is a call that all ranks make, with this notice; behind it they agree."""
+        notice = Notice(self.requested)
+        self.tell()
+        yield notice
+        self.agreed = self.agreed or notice.given
 
     def note(self, number: int) -> None:
         """This process was asked by a signal."""

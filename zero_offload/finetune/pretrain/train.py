@@ -37,6 +37,7 @@ from zero_offload.hardware.machines import Cluster
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.integrations.identity import first_difference
 from zero_offload.model.api import need_runtime
+from zero_offload.model.checkpoints import keep
 from zero_offload.model.run_log import planned_memory
 from zero_offload.plan.step_time import StepBatch
 from zero_offload.plan.table import MEMORY, PlanTable
@@ -272,8 +273,9 @@ def _train_steps(
     """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
     non_finite_steps = 0
     step, val_loss = log.committed_step, None
-    while step < context.config.steps and not context.ranks.any(stop.requested):
+    while step < context.config.steps and not stop.agreed:
         step += 1
+        stop.doing = f"step {step}"
         trace.begin_step()
         figures = _train_step(context, step)
         log.measure()  # a step's time holds its predecessor's commit, and no validation
@@ -285,9 +287,9 @@ def _train_steps(
             if step == log.committed_step + 1:
                 # `zo.close` makes it a generation, as nothing has said yet that this run completes its records:
                 # without this one a resume would refuse it.
-                _commit(context, step)
+                _commit(context, step, stop)
             raise
-        _commit(context, step)
+        _commit(context, step, stop)
         trace.end_step()
         progress.step(row)
         if val_loss is not None and not math.isfinite(val_loss):
@@ -348,9 +350,11 @@ def _micro_batches(context: _PretrainContext, step: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def _commit(context: _PretrainContext, step: int) -> None:
+def _commit(context: _PretrainContext, step: int, stop: StopRequest) -> None:
     # The data position is the step: a batch is a function of (seed, step, rank, micro-batch).
-    zo.commit(context.model, context.optimizer, extra={"step": step, "scheduler": context.scheduler.state_dict()})
+    extra = {"step": step, "scheduler": context.scheduler.state_dict()}
+    with stop.agreeing() as notice:
+        keep("train", context.model, context.optimizer, extra, notice=notice)
 
 
 @torch.no_grad()
@@ -371,7 +375,7 @@ def _finish(
 ) -> TrainResult:
     config, unigram_nats = context.config, context.corpus.unigram_nats
     # A sample of a large model takes as many forwards as it has bytes: a run that is asked to stop does not write it.
-    if context.ranks.any(stop.requested) or last_step < config.steps:
+    if stop.agreed or last_step < config.steps:
         zo.close(context.model)
         progress.note(f"stopped after step {last_step}; {_what_goes_on(config, last_step)}")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
