@@ -57,64 +57,112 @@ class Host:
 class Hosts:
     """A network of machines."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(
+        self, folder: Path, count: int, *, is_shared: bool = False, room: int | None = None, delay_s: float = 0.0
+    ) -> None:
+        """`is_shared`: all machines have the first one's directory. `room`: bytes of each. `delay_s`: of a packet."""
         # The kernel's names of links have 15 letters at most.
         self._tag, number = f"z{os.getpid() % 100000}", os.getpid() % 200
         self.drive = folder / "drive"
         self.drive.mkdir()
-        self.hosts = [Host(f"{self._tag}h{i}", f"10.88.{number}.{i + 1}", folder / f"host{i}") for i in range(count)]
-        self._folder = folder
+        self.hosts = [
+            Host(f"{self._tag}h{i}", f"10.88.{number}.{i + 1}", folder / f"host{0 if is_shared else i}")
+            for i in range(count)
+        ]
+        self._folder, self._room, self._delay_s = folder, room, delay_s
+        self._device = "tun0" if delay_s else "eth0"
+        self._relay: subprocess.Popen[str] | None = None
 
     def open(self) -> None:
+        for folder in {host.folder for host in self.hosts}:
+            folder.mkdir()
+            if self._room is not None:
+                subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={self._room}", "tmpfs", folder], check=True)
+        for host in self.hosts:
+            _ip("netns", "add", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        if self._delay_s:
+            self._open_relay()
+        else:
+            self._open_bridge()
+        for host in self.hosts:
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", self._device)
+            _ip("-n", host.name, "link", "set", self._device, "up")
+
+    def _open_bridge(self) -> None:
         _ip("link", "add", self._tag, "type", "bridge")
         _ip("link", "set", self._tag, "up")
         for i, host in enumerate(self.hosts):
-            host.folder.mkdir()
-            _ip("netns", "add", host.name)
             _ip("link", "add", f"{self._tag}v{i}", "type", "veth", "peer", "name", "eth0", "netns", host.name)
             _ip("link", "set", f"{self._tag}v{i}", "master", self._tag, "up")
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", host.name, "link", "set", "lo", "up")
-            _ip("-n", host.name, "link", "set", "eth0", "up")
+
+    def _open_relay(self) -> None:
+        pairs = [f"{host.name}={host.address}" for host in self.hosts]
+        command = [sys.executable, str(Path(__file__).with_name("relay.py")), str(self._delay_s), *pairs]
+        self._relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._relay.stdout is not None and self._relay.stdout.readline() == "open\n"
 
     def close(self) -> None:
-        for i, host in enumerate(self.hosts):
-            for words in (("netns", "del", host.name), ("link", "del", f"{self._tag}v{i}")):
-                with contextlib.suppress(subprocess.CalledProcessError):
-                    _ip(*words)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "del", self._tag)
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+        words = [("netns", "del", host.name) for host in self.hosts]
+        words += [("link", "del", f"{self._tag}v{i}") for i in range(len(self.hosts))] + [("link", "del", self._tag)]
+        for each in words:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip(*each)
+        if self._room is not None:
+            for folder in {host.folder for host in self.hosts}:
+                subprocess.run(["umount", "-l", folder], check=False)
 
     def cut(self, index: int) -> None:
         """From now on nothing comes to this machine or from it."""
-        _ip("-n", self.hosts[index].name, "link", "set", "eth0", "down")
+        _ip("-n", self.hosts[index].name, "link", "set", self._device, "down")
 
     def mend(self, index: int) -> None:
-        _ip("-n", self.hosts[index].name, "link", "set", "eth0", "up")
+        _ip("-n", self.hosts[index].name, "link", "set", self._device, "up")
+
+    def silence(self, index: int) -> None:
+        """From now on nothing comes from this machine. It hears the others."""
+        for host in self.hosts:
+            if host is not self.hosts[index]:
+                _ip("-n", self.hosts[index].name, "route", "add", "blackhole", f"{host.address}/32")
+
+    def hear(self, index: int) -> None:
+        """The end of `silence`."""
+        for host in self.hosts:
+            if host is not self.hosts[index]:
+                _ip("-n", self.hosts[index].name, "route", "del", "blackhole", f"{host.address}/32")
 
     def start(
         self,
         program: Path,
         *arguments: object,
         order: Sequence[int] = (),
+        per_host: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> list[Program]:
-        """One rank of a program on each machine, in the environment that torchrun sets; or on these, in their order."""
+        """So many ranks of a program on each machine, in the environment that torchrun sets; or on machines of these
+        numbers, in their order. Returns them in the order of ranks."""
         started, hosts = [], [self.hosts[number] for number in order] or self.hosts
-        for rank, host in enumerate(hosts):
+        for index, host in enumerate(hosts):
             given = {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(len(hosts)),
-                "LOCAL_WORLD_SIZE": "1",
+                "WORLD_SIZE": str(len(hosts) * per_host),
+                "LOCAL_WORLD_SIZE": str(per_host),
                 "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
+                "GLOO_SOCKET_IFNAME": self._device,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
             }
-            setup = f'hostname {host.name}; mount --make-rprivate /; mount --bind {host.folder} {self.drive}; exec "$@"'
-            command = [
+            outs = [self._folder / f"rank{index * per_host + local}.txt" for local in range(per_host)]
+            ranks = " ".join(
+                f'(RANK={index * per_host + local} LOCAL_RANK={local} exec "$@" > {out} 2>&1) & jobs="$jobs $!";'
+                for local, out in enumerate(outs)
+            )
+            setup = f"hostname {host.name}; mount --make-rprivate /; mount --bind {host.folder} {self.drive}"
+            wait = "for job in $jobs; do wait $job || status=$?; done; exit $status"
+            inside = [
                 "ip",
                 "netns",
                 "exec",
@@ -127,14 +175,12 @@ class Hosts:
                 "--kill-child",
                 "--mount-proc",
             ]
-            command += ["bash", "-c", setup, "_", sys.executable, "-u", str(program), *map(str, arguments)]
-            out = self._folder / f"{host.name}.txt"
-            out.unlink(missing_ok=True)
-            with out.open("w") as file:
-                process = subprocess.Popen(
-                    command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | given | dict(environment or {})
-                )
-            started.append(Program(process, out))
+            command = [*inside, "bash", "-c", f"{setup}; jobs=; status=0; {ranks} {wait}", "_"]
+            command += [sys.executable, "-u", str(program), *map(str, arguments)]
+            for out in outs:
+                out.write_text("")
+            process = subprocess.Popen(command, env=os.environ | given | dict(environment or {}))
+            started += [Program(process, out) for out in outs]
         return started
 
 
@@ -143,26 +189,27 @@ class Program:
     """A rank that was started."""
 
     process: subprocess.Popen[bytes]
+    """Of its machine: it ends with the machine's last rank."""
     out: Path
 
     @property
     def said(self) -> str:
         return self.out.read_text()
 
+    @property
+    def pid(self) -> int:
+        """Outside of its machine, as its output file names it."""
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and (folder / "fd" / "1").readlink() == self.out:
+                    return int(folder.name)
+        raise AssertionError(f"no process writes {self.out}")
+
     def wait_for(self, text: str, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while text not in self.said:
             assert time.monotonic() < deadline and self.process.poll() is None, self.said
             time.sleep(0.1)
-
-    def send(self, number: int) -> None:
-        """A signal to the rank itself, below the processes that made its machine."""
-        pid = self.process.pid
-        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            pid = int(children[0])
-            if b"-u" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                break
-        os.kill(pid, number)
 
     def end(self, limit_s: float) -> int:
         try:
@@ -173,8 +220,10 @@ class Program:
 
 
 @contextlib.contextmanager
-def hosts_of(folder: Path, count: int) -> Iterator[Hosts]:
-    hosts = Hosts(folder, count)
+def hosts_of(
+    folder: Path, count: int, *, is_shared: bool = False, room: int | None = None, delay_s: float = 0.0
+) -> Iterator[Hosts]:
+    hosts = Hosts(folder, count, is_shared=is_shared, room=room, delay_s=delay_s)
     try:
         hosts.open()
         yield hosts

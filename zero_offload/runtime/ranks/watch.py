@@ -143,10 +143,13 @@ class RankWatch:
         """`members` are the program's ranks that work together."""
         self._others: tuple[int, ...] = ()
         self._store: Any = None
+        self._looks = False
         self._waits: dict[int, float] = {}
         """The beginning of each wait, by thread."""
         self._places: dict[int, RankProcess] = {}
         self._stopped = StoppedProcesses()
+        self._over = f"zero_offload/over/{word_of((sorted(members), 0))}"
+        """In the store, of these members: "yes" once one of them has waited in vain."""
         if len(members) < 2:
             return
         self.rank = dist.get_rank()
@@ -157,6 +160,8 @@ class RankWatch:
         self._say("at", json.dumps(RankProcess.here()))
         for kind in ("failed", "waits", "ended", "seen"):
             self._say(kind, "")
+        self._store.set(self._over, "")
+        self._looks = True
         _start_looking(self)
         # At the end of the interpreter, and of multiprocessing's children, which do not run atexit's functions. Held
         # until then: a model that is gone must not take the last word with it. All watches of a rank write it to the
@@ -183,19 +188,29 @@ class RankWatch:
                 raise
             waited_s = time.monotonic() - began
             self._say("waits", what)
+            self._give_up()
             raise RankError(self._explain(what, waited_s, error)) from error
         finally:
             self._waits.pop(thread, None)
 
+    def _give_up(self) -> None:
+        """Have the others' waits end too, while the store is there to tell them why."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._over, "yes")
+
     def look(self) -> None:
-        """While this rank waits, see whether others of this machine are stopped, which no connection tells.
+        """While this rank waits, see whether another has waited in vain, or one of this machine is stopped, which no
+        connection tells.
 
         All machines learn of it by the store, and this rank's wait ends. For a thread, each second.
         """
         began = min(self._waits.copy().values(), default=None)
-        if self._store is None or began is None or time.monotonic() - began < 1:
+        if not self._looks or began is None or time.monotonic() - began < 1:
             return
-        with contextlib.suppress(RuntimeError):
+        try:
+            if bytes(self._store.get(self._over)) == b"yes":
+                end_groups()
+                return
             for rank in self._others if not self._places else ():
                 if place := _read(self._store, "at", rank):
                     self._places[rank] = RankProcess(*json.loads(place))
@@ -203,6 +218,8 @@ class RankWatch:
                 for rank in found:
                     self._store.set(_key("seen", rank), "stopped")
                 end_groups()
+        except RuntimeError:
+            self._looks = False  # the store is gone; torch would write a trace to the log each second
 
     @contextlib.contextmanager
     def together(
@@ -347,11 +364,17 @@ def _error_class(name: str) -> type[ZeroOffloadError]:
 
 
 def _listen(store: Any, witnesses: Sequence[Witness]) -> None:
-    """Fill in what the others have said, until all is clear or time is up."""
-    deadline = time.monotonic() + LISTEN_S
+    """Fill in what the others have said, until all is clear, time is up, or the store ends after it was heard once."""
+    deadline, has_heard = time.monotonic() + LISTEN_S, False
     while True:
-        for witness in witnesses:
-            _hear(store, witness)
+        try:
+            for witness in witnesses:
+                _hear(store, witness)
+        except RuntimeError:
+            if has_heard:
+                return
+            raise
+        has_heard = True
         if all(witness.is_clear for witness in witnesses) or time.monotonic() > deadline:
             return
         time.sleep(_LOOK_EVERY_S)
