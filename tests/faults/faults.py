@@ -52,6 +52,7 @@ IDENTITY = "tests/integrations/test_identity.py::"
 FINETUNE = "tests/integrations/test_finetune.py::"
 HOMES = "tests/crash/test_homes.py::"
 HOMES_THAT_CHANGE = "tests/crash/test_homes_that_change.py::"
+PUBLISH = "tests/crash/test_publish.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
@@ -1066,14 +1067,14 @@ FAULTS = [
     fault(
         "states that the program has replaced become the generation of the step before",
         "model/commits.py",
-        "if self._is_due and not self._is_replaced and not self._is_half:",
-        "if self._is_due and not self._is_half:",
+        "if self._is_due and self._may and not self._is_replaced and not self._is_half:",
+        "if self._is_due and self._may and not self._is_half:",
         "tests/parity/test_commits.py::test_states_that_the_program_replaces_are_in_the_generation_of_the_next_step",
     ),
     fault(
         "no generation is made of a step that is due after one that broke off",
         "model/commits.py",
-        "if self._is_due and not self._is_replaced and not self._is_half:",
+        "if self._is_due and self._may and not self._is_replaced and not self._is_half:",
         "if self._is_due and self._holds is not Holds.CHANGED_STEP and not self._is_half:",
         "tests/unit/model/test_commits.py",
     ),
@@ -1101,7 +1102,7 @@ FAULTS = [
     fault(
         "slots of a commit are free before it is complete",
         "storage/shards/snapshot.py",
-        "        self._wait_until(lambda: not self._active)\n\n    def _launch",
+        "        self._wait_until(lambda: not (self._active or self._needs_slots))\n\n    def _launch",
         "        pass\n\n    def _launch",
         "tests/unit/storage/shards/test_snapshot.py",
     ),
@@ -1525,6 +1526,34 @@ FAULTS = [
         "            if note[0] != crc32c_of_tensor(payload):\n",
         "            if False:\n",
         HOMES_THAT_CHANGE + "test_pieces_come_from_the_machine_that_has_them",
+    ),
+    fault(
+        "updates write over a generation that is published",
+        "storage/shards/snapshot.py",
+        "        return held is not None and self.num_ended > held\n",
+        "        return False\n",
+        PUBLISH + "test_updates_wait_for_slots_that_are_read",
+    ),
+    fault(
+        "an older checkpoint goes though the new one has other bytes",
+        "checkpoint/published.py",
+        "        _check_written(place, name, results, source.crcs, parts)\n",
+        "        pass\n",
+        PUBLISH + "test_bytes_that_come_back_otherwise_are_not_published",
+    ),
+    fault(
+        "damage of a published checkpoint is resumed from",
+        "checkpoint/published.py",
+        "        if crc32c_of_tensor(values) != self._document",
+        "        if False and self._document",
+        PUBLISH + "test_a_damaged_checkpoint_is_not_believed",
+    ),
+    fault(
+        "checkpoints of other runs are deleted",
+        "checkpoint/publisher.py",
+        "if each.run == newest.run and place",
+        "if place",
+        PUBLISH + "test_others_checkpoints_stay",
     ),
     fault(
         "halves of two commits with one number are one generation",

@@ -29,7 +29,8 @@ OWNERS: dict[str, frozenset[str]] = {
             "hardware/kernels/triton_update.py",
         }
     ),
-    "torch.distributed.checkpoint": frozenset({"standins/checkpointed.py"}),
+    "torch.distributed.checkpoint": frozenset({"standins/checkpointed.py", "checkpoint/published.py"}),
+    "fsspec": frozenset({"checkpoint/published.py"}),
     "aiofiles": frozenset({"storage/files/aiofiles_engine.py"}),
 }
 

@@ -98,6 +98,12 @@ class OffloadConfig:
     """Between two generations: optimizer steps, a duration such as "30s", "2min" or "1h" by rank 0's clock, or "auto".
     "auto" is the shortest duration with which commits, as measured, take at most 2% of the time from training.
     """
+    publish: str | Path | None = None
+    """Directory that all machines see, or a URL of fsspec, for checkpoints in torch's format beside training."""
+    publish_every: int | str = "30min"
+    """Between two of them: optimizer steps, or a duration by rank 0's clock."""
+    publish_keep: int = 2
+    """The number of them that stay, the newest."""
     io_engine: str = "auto"
     """The engine that moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles" or "auto". "auto" is the
     fastest, by a short measurement in the directory if a step moves 1 GiB or more.
@@ -402,6 +408,32 @@ def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _check_publish(settings: Mapping[str, Any]) -> Iterator[str]:
+    place, every, keep = (settings[name] for name in ("publish", "publish_every", "publish_keep"))
+    if place is not None and not (isinstance(place, str | Path) and str(place)):
+        yield f"publish={place!r} is neither a directory nor a URL; leave it out to publish nothing"
+    elif place is not None and (
+        not _as_sequence(settings["nvme"]) or settings["durability"] == Durability.SCRATCH.value
+    ):
+        yield (
+            f"publish={str(place)!r} publishes generations, and there are none without nvme= or with "
+            "durability='scratch'; add nvme=, or use zo.save_checkpoint"
+        )
+    try:
+        if isinstance(every, str):
+            parse_seconds(every)
+        is_read = isinstance(every, str) or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
+    except ConfigError:
+        is_read = False
+    if not is_read:
+        yield (
+            f"publish_every={every!r} is neither a number of optimizer steps nor a duration. Give steps (1 or more), "
+            "or a duration such as '30min' or '2h'"
+        )
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        yield f"publish_keep={keep!r} is not a number of checkpoints; keep 1 or more"
+
+
 def _compact(text: str) -> str:
     return "".join(text.split()).lower()
 
@@ -416,6 +448,7 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _check_choices,
     _check_backward,
     _check_commit_every,
+    _check_publish,
 )
 
 
@@ -431,8 +464,11 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
     for name in _CHOICES:
         values[name] = _plain(settings[name])
-    if isinstance(settings["commit_every"], str):
-        values["commit_every"] = _compact(settings["commit_every"])
+    for name in ("commit_every", "publish_every"):
+        if isinstance(settings[name], str):
+            values[name] = _compact(settings[name])
+    if settings["publish"] is not None:
+        values["publish"] = _plain(str(settings["publish"]))
     for name in BUDGETS:
         if (size := settings[name]) is not None:
             values[name] = parse_bytes(size)

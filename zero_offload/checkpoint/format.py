@@ -30,6 +30,7 @@ import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError, ZeroOffloadError
 from zero_offload.base.precision import STATE_FORMATS, TORCH_NAMES
+from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
@@ -718,6 +719,17 @@ def state_format_of(generation: Generation) -> StateFormat:
     if name not in STATE_FORMATS:
         raise IntegrityError(f"{generation} has states in {name!r}, a format that this version does not know")
     return STATE_FORMATS[name]
+
+
+def tell_conversion(generation: Generation, layout: ShardLayout) -> None:
+    """Say so, if states of a generation do not rest as a layout has them."""
+    before, now = state_format_of(generation), layout.state_format
+    if before is not now:
+        loss = "exactly" if before is not StateFormat.FP32 and now is StateFormat.FP32 else "rounded to the nearest"
+        warn_user(
+            f"{generation}: optimizer states are converted from {before.name.lower()} to {now.name.lower()}, "
+            f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are"
+        )
 
 
 def dtype_of(name: str) -> torch.dtype:

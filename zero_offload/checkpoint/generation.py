@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from zero_offload.base.alike import name_ranks
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
@@ -61,7 +61,7 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
 from zero_offload.storage.shards.shard import Component, Shard
-from zero_offload.storage.shards.snapshot import Snapshot
+from zero_offload.storage.shards.snapshot import Snapshot, Snapshots
 from zero_offload.storage.shards.store import ShardStore
 
 _log = logging.getLogger("zero_offload")
@@ -100,6 +100,20 @@ def stripe_weights_of(found: Generation, num_directories: int) -> tuple[float, .
     if valid and all(type(weight) is float and 0 <= weight <= 1 for weight in weights or ()):
         return tuple(weights or ())
     return (1.0,) if num_directories == 1 else ()
+
+
+class Publishes(Protocol):
+    """Publishes generations beside training; see `checkpoint/publisher.py`."""
+
+    is_busy: bool
+
+    def is_due(self, step: int) -> bool: ...
+
+    def begin(self, number: int, step: int, snapshots: Snapshots, aliases: Mapping[str, Sequence[str]]) -> None: ...
+
+    def start(self, step: int) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class GenerationKeeper:
@@ -145,6 +159,8 @@ class GenerationKeeper:
         """For each rank of it whose files are here, the first rank of a home that has them."""
         self._elsewhere: Generation | None = None
         """The generation found, as another home has it."""
+        self.publisher: Publishes | None = None
+        """Where generations are published."""
         self._base_parts: list[Any] = []
         """Of each rank's manifest in it, the base's part."""
         self.rng: dict[str, Any] | None = None
@@ -154,6 +170,11 @@ class GenerationKeeper:
     def _home(self) -> RunDirectory:
         """Where the manifests are."""
         return self._directories[0]
+
+    @property
+    def resumes(self) -> bool:
+        """True if the run goes on from what there is."""
+        return self._existing is Existing.RESUME
 
     def look(self, existing: Existing) -> None:
         """See what the directory holds. Raises ConfigError when it may not be used."""
@@ -172,28 +193,22 @@ class GenerationKeeper:
         So generations are one by what they consist of; see `choose_spread`. Raises CheckpointError where there are some
         and none is whole, and IntegrityError where a manifest is damaged: that one may be the newest.
         """
-        history, homes, num_columns = self._history, self.homes, self._ranks.num_columns
+        history, homes = self._history, self.homes
         mine: HomeView | None = None
-        found: list[HomeView] = []
-        spread: Spread | None = None
         with self._ranks.together():
             if history is not None:
                 if number is None:
                     history.check()
                 is_used = homes.are_several and bool(history.damaged or self.files.committed)
                 mine = HomeView.of(homes.own_name, self._home, history, is_used=is_used, is_alone=not homes.are_several)
-                if not homes.are_several:
-                    found = [mine]
-                    spread = choose_spread(found, num_columns, number)
-        if homes.are_several:
-            # The same words on all ranks, so the same choice and the same errors.
-            found = [view for _, view in homes.gather(mine) if view is not None]
-            if 0 < len(found) < len(homes.all_firsts):
-                raise CheckpointError(
-                    f"existing='discard' on some machines, and on others not: {'; '.join(map(str, found))}. Give all "
-                    "ranks the same existing="
-                )
-            spread = choose_spread(found, num_columns, number)
+        # The same words on all ranks, so the same choice and the same errors.
+        found = [view for _, view in homes.gather(mine) if view is not None]
+        if 0 < len(found) < len(homes.all_firsts):
+            raise CheckpointError(
+                f"existing='discard' on some machines, and on others not: {'; '.join(map(str, found))}. Give all "
+                "ranks the same existing="
+            )
+        spread = choose_spread(found, self._ranks.num_columns, number)
         if spread is None:
             return None
         self.holders = {rank: homes.all_firsts[home] for rank, home in spread.holders.items()}
@@ -217,23 +232,27 @@ class GenerationKeeper:
         found = () if history is None else history.generations.values()
         return next((each for each in found if each.identity == spread.identity), None)
 
-    def choose(self, number: int | None, spread: Spread | None) -> None:
-        """Go on from the generation that `spread` gave; `number` is that which the user has named.
+    def choose(self, number: int | None, spread: Spread | None, published: Generation | None = None) -> None:
+        """Go on from the generation that `spread` gave, or else from a published one; `number` is that which the user
+        has named.
 
         Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
         """
         if self._history is None:
             return None
         own = None if spread is None else self._own(spread)
-        found = own or self._elsewhere
+        found = own or (self._elsewhere if spread is not None else None)
         if found is None and number is not None:
             self._history.choose(number)  # which raises
-        if spread is None or found is None:
+        found = found or published
+        if found is None:
             # It goes on with the run that is there, if only by name: others may have been committed with it.
             self.run_id = self.files.run_id or self.run_id
             return self.files.check_strangers()
         if self._existing is Existing.REFUSE:
-            where = self._home.path if own is not None else f"{spread.kept.place_of(0)}, of this run,"
+            where = str(self._home.path)
+            if own is None:
+                where = "another machine" if spread is not None else "publish="
             raise ConfigError(
                 f"{where} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
@@ -503,8 +522,10 @@ class GenerationKeeper:
             # Last: what has lost its name until now would make a generation that no start finds.
             self._swap.check_in_place()
             check_in_place(self._store.base_files)
-        words = ranks.gather_digests(f"{digest}{record.step:016x}")
-        digests, steps = [word[:-16] for word in words], [int(word[-16:], 16) for word in words]
+        publisher = self.publisher
+        is_due = publisher is not None and ranks.rank == 0 and publisher.is_due(record.step)
+        words = ranks.gather_digests(f"{digest}{record.step:016x}{int(is_due)}")
+        digests, steps = [word[:-17] for word in words], [int(word[-17:-1], 16) for word in words]
         if len({*steps}) > 1:
             raise CheckpointError(
                 f"the ranks are about to commit different steps: {steps} (rank 0 first); "
@@ -520,6 +541,10 @@ class GenerationKeeper:
             if self.homes.is_first:
                 self.files.note_committed(payload[BASE])
         part.after_point()
+        if publisher is not None and words[0][-1] == "1":
+            specs = [piece.spec for section in self.layout.sections for piece in section.params]
+            aliases = {spec.name: spec.aliases for spec in specs if spec.aliases}
+            publisher.begin(number, record.step, self._store.snapshots, aliases)
         self._number = number
         self._store.mark_committed(snapshot.slots)
 

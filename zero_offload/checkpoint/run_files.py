@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CheckpointError
+from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.base.events import Counters
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
@@ -26,7 +26,10 @@ from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_nam
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.homes import Homes, open_homes
 from zero_offload.checkpoint.pieces import PieceExchange
+from zero_offload.checkpoint.published import PublishedGeneration, PublishedName, PublishPlace
+from zero_offload.checkpoint.publisher import Publisher, Publishing
 from zero_offload.checkpoint.saved_generation import SavedGeneration, take_directories
+from zero_offload.checkpoint.spread import ShardsLackError, Spread
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
 from zero_offload.plan.layout import ShardLayout
@@ -54,10 +57,12 @@ class RunFiles:
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
         self._reader: FileEngine | None = None
-        self._saved: SavedGeneration | None = None
+        self._saved: SavedGeneration | PublishedGeneration | None = None
         """The generation found, opened to be read."""
-        self._earlier: SavedGeneration | None = None
+        self._earlier: SavedGeneration | PublishedGeneration | None = None
         """The generation found, if this run cuts its values anew."""
+        self._published: PublishedGeneration | None = None
+        """The generation found, if it was published."""
         self._others: list[RunDirectory] = []
         """Directories of the earlier run that are none of this one's; locked until `finish_resume` is over."""
         self._held = contextlib.ExitStack()
@@ -107,13 +112,28 @@ class RunFiles:
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way. The number of a closed descriptor soon stands for another file.
         self._opened.callback(self._close_files)
+        place: PublishPlace | None = None
         # Which generation to go on from is looked up on each rank, then agreed on.
         if durability is not Durability.SCRATCH:
             with ranks.together():
                 keeper.look(Existing(config.existing))
-            spread = keeper.spread(config.generation)
+                place = _publish_place(config, ranks)
+            # A generation that some rank names is one of the drives.
+            may_look = place is not None and not any(ranks.gather(config.generation is not None))
+            spread, lack = None, None
+            try:
+                spread = keeper.spread(config.generation)
+            except ShardsLackError as error:
+                if not may_look:
+                    raise CheckpointError(str(error)) from None
+                lack = error
+            published = None
+            if place is not None and may_look:
+                published = _look_at(place, keeper, spread, lack, ranks)
             with ranks.together():
-                keeper.choose(config.generation, spread)
+                keeper.choose(config.generation, spread, None if published is None else published.generation)
+                if published is not None and keeper.found is published.generation:
+                    self._published = published
             keeper.agree()
             keeper.gather_base()
             self.keeper = keeper
@@ -141,6 +161,11 @@ class RunFiles:
             keeper.explain(error)
             errors.set(error)
 
+        if self.keeper is not None and place is not None:
+            what = Publishing(place, config.publish_every, config.publish_keep)
+            self.keeper.publisher = Publisher(what, ranks.another(), directories)
+            self.keeper.publisher.start(0 if keeper.found is None else keeper.found.step)
+            self._opened.callback(self.keeper.publisher.shutdown)
         name = swap_file_name(ranks.rank, keeper.edition)
         self.swap = SwapFile(directories, name, engine, seed, keeper.weights, counters, on_error)
 
@@ -157,6 +182,13 @@ class RunFiles:
             paths = keeper.files.other_paths(found)
         self._opened.callback(self._held.close)
         self._others = take_directories(paths, homes, self._held)
+        if self._published is not None:
+            self._published.look_in(keeper.layout)
+            self._saved = self._earlier = self._published
+            with ranks.together():
+                if homes.is_first:
+                    keeper.prepare_recut(self._others)
+            return
         if not (keeper.recuts or keeper.goes_back):
             return
         with ranks.together():
@@ -286,6 +318,50 @@ class RunFiles:
         for files in (self.scratch, self.swap):
             if files is not None:
                 files.close()
+
+
+def _publish_place(config: OffloadConfig, ranks: CommitGroup) -> PublishPlace | None:
+    """Where generations are published. Raises ConfigError."""
+    if config.publish is None:
+        return None
+    if ranks.num_columns > 1:
+        raise ConfigError(
+            "publish= writes parameters of data-parallel ranks, and this model has DTensors. Leave it out, and save by "
+            "torch.distributed.checkpoint"
+        )
+    return PublishPlace.of(str(config.publish))
+
+
+def _look_at(
+    place: PublishPlace,
+    keeper: GenerationKeeper,
+    spread: Spread | None,
+    lack: ShardsLackError | None,
+    ranks: CommitGroup,
+) -> PublishedGeneration | None:
+    """The newest published checkpoint, where drives have no generation that is whole: `lack` says why. Collective."""
+    text = ""
+    with ranks.together():
+        newest = place.newest() if ranks.rank == 0 else None
+        kept = None if spread is None else spread.kept
+        if newest is not None and kept is not None and newest.is_of(kept.run_id) and newest.step > kept.step:
+            warn_user(
+                f"{place.path_of(newest)} is newer than {kept.text}, from which the run goes on: the newest that is on "
+                "the drives here. Do other machines have more? To go on from the checkpoint begin in an empty directory"
+            )
+        text = "" if newest is None else str(newest)
+    text = ranks.agree(text)
+    name = PublishedName.parse(text)
+    if name is None and lack is not None:
+        raise CheckpointError(f"{lack}. publish={place.root} has no whole checkpoint either") from lack
+    if name is None or spread is not None:
+        return None
+    with ranks.together():
+        published = PublishedGeneration.open(place, name)
+    if ranks.rank == 0 and keeper.resumes:
+        why = "no generation is on the drives that are here" if lack is None else str(lack).partition(". Start the")[0]
+        warn_user(f"{why}: the run goes on from {published.where}, step {published.generation.step}")
+    return published
 
 
 def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirectory]) -> list[RunDirectory]:

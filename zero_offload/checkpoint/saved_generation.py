@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError, LockError, ZeroOffloadError
-from zero_offload.base.host import host_empty, host_zeros
+from zero_offload.base.host import host_empty, host_reserved, host_zeros
 from zero_offload.base.problems import warn_user
-from zero_offload.base.types import StateFormat
 from zero_offload.checkpoint.base_record import base_sections, files_of, open_base
 from zero_offload.checkpoint.format import (
     BASE,
@@ -37,8 +36,8 @@ from zero_offload.checkpoint.format import (
     lies_elsewhere,
     reading,
     sections_of,
-    state_format_of,
     swap_file_name,
+    tell_conversion,
 )
 from zero_offload.checkpoint.generation import read_rank_manifest
 from zero_offload.checkpoint.homes import Homes
@@ -368,19 +367,24 @@ class SavedGeneration:
         self, swap: SwapFile, section: SectionLayout, rank: int
     ) -> Iterator[tuple[tuple[int, Component], Extent]]:
         entry = self.payload(rank)["sections"][section.index]
-        for component in self._kept(section, rank):
+        for component in self.kept(section, rank):
             name = f"section {section.index} {component.value}.{entry.get('slot')}"
             record = entry["components"].get(component.value)
             (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
             yield (section.index, component), extent
 
-    def _kept(self, section: SectionLayout, rank: int) -> list[Component]:
+    def kept(self, section: SectionLayout, rank: int) -> list[Component]:
         """The arrays of a section in a rank's files."""
         with reading(str(self.directories[0].path)):
             kept = set(map(Component, self.payload(rank)["sections"][section.index]["components"]))
         if section.index in self._in_base or not section.params:
             return []
         return [each for each in Component if each in kept or each in master_components(section)]
+
+    @property
+    def _any_rank(self) -> int:
+        """A rank of which something is known: all have the same arrays, cut at the same elements."""
+        return next(filter(self.has, self._column), self._column[0])
 
     def _rank_of(self, shard: int) -> int:
         """A rank that has a shard: the first here, or else the first anywhere."""
@@ -392,8 +396,8 @@ class SavedGeneration:
         """The states of a section of a model that optimizers keep."""
         names = [piece.spec.name for piece in layout.params if not piece.is_gone]
         indices = {self._names[name][0] for name in names} if self._names else {layout.index}
-        rank = self._rank_of(0)
-        kept = (each for index in sorted(indices) for each in self._kept(self.sections[index], rank))
+        rank = self._any_rank
+        kept = (each for index in sorted(indices) for each in self.kept(self.sections[index], rank))
         return list(dict.fromkeys(each for each in kept if is_state(each)))
 
     def read(self, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
@@ -413,12 +417,24 @@ class SavedGeneration:
             else:
                 part.copy_(self._brought[piece] if piece in self._brought else self._read_piece(piece))
 
+    def values(self, index: int, state: Component | None, begin: int, end: int) -> torch.Tensor:
+        """(end - begin,) of masters of a section, or frozen values; or of a state, fp32. Host."""
+        section = self.sections[index]
+
+        def read(component: Component) -> torch.Tensor:
+            dtype = torch.float32 if is_state(component) else component_dtype(section, component)
+            out = host_reserved([end - begin], dtype)
+            self.read(index, component, begin, out)
+            return out
+
+        return master_of(section, read) if state is None else read(state)
+
     def _pieces(
         self, index: int, component: Component, begin: int, end: int
     ) -> Iterator[tuple[int, int, Piece | None]]:
         """Where elements of a section are: from, to, and the piece that has them; None where they were never saved."""
         while begin < end:
-            shard_numel = self._shard_of(self.sections[index], self._rank_of(0)).shard_numel
+            shard_numel = self._shard_of(self.sections[index], self._any_rank).shard_numel
             shard, offset = divmod(begin, shard_numel)
             if shard >= self.generation.num_shards:
                 yield begin, end, None
@@ -427,7 +443,7 @@ class SavedGeneration:
             first = row * CHUNK_NUMEL
             until = min(end, begin - offset + min(first + CHUNK_NUMEL, shard_numel))
             piece = Piece(rank, index, component.value, row, offset - first, offset - first + until - begin)
-            is_kept = component in self._kept(self.sections[index], rank)
+            is_kept = component in self.kept(self.sections[index], rank)
             yield begin, until, piece if is_kept else None
             begin = until
 
@@ -533,13 +549,7 @@ class SavedGeneration:
 
     def tell_conversion(self, layout: ShardLayout) -> None:
         """Say so, if states do not rest as they did."""
-        before, now = state_format_of(self.generation), layout.state_format
-        if before is not now:
-            loss = "exactly" if before is not StateFormat.FP32 and now is StateFormat.FP32 else "rounded to the nearest"
-            warn_user(
-                f"{self.generation}: optimizer states are converted from {before.name.lower()} to {now.name.lower()}, "
-                f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are"
-            )
+        tell_conversion(self.generation, layout)
 
     def rng_of(self, rank: int) -> dict[str, Any] | None:
         """A rank's random number generators; None where its files are nowhere."""

@@ -24,6 +24,7 @@ class Kept:
     """A generation as one home has it."""
 
     number: int
+    step: int
     run_id: str
     text: str
     num_ranks: int
@@ -68,7 +69,7 @@ class HomeView:
             with reading(str(each)):
                 if each is not history.unfinished:
                     kept[each.identity] = Kept(
-                        each.number, each.run_id, str(each), each.world_size, each.num_shards,
+                        each.number, each.step, each.run_id, str(each), each.world_size, each.num_shards,
                         [str(entry["digest"]) for entry in each.rank_entries], each.ranks_in(()), each.homes,
                     )  # fmt: skip
         # Of a generation that was never anywhere else, all files are here.
@@ -95,6 +96,10 @@ class Spread:
     kept: Kept
     holders: Mapping[int, int]
     """For each rank whose files are here, the number of a home that has them."""
+
+
+class ShardsLackError(CheckpointError):
+    """No generation is whole on the drives that are here."""
 
 
 def choose_spread(views: Sequence[HomeView], num_columns: int, number: int | None) -> Spread | None:
@@ -139,7 +144,7 @@ def choose_spread(views: Sequence[HomeView], num_columns: int, number: int | Non
 
 def _nothing_is_whole(
     views: Sequence[HomeView], known: Mapping[str, Kept], lacking: Mapping[str, Sequence[int]], number: int | None
-) -> CheckpointError:
+) -> ShardsLackError:
     here = "; ".join(map(str, views))
     what = "no generation" if number is None else f"no generation {number}"
     identity = next(iter(lacking), None)
@@ -149,7 +154,7 @@ def _nothing_is_whole(
         kept, missing = known[identity], lacking[identity]
         places = dict.fromkeys(map(kept.place_of, missing))
         lacks = f"{kept.text} lacks the files of {name_ranks(missing)}, which were in {' and '.join(places)}. "
-    return CheckpointError(
+    return ShardsLackError(
         f"{what} is whole on the drives that are here. {lacks}{here}. Start the machine that has the rest too. Where "
         "its drive was exchanged or emptied, load a checkpoint into an empty directory; to start over, "
         "existing='discard'"

@@ -90,6 +90,10 @@ class Commits:
             self._clock = CommitClock(every)
         self._is_due_by_time = False
         """True if rank 0 has said that this step becomes a generation."""
+        self._publisher = None if keeper is None else keeper.publisher
+        self._asks = is_first_rank and self._publisher is not None
+        self._may = True
+        """False while commits wait for a generation that is published: by rank 0's word."""
         self._num_launched = self._num_ended = 0
         self.joint: JointStep | None = None
         """The step that the last one is committed with, of other models."""
@@ -131,12 +135,18 @@ class Commits:
 
     def is_due_by_clock(self) -> bool:
         """True if the step that begins is to become a generation by this rank's clock. Never while a commit runs: the
-        next one would have to wait for it, and the update for both."""
-        return self._clock is not None and self._num_launched <= self._snapshots.num_ended and self._clock.is_due()
+        next one would have to wait for it, and the update for both. Nor while a generation is published: its slots are
+        written after the next commit but one. With an interval in steps, true if rank 0 has neither under way."""
+        if self._num_launched > self._snapshots.num_ended or (self._publisher is not None and self._publisher.is_busy):
+            return False
+        return self._asks if self._clock is None else self._clock.is_due()
 
     def note_due(self, is_due: bool) -> None:
         """Take over the answer of rank 0's `is_due_by_clock`."""
-        self._is_due_by_time = is_due
+        if isinstance(self._every, str):
+            self._is_due_by_time = is_due
+        elif self._publisher is not None:
+            self._may = is_due
 
     def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
         """A step was taken, of this length, of which commits have cost `wait_s`."""
@@ -197,7 +207,7 @@ class Commits:
 
     def launch_due(self) -> None:
         # Replaced states are left out, and the next step is due in their place. So is an iteration that goes on.
-        if self._is_due and not self._is_replaced and not self._is_half:
+        if self._is_due and self._may and not self._is_replaced and not self._is_half:
             self.launch_latest()
 
     @property
@@ -304,6 +314,8 @@ class Commits:
         finally:
             if self._commit_worker is not None:
                 self._commit_worker.shutdown()
+            if self._publisher is not None:
+                self._publisher.shutdown()
 
 
 class JointStep:

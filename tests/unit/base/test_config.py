@@ -122,6 +122,18 @@ def test_auto_is_left_to_the_planner() -> None:
             ({"commit_every": value}, f"commit_every={value!r} is neither a number of optimizer steps nor a duration")
             for value in (0, 1.5, True, "", "often", "10", "0s", "-2min", "2 minutes 30", "3 days", "1e3s", None)
         ),
+        *(
+            ({"publish_every": value}, f"publish_every={value!r} is neither a number of optimizer steps nor a duration")
+            for value in (0, True, "auto", "10", None)
+        ),
+        ({"publish_keep": 0}, "publish_keep=0 is not a number of checkpoints; keep 1 or more"),
+        ({"publish": 7, "nvme": "x"}, "publish=7 is neither a directory nor a URL"),
+        ({"publish": "", "nvme": "x"}, "publish='' is neither a directory nor a URL"),
+        ({"publish": "s3://out"}, "publish='s3://out' publishes generations, and there are none without nvme="),
+        (
+            {"publish": "out", "nvme": "x", "durability": "scratch"},
+            "there are none without nvme= or with durability='scr",
+        ),
         ({"commit_every": "5"}, "Give steps (1 or more), a duration such as '30s', '2min' or '1h', or 'auto'"),
     ],
 )
@@ -162,6 +174,7 @@ def test_durability_needs_a_directory() -> None:
         OffloadConfig(params="auto", device_memory="1GiB", overlap="backward", commit_every=7),
         OffloadConfig(commit_every="auto"),
         OffloadConfig(commit_every="1.5h"),
+        OffloadConfig(nvme="x", publish=Path("out"), publish_every="2 h", publish_keep=1),
         OffloadConfig(precision=Precision(modules={"*.norm": "fp32", "head": "bf16"})),
     ],
 )

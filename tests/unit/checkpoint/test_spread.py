@@ -12,7 +12,7 @@ from zero_offload.checkpoint.spread import HomeView, Kept, Spread, choose_spread
 def kept(number: int, num_ranks: int = 2, num_shards: int = 2, ranks: tuple[int, ...] = (), run: str = "run") -> Kept:
     digests = [f"digest {number} {rank}" for rank in range(num_ranks)]
     homes = [{"host": name, "directory": f"/{name}", "ranks": [rank]} for rank, name in enumerate("abcd"[:num_ranks])]
-    return Kept(number, run, f"generation {number}", num_ranks, num_shards, digests, ranks, homes)
+    return Kept(number, number, run, f"generation {number}", num_ranks, num_shards, digests, ranks, homes)
 
 
 def view(name: str, *generations: Kept, prepared: tuple[Kept, int] | None = None, is_used: bool = True) -> HomeView:

@@ -21,6 +21,7 @@ class Runtime:
         self.step = 0
         self.lasts = lasts
         self.committed: list[tuple[int, Any]] = []
+        self.publisher: Any = None
 
     @property
     def num_ended(self) -> int:

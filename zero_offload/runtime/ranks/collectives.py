@@ -439,6 +439,10 @@ class CommitGroup:
     def watch(self) -> RankWatch:
         return self._watch
 
+    def another(self) -> CommitGroup:
+        """The same ranks with a group of their own, for a further thread. Collective."""
+        return CommitGroup(self._ranks)
+
     def column_of(self, world_size: int) -> range:
         """The ranks that hold this part in a run of so many ranks."""
         size = world_size // self.num_columns

@@ -120,6 +120,8 @@ class Snapshots:
         self._active = False
         self.num_ended = 0
         """Snapshots whose commit is complete."""
+        self._held: int | None = None
+        """Their number once the generation that is held is complete."""
         self._error: BaseException | None = None
 
     # The thread of the commit
@@ -132,7 +134,7 @@ class Snapshots:
         for shard in self._shards:
             shard.wait_for_writes()
             shard.writes.clear()
-        self._wait_until(lambda: not self._active)
+        self._wait_until(lambda: not (self._active or self._needs_slots))
         assert not self._copies, "copies of the snapshot before are left"
         self._active = True
         place = {unit: number for number, unit in enumerate(unit_order)}
@@ -167,6 +169,30 @@ class Snapshots:
             self.num_ended += 1
             self._changed.notify()
 
+    def hold(self) -> None:
+        """The generation whose commit is under way is read until `release`. Its slots stay until then: they would be
+        written after the next commit."""
+        assert self._active, "a commit is under way"
+        self._wait_until(lambda: self._held is None)
+        self._held = self.num_ended + 1
+
+    def release(self) -> None:
+        """The generation that was held has been read."""
+        with self._changed.lock:
+            self._held = None
+            self._changed.notify()
+
+    @property
+    def _needs_slots(self) -> bool:
+        """True if the slots that the next update writes are those of the generation that is held."""
+        held = self._held
+        return held is not None and self.num_ended > held
+
+    @property
+    def holds(self) -> bool:
+        """True if a generation is held."""
+        return self._held is not None
+
     def fail(self, error: BaseException) -> None:
         """No commit comes to its end any more: every wait raises this."""
         with self._changed.lock:
@@ -190,8 +216,9 @@ class Snapshots:
         return functools.partial(self._wait_for, copy)
 
     def wait_for_slots(self) -> None:
-        """Return when no commit is under way, so that `Shard.writable_slot` is not a slot that a generation needs."""
-        self._wait_until(lambda: not self._active)
+        """Return when no commit is under way, so that `Shard.writable_slot` is not a slot that a generation needs, or
+        is held."""
+        self._wait_until(lambda: not (self._active or self._needs_slots))
 
     def _launch(self, copy: ChunkCopy) -> None:
         assert self._swap is not None

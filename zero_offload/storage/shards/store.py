@@ -865,7 +865,8 @@ class ShardStore:
             shard.committed = slot if shard.base is None and shard.slots else None
             assert shard.committed is None or 0 <= slot < len(shard.slots), f"section {shard.layout.index}, slot {slot}"
             shard.uncommitted = frozenset()
-        self._free_retired()
+        if not self.snapshots.holds:  # else the next commit frees them
+            self._free_retired()
 
 
 def _extents_of(shard: Shard) -> list[Extent]:

@@ -1,0 +1,611 @@
+"""Checkpoints that a run publishes: directories in the format of torch.distributed.checkpoint, at a place of their own.
+
+Owns that format, and its names in the place: a number that counts up, the step, the beginning of the run's id. Weights
+are `model.NAME`, masters of trained ones; states of optimizers are `optimizer.state.NAME.STATE`, fp32. The rest of a
+generation is the text `zero_offload`, with a checksum of each part. A part is at most a chunk. Elements that lie in
+memory in another order are flat, `flat.NAME`. A checkpoint is there once `.metadata` is, which torch writes last. Knows
+no thread and no clock. The calls: `PublishPlace.of`; `write_parts` on each rank, `finish` on the first;
+`PublishedGeneration.open`, which a run reads as it reads a `SavedGeneration`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
+from zero_offload.base.host import host_empty, host_zeros
+from zero_offload.base.types import MIB
+from zero_offload.checkpoint.base_record import base_sections, open_base
+from zero_offload.checkpoint.format import (
+    BASE,
+    HOMES,
+    Generation,
+    lies_elsewhere,
+    reading,
+    tell_conversion,
+)
+from zero_offload.checkpoint.saved_generation import SavedGeneration
+from zero_offload.checkpoint.values import master_parts
+from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
+from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
+from zero_offload.storage.files.base_file import BaseSpan
+from zero_offload.storage.files.base_files import BaseFiles
+from zero_offload.storage.memory.heap import HeapTrimmer
+from zero_offload.storage.shards.shard import Component, component_dtype, encode_array, is_state
+from zero_offload.storage.shards.store import ChunkSource
+
+NAME = re.compile(r"(\d{6})-step-(\d+)-([0-9a-f]{8})")
+_ENTRY, _METADATA = "zero_offload", ".metadata"
+_RUN_DIGITS = 8
+FILE_BYTES = 128 * MIB
+"""The most bytes of a file, but for a part."""
+_TRIM_BYTES = 32 * MIB
+"""Of parts that were written or read between two trims: glibc keeps pages of blocks of their size."""
+
+
+@dataclass(frozen=True)
+class PublishedName:
+    """The name of a checkpoint."""
+
+    sequence: int
+    step: int
+    run: str
+    """The beginning of the run's id."""
+
+    @classmethod
+    def of(cls, sequence: int, generation: Generation) -> PublishedName:
+        return cls(sequence, generation.step, generation.run_id[:_RUN_DIGITS])
+
+    @classmethod
+    def parse(cls, text: str) -> PublishedName | None:
+        found = NAME.fullmatch(text)
+        return None if found is None else cls(int(found[1]), int(found[2]), found[3])
+
+    def is_of(self, run_id: str) -> bool:
+        return self.run == run_id[:_RUN_DIGITS]
+
+    def __str__(self) -> str:
+        return f"{self.sequence:06d}-step-{self.step}-{self.run}"
+
+
+@dataclass(frozen=True)
+class PublishPlace:
+    """A directory, or a URL that fsspec opens."""
+
+    root: str
+
+    @classmethod
+    def of(cls, root: str) -> PublishPlace:
+        """Raises ConfigError where nothing here opens such a URL."""
+        place = cls(root)
+        if place._is_url and importlib.util.find_spec("fsspec") is None:
+            raise ConfigError(
+                f"publish={root!r} is a URL, which fsspec opens, and fsspec is not installed. Type: pip install fsspec "
+                "and the package of that kind of URL (s3fs, gcsfs, ...). Or name a directory"
+            )
+        return place
+
+    @property
+    def _is_url(self) -> bool:
+        return "://" in self.root
+
+    @functools.cached_property
+    def _remote(self) -> Any:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+        return url_to_fs(self.root)[0]
+
+    def path_of(self, name: object) -> str:
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def names(self) -> list[PublishedName]:
+        """Names of checkpoints, whole or not, the newest first."""
+        with self.naming("list"):
+            if not self._is_url:
+                there = os.listdir(self.root) if Path(self.root).is_dir() else []
+            else:
+                there = self._remote.ls(self.root, detail=False) if self._remote.exists(self.root) else []
+        found = (PublishedName.parse(os.path.basename(each.rstrip("/"))) for each in there)
+        return sorted(filter(None, found), key=lambda each: -each.sequence)
+
+    def is_whole(self, name: PublishedName) -> bool:
+        path = f"{self.path_of(name)}/{_METADATA}"
+        with self.naming("look at"):
+            return bool(self._remote.exists(path)) if self._is_url else os.path.exists(path)
+
+    def newest(self) -> PublishedName | None:
+        """The newest checkpoint that is whole."""
+        return next(filter(self.is_whole, self.names()), None)
+
+    def remove(self, name: PublishedName) -> None:
+        """Delete a checkpoint; first what makes it whole."""
+        path = self.path_of(name)
+        with self.naming("delete from"):
+            if self._is_url:
+                if self._remote.exists(f"{path}/{_METADATA}"):
+                    self._remote.rm(f"{path}/{_METADATA}")
+                if self._remote.exists(path):
+                    self._remote.rm(path, recursive=True)
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{path}/{_METADATA}")
+            self._sync(path)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
+
+    def make(self, name: PublishedName) -> None:
+        """Make the directory of a checkpoint."""
+        with self.naming("write to"):
+            if self._is_url:
+                self._remote.makedirs(self.path_of(name), exist_ok=True)
+            else:
+                os.makedirs(self.path_of(name), mode=0o700)
+
+    def check_there(self, name: PublishedName) -> None:
+        """Raise StorageError where another machine's directory is not this one."""
+        if not self._is_url and not os.path.isdir(self.path_of(name)):
+            raise StorageError(
+                f"publish={self.root} is not the directory that rank 0 sees. Name one that all machines see, such as a "
+                "mount of a network file system, or a URL"
+            )
+
+    def flush(self, name: PublishedName) -> None:
+        """Make names survive power loss."""
+        for path in (self.path_of(name), self.root):
+            self._sync(path)
+
+    def _sync(self, path: str) -> None:
+        if self._is_url or not os.path.isdir(path):
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """An error of the place's own library says where and what."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            raise StorageError(f"could not {what} publish={self.root}: {type(error).__name__}: {error}") from error
+
+    def writer(self, name: PublishedName) -> Any:
+        # One part in memory at a time, and files that are flushed.
+        options: dict[str, Any] = {"sync_files": True, "thread_count": 1, "per_thread_copy_ahead": 0}
+        if self._is_url:
+            from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+            return FsspecWriter(self.path_of(name), **options)
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(self.path_of(name), **options)
+
+    def reader(self, name: PublishedName) -> Any:
+        if self._is_url:
+            from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+            return FsspecReader(self.path_of(name))
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return FileSystemReader(self.path_of(name))
+
+
+# Parts
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes whose elements, in order, are [begin, end) of a tensor of this shape."""
+    if not shape:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    first, ahead = divmod(begin, inner)
+    last, rest = divmod(end, inner)
+    if first == last:
+        for offsets, sizes in boxes(shape[1:], ahead, rest) if ahead < rest else ():
+            yield (first, *offsets), (1, *sizes)
+        return
+    if ahead:
+        for offsets, sizes in boxes(shape[1:], ahead, inner):
+            yield (first, *offsets), (1, *sizes)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    for offsets, sizes in boxes(shape[1:], 0, rest) if rest else ():
+        yield (last, *offsets), (1, *sizes)
+
+
+def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """The number of a box's first element in its tensor."""
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+
+
+def key_of(piece: ParamSlice, state: Component | None) -> tuple[str, tuple[int, ...]]:
+    """The name of a tensor in a checkpoint, and its shape there."""
+    spec = piece.spec
+    is_plain = not (spec.order or spec.record or spec.held_by) and math.prod(spec.shape) == spec.numel
+    root = "" if is_plain else "flat."
+    shape = tuple(spec.shape) if is_plain else (spec.numel,)
+    return (f"{root}model.{spec.name}" if state is None else f"{root}optimizer.state.{spec.name}.{state}"), shape
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A box of a tensor, which one rank writes."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    section: int
+    state: Component | None
+    """None for the master, or a frozen value."""
+    row: tuple[int, int]
+    """The elements of the section that are read at once."""
+    begin: int
+    """Its first element, in these."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def parts_of(saved: SavedGeneration, rank: int) -> Iterator[TensorPart]:
+    """The parts that a rank writes of a generation: what its shard has, of sections that take turns among twins."""
+    generation = saved.generation
+    shard, num_twins = rank % generation.num_shards, generation.world_size // generation.num_shards
+    in_base = base_sections(generation)
+    for section in saved.rank(rank).sections:
+        if section.index in in_base or not section.params or section.index % num_twins != rank // generation.num_shards:
+            continue
+        first = shard * section.shard_numel
+        states = [each for each in saved.kept(section, rank) if is_state(each)]
+        for state in (None, *states):
+            dtype = torch.float32 if section.trainable or state is not None else section.dtype
+            for low, high in section.chunks():
+                row = first + low, first + high
+                for piece in section.params:
+                    begin, end = max(row[0], piece.begin), min(row[1], piece.end)
+                    if begin < end and not piece.is_gone:
+                        key, shape = key_of(piece, state)
+                        for offsets, sizes in boxes(shape, begin - piece.begin, end - piece.begin):
+                            at = piece.begin + begin_of(shape, offsets) - row[0]
+                            yield TensorPart(key, shape, offsets, sizes, dtype, section.index, state, row, at)
+
+
+class _TensorRows:
+    """Gives torch's writer the tensors of parts; reads a row of a section at a time."""
+
+    def __init__(self, saved: SavedGeneration, parts: Mapping[Any, TensorPart]) -> None:
+        """`parts` by torch's index of each."""
+        self._saved, self._parts = saved, parts
+        self._at: tuple[int, Component | None, tuple[int, int]] | None = None
+        self._row = host_empty(0, torch.float32)
+        self._trimmer = HeapTrimmer(_TRIM_BYTES)
+        self.crcs: dict[str, dict[str, int]] = {}
+        """The checksum of each part, by key and first element."""
+
+    def resolve_data(self, item: Any) -> torch.Tensor:
+        part = self._parts[item.index]
+        if self._at != (at := (part.section, part.state, part.row)):
+            self._at, self._row = at, self._saved.values(part.section, part.state, *part.row)
+        values = self._row[part.begin : part.begin + part.numel].to(part.dtype, copy=True)
+        first = str(begin_of(part.shape, part.offsets))
+        self.crcs.setdefault(part.key, {})[first] = crc32c_of_tensor(values)
+        self._trimmer.freed(values.nbytes)
+        return values.view(part.sizes)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The word of a rank that has written its parts."""
+
+    results: Sequence[Any]
+    """As torch's writer gives them."""
+    tensors: Mapping[str, tuple[str, Sequence[int], Sequence[tuple[Sequence[int], Sequence[int]]]]]
+    """Of each tensor: dtype, shape, and offsets and sizes of the parts."""
+    crcs: Mapping[str, Mapping[str, int]]
+    rng: Any
+    base: Any
+
+
+def write_parts(place: PublishPlace, name: PublishedName, saved: SavedGeneration, rank: int) -> Written:
+    """Write this rank's parts, and read them back."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    parts, items, tensors = dict[Any, TensorPart](), [], dict[str, Any]()
+    for part in parts_of(saved, rank):
+        index = MetadataIndex(part.key, torch.Size(part.offsets))
+        chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+        data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
+        parts[index] = part
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        dtype = str(part.dtype).removeprefix("torch.")
+        tensors.setdefault(part.key, (dtype, part.shape, []))[2].append((part.offsets, part.sizes))
+    source, results = _TensorRows(saved, parts), list[Any]()
+    if items:
+        with place.naming("write to"):
+            writer = place.writer(name)
+            writer.set_up_storage_writer(is_coordinator=rank == 0)
+            for number, batch in enumerate(_batches(items)):
+                plan = _named(writer, SavePlan(batch), f"__{rank}_{number}_")
+                results += writer.write_data(plan, source).wait()
+        _check_written(place, name, results, source.crcs, parts)
+    payload = saved.payload(rank)
+    return Written(results, tensors, source.crcs, payload.get("rng"), payload.get(BASE))
+
+
+def _batches(items: Sequence[Any]) -> Iterator[list[Any]]:
+    """Items in the order of files. torch's writer keeps the last part of each tensor until its file is complete."""
+    batch, nbytes = list[Any](), 0
+    for item in items:
+        chunk = item.tensor_data.chunk
+        nbytes += math.prod(chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+        batch.append(item)
+        if nbytes >= FILE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _named(writer: Any, plan: Any, prefix: str) -> Any:
+    """The plan of a file whose name begins so."""
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plan)])
+    return replace(plan, storage_data=type(plan.storage_data)(prefix))
+
+
+def _check_written(
+    place: PublishPlace,
+    name: PublishedName,
+    results: Sequence[Any],
+    crcs: Mapping[str, Any],
+    parts: Mapping[Any, TensorPart],
+) -> None:
+    """Raise IntegrityError unless each part comes back as it was written."""
+    reader = place.reader(name)
+    reader.storage_data = {each.index: each.storage_data for each in results}
+    trimmer = HeapTrimmer(_TRIM_BYTES)
+    for index, part in parts.items():
+        with place.naming("read back from"):
+            values = _read(reader, index, part.sizes, part.dtype)
+        trimmer.freed(2 * values.nbytes)
+        if crc32c_of_tensor(values) != crcs[part.key][str(begin_of(part.shape, part.offsets))]:
+            raise IntegrityError(f"{place.path_of(name)}: {part.key} came back with other bytes than were written")
+
+
+def _read(reader: Any, index: Any, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """(numel,) of one part."""
+    from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+    target, zeros = _Target(host_empty(list(sizes), dtype)), torch.Size([0] * len(sizes))
+    item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, torch.Size(sizes))
+    reader.read_data(LoadPlan([item]), target).wait()
+    return target.tensor.reshape(-1)
+
+
+class _Target:
+    """Takes what torch's reader reads."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.text = ""
+
+    def resolve_tensor(self, item: Any) -> torch.Tensor:
+        return self.tensor
+
+    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None: ...
+
+    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+        self.text = torch.load(value, weights_only=True)
+
+
+class _Text:
+    """Gives torch's writer the text of a checkpoint."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def resolve_data(self, item: Any) -> io.BytesIO:
+        out = io.BytesIO()
+        torch.save(self._text, out)
+        return out
+
+
+def finish(
+    place: PublishPlace,
+    name: PublishedName,
+    generation: Generation,
+    written: Sequence[Written],
+    aliases: Mapping[str, Sequence[str]],
+) -> None:
+    """All ranks have written: write the text, and what makes the checkpoint whole; read the text back. `aliases`:
+    further names of tied parameters, which lead to the same bytes."""
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, WriteItem, WriteItemType
+
+    found = dict[str, Any]()
+    for each in written:
+        for key, (dtype, shape, chunks) in each.tensors.items():
+            properties = TensorProperties(dtype=getattr(torch, dtype))
+            tensor = found.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
+            tensor.chunks += [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
+    crcs = dict[str, dict[str, int]]()
+    for each in written:
+        for key, of_key in each.crcs.items():
+            crcs.setdefault(key, {}).update(of_key)
+    payload = {key: value for key, value in generation.payload.items() if key != HOMES} | {"directories": []}
+    ranks = [{"rng": each.rng, BASE: each.base} for each in written]
+    text = json.dumps({"payload": payload, "ranks": ranks, "crcs": crcs})
+    text = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
+    index = MetadataIndex(_ENTRY)
+    item = WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(text)))
+    same = {f"model.{name}": [f"model.{each}" for each in others] for name, others in aliases.items()}
+    found |= {other: found[key] for key in same.keys() & found.keys() for other in same[key]}
+    copies = [
+        replace(each, index=MetadataIndex(other, each.index.offset))
+        for of_rank in written
+        for each in of_rank.results
+        for other in same.get(each.index.fqn, ())
+    ]
+    mapping = {key: tuple(key.split(".", 1)) if key.startswith("model.") else (key,) for key in (*found, _ENTRY)}
+    metadata = Metadata({**found, _ENTRY: BytesStorageMetadata()}, planner_data=mapping)
+    with place.naming("write to"):
+        writer = place.writer(name)
+        writer.set_up_storage_writer(is_coordinator=True)
+        results = writer.write_data(_named(writer, SavePlan([item]), f"__{_ENTRY}_"), _Text(text)).wait()
+        writer.finish(metadata, [*(each.results for each in written), copies, results])
+        place.flush(name)
+    PublishedGeneration.open(place, name)
+
+
+class PublishedGeneration:
+    """A published checkpoint that a run goes on from; read as a `SavedGeneration` of other ranks is."""
+
+    def __init__(
+        self, place: PublishPlace, name: PublishedName, generation: Generation, document: Mapping[str, Any], reader: Any
+    ) -> None:
+        """`document`: its text; see `open`."""
+        self.generation = generation
+        self.where = place.path_of(name)
+        self.lies_elsewhere = False
+        self._place, self._reader, self._document = place, reader, document
+        self._tensors: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        self._starts: dict[str, list[tuple[int, Any]]] = {}
+        """Of each tensor that was read, where its parts begin, in order."""
+        self._last: tuple[str, int, torch.Tensor] | None = None
+
+    @classmethod
+    def open(cls, place: PublishPlace, name: PublishedName) -> PublishedGeneration:
+        """Raises IntegrityError unless its text is what was written."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+        from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+        where, nothing = place.path_of(name), torch.Size([])
+        with place.naming("read"):
+            reader = place.reader(name)
+            reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=False)
+            target, index = _Target(host_empty(0, torch.uint8)), MetadataIndex(_ENTRY)
+            item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+            reader.read_data(LoadPlan([item]), target).wait()
+        digest, _, text = target.text.partition(" ")
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise IntegrityError(f"{where}: its text is not what was written; delete this directory for the one before")
+        with reading(where):
+            document = json.loads(text)
+            return cls(place, name, Generation.parse(document["payload"], where), document, reader)
+
+    def look_in(self, layout: ShardLayout) -> None:
+        self.lies_elsewhere = lies_elsewhere(self.generation, layout)
+
+    def tell_conversion(self, layout: ShardLayout) -> None:
+        tell_conversion(self.generation, layout)
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Each rank reads what it needs by itself."""
+        return nullcontext()
+
+    def has(self, rank: int) -> bool:
+        return True
+
+    def rng_of(self, rank: int) -> dict[str, Any] | None:
+        with reading(self.where):
+            rng: dict[str, Any] | None = self._document["ranks"][rank]["rng"]
+            return rng
+
+    def base_places(self, base: BaseFiles) -> dict[int, list[BaseSpan]]:
+        return open_base(base, self.generation, self._document["ranks"])
+
+    def states(self, layout: SectionLayout) -> list[Component]:
+        """The states of a section of a model that optimizers keep."""
+        keys = ((state, key_of(piece, state)[0]) for state in Component if is_state(state) for piece in layout.params)
+        return list(dict.fromkeys(state for state, key in keys if key in self._tensors))
+
+    def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
+        """Feeds `ShardStore.write_components` with elements of the shard `shard_index` of a section."""
+        offset = shard_index * layout.shard_numel
+
+        def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            state = component if is_state(component) else None
+            values = self._elements(layout, state, offset + begin, offset + end)
+            return encode_array(layout, component, values) if state else master_parts(layout, values)[component]
+
+        return source
+
+    def _elements(self, layout: SectionLayout, state: Component | None, begin: int, end: int) -> torch.Tensor:
+        """(end - begin,) of masters, frozen values, or a state; zeros between parameters."""
+        dtype = torch.float32 if layout.trainable or state else component_dtype(layout, Component.VALUE)
+        out = host_zeros(end - begin, dtype)
+        for piece in layout.params:
+            low, high = max(piece.begin, begin), min(piece.end, end)
+            key, shape = key_of(piece, state)
+            if low < high and not piece.is_gone and key in self._tensors:
+                for first, values in self._parts(key, shape, low - piece.begin, high - piece.begin):
+                    at = piece.begin + first
+                    left, right = max(at, low), min(at + values.numel(), high)
+                    out[left - begin : right - begin] = values[left - at : right - at]
+        return out
+
+    def _parts(self, key: str, shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parts with elements [begin, end) of a tensor, and where each begins. Raises IntegrityError."""
+        if key not in self._starts:
+            chunks = ((begin_of(shape, chunk.offsets), chunk) for chunk in self._tensors[key].chunks)
+            self._starts[key] = sorted(chunks, key=lambda each: each[0])
+        position = begin
+        for first, chunk in self._starts[key]:
+            until = first + math.prod(chunk.sizes)
+            if until > position and first < end:
+                if first > position:
+                    break
+                yield first, self._part(key, first, chunk)
+                position = until
+        if position < end:
+            raise IntegrityError(f"{self.where}: elements {position} to {end} of {key} are missing")
+
+    def _part(self, key: str, first: int, chunk: Any) -> torch.Tensor:
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        if self._last is not None and self._last[:2] == (key, first):
+            return self._last[2]
+        dtype = self._tensors[key].properties.dtype
+        with self._place.naming("read"):
+            values = _read(self._reader, MetadataIndex(key, chunk.offsets), chunk.sizes, dtype)
+        if crc32c_of_tensor(values) != self._document["crcs"].get(key, {}).get(str(first)):
+            raise IntegrityError(
+                f"{self.where}: {key} is not what was written, from its element {first} on. Delete this directory to "
+                "go on from the one before"
+            )
+        self._last = key, first, values
+        return values
+
+    def close(self) -> None:
+        self._last = None
