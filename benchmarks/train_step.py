@@ -12,6 +12,7 @@ COMPARISONS = {
     "commits": "steps with commits, against steps without",
     "overheads": "hooks, two ranks against FSDP2, the import",
     "stages": "what ranks hold and send at each ZeRO stage, against the plan",
+    "peers": "steps of 2 and 4 ranks in memory, against FSDP2 with CPU offload and DDP",
     "losses": "losses of a script that was moved from DeepSpeed and FSDP2, against its own there",
     "predictions": "predicted step times, against measured ones",
 }

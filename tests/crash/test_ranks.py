@@ -94,7 +94,7 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
         timeout=datetime.timedelta(seconds=ENOUGH_S if how in PATIENT else TIME_LIMIT_S),
     )
     if how == "stop-sockets":
-        group.open_channel = lambda *_: None  # type: ignore[attr-defined]
+        group.open_channel = lambda _, members: (None, [[each] for each in members])  # type: ignore[attr-defined]
     ended: dict[str, Any] = {"params": None, "error": None}
     try:
         model, optimizer = ranks.start(case)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.pairwise import in_turn
-from tests.helpers.parting import WAYS, Outcome, Way, part
+from tests.helpers.parting import ENOUGH_S, WAYS, Outcome, Way, part
 from tests.helpers.ranks import RankPool, RankPools
 
 
@@ -28,5 +28,5 @@ def test_all_raise(way: Way, grads: str, num_before: int, on: int, pool: RankPoo
     expected = pool.succeed(part_with, None, settings, args)
     found = pool.succeed(part_with, way, settings, args)
     for each, plain in zip(found, expected, strict=True):
-        assert each.error and each.error == found[0].error and each.seconds < 10
+        assert each.error and each.error == found[0].error and each.seconds < ENOUGH_S
         assert all(torch.equal(each.params[name], plain.params[name]) for name in plain.params)

@@ -565,7 +565,7 @@ FAULTS = [
     fault(
         "a gradient that one rank alone has changed is taken",
         "model/runtime.py",
-        "together(call + self.grads.ledger.changes(), notice)",
+        "together(call + self.grads.ledger.changes(), notice, ends_step=True)",
         "together(call, notice)",
         "tests/parity/test_grad_handle.py::test_what_one_rank_does_alone_is_an_error_of_all",
     ),
@@ -1299,6 +1299,27 @@ FAULTS = [
         " | digest % (1 << _COURSE_BITS)",
         "",
         PARTINGS + "test_bytes_of_ranks_that_said_different_things_do_not_meet",
+    ),
+    fault(
+        "a rank that makes another call than all expect tells it to none",
+        "runtime/ranks/agreement.py",
+        "            if self._script.note(call):",
+        "            if self._script.note(call) and not call:",
+        PARTINGS + "test_all_raise_where_ranks_share_no_pages",
+    ),
+    fault(
+        "a step is expected although another one followed on such a step last",
+        "runtime/ranks/script.py",
+        "        self._after[self._before] = self._texts",
+        "        self._after.setdefault(self._before, self._texts)",
+        "tests/unit/runtime/ranks/test_script.py",
+    ),
+    fault(
+        "all ranks of all machines take part in each round",
+        "runtime/ranks/levels.py",
+        "max(map(len, self._machines)) > 1 and",
+        "max(map(len, self._machines)) > 99 and",
+        "tests/parity/test_levels.py",
     ),
     fault(
         "a backward that broke off at its end leaves sums to the next one",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.helpers.pairwise import full, in_turn
 from tests.helpers.parting import (
+    ENOUGH_S,
     NUM_BLOCKS,
     WAYS,
     Outcome,
@@ -19,6 +20,7 @@ from tests.helpers.parting import (
     other_order,
     other_setting,
     part,
+    ways_of_all,
 )
 from tests.helpers.ranks import RankPool, RankPools
 from zero_offload.runtime.ranks import agreement
@@ -34,7 +36,7 @@ def pool(request: pytest.FixtureRequest, pools: RankPools) -> RankPool:
 def check(found: list[Outcome], expected: list[Outcome], says: str) -> None:
     for each in found:
         assert says in each.error and each.error == found[0].error
-        assert each.seconds < 10, each
+        assert each.seconds < ENOUGH_S, each
     for each, plain in zip(found, expected, strict=True):
         assert each.params.keys() == plain.params.keys()
         assert all(torch.equal(each.params[name], plain.params[name]) for name in plain.params)
@@ -67,10 +69,40 @@ def test_a_backward_that_broke_off_leaves_nothing(way: Way, on: int, pool: RankP
     check(pool.succeed(part_with, way, settings, args), expected, "Each rank went its own way")
 
 
+# Without pages: recorded steps
+
+
+@in_turn(way=WAYS, stage=[3, 2], precision=["fp32", "bf16"], num_before=[0, 3, 5], on=[1, 0])
+def test_all_raise_where_ranks_share_no_pages(
+    way: Way, stage: int, precision: str, num_before: int, on: int, pool: RankPool
+) -> None:
+    settings = {"stage": stage, "precision": precision}
+    found = pool.succeed(part_with, way, settings, {"num_before": num_before, "on": on, "without_pages": True})
+    if (stage, way.__name__) == (2, "evaluation_alone"):
+        assert all(each.error == "" for each in found)
+        return
+    for each in found:
+        assert SAYS.get(way, "Each rank went its own way through the model") in each.error, each.error
+        assert each.error == found[0].error and each.seconds < ENOUGH_S
+    pool.renew()  # their connections are closed
+
+
+def changes_now_and_then(rank: int, world_size: int, without_pages: bool) -> Outcome:
+    """All ranks alike: steps, an evaluation, another order, two backwards for a step."""
+    return part(rank, world_size, ways_of_all, {"stage": 3}, without_pages=without_pages, goes_on=True, on=-1)
+
+
+def test_steps_that_change_on_all_ranks(pool: RankPool) -> None:
+    found, expected = (pool.succeed(changes_now_and_then, without_pages) for without_pages in (True, False))
+    for each, plain in zip(found, expected, strict=True):
+        assert each.error == "" and each.params.keys() == plain.params.keys()
+        assert all(torch.equal(each.params[name], plain.params[name]) for name in plain.params)
+
+
 # Rounds
 
 
-def count_rounds(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
+def count_rounds(rank: int, world_size: int, settings: dict[str, Any], without_pages: bool) -> list[int]:
     """How often a step waits for the words of others alone, for each step."""
     counts, ask = [0], agreement.Agreement._ask
 
@@ -89,15 +121,18 @@ def count_rounds(rank: int, world_size: int, settings: dict[str, Any]) -> list[i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement.Agreement, "_ask", counted)
         patch.setattr(zo.AdamW, "step", step)
-        part(rank, world_size, None, settings)
-    return counts[1:-1]
+        part(rank, world_size, None, settings, num_before=6, without_pages=without_pages)
+    return counts[1:6]
 
 
+@pytest.mark.parametrize("without_pages", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_rounds_do_not_grow_with_units(stage: int, pool: RankPool) -> None:
+def test_rounds_do_not_grow_with_units(stage: int, without_pages: bool, pool: RankPool) -> None:
+    """Without pages the first steps are announced."""
     assert NUM_BLOCKS > 3
-    for counts in pool.succeed(count_rounds, {"stage": stage}):
-        assert max(counts[1:4]) <= 4
+    for counts in pool.succeed(count_rounds, {"stage": stage}, without_pages):
+        assert max(counts[2:] if without_pages else counts) <= 4, counts
+        assert not without_pages or counts[0] > 6
 
 
 # Bytes

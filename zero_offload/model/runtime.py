@@ -581,7 +581,7 @@ class ModelRuntime(Owner):
         program has changed gradients on some ranks only."""
         self.life.check_alive()
         notice = Notice(self._commits.is_due_by_clock())
-        with self.collectives.together(call + self.grads.ledger.changes(), notice):
+        with self.collectives.together(call + self.grads.ledger.changes(), notice, ends_step=True):
             yield
         self._commits.note_due(notice.given)
 

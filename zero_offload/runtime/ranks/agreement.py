@@ -4,7 +4,11 @@ its own.
 Two ranks that meet in different collectives would hang, or read each other's bytes as something else. So every
 collective is said. `same` waits for the others' words, and raises on all ranks where they differ. `announce` waits for
 none, where ranks of one machine compute on CPUs: `hear` compares the words when the bytes are needed. Bytes of ranks
-that said different things never meet (`Course`). Where ranks cannot share pages, both are one round.
+that said different things never meet (`Course`).
+
+Where CPU ranks share no pages, as between machines, `announce` is a round of messages too. It says nothing once all
+ranks expect the same calls of a step (`Script`). A rank that makes another call tells so in the store, and begins
+to announce. Others that wait for its bytes look there each second.
 
 With branches="any" a rank may want a unit that others do not. Then `next_unit` says which unit all ranks gather next.
 `next_unit_at` a place that every rank comes to (the end of a forward) returns None when all are there. Control thread
@@ -13,7 +17,10 @@ only.
 
 from __future__ import annotations
 
+import json
+import secrets
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -27,7 +34,9 @@ from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
+from zero_offload.runtime.ranks.levels import Levels
 from zero_offload.runtime.ranks.neighbours import NUMBERS_MAX, TURNS_AHEAD
+from zero_offload.runtime.ranks.script import Script
 from zero_offload.runtime.ranks.watch import ErrorReport, Notice, raise_first, report_of
 
 
@@ -40,6 +49,7 @@ class Intent(IntEnum):
     AHEAD = 5  # a collective that all make together; this rank hears the others when it needs their bytes
 
 
+_SAID_KEPT = 256
 _CRC_BITS = 32
 _CRC_MAX = (1 << _CRC_BITS) - 1
 
@@ -54,6 +64,15 @@ class Said(NamedTuple):
     num_partings: int
 
 
+class _Told(NamedTuple):
+    """A rank's words in full, where ranks differ."""
+
+    call: str
+    report: ErrorReport
+    settings: Texts = {}
+    said: Sequence[tuple[int, str]] = ()
+
+
 class Agreement:
     """The ranks that hold the same part of one model."""
 
@@ -63,11 +82,23 @@ class Agreement:
         """Members in torch's order."""
         self._num_ranks = len(self._members)
         self._group = group.agreement_group
-        self._channel = group.channel
+        self._channel, self._levels = group.channel, Levels(group)
         self._course = group.course
         self._watch = group.watch
         self.branches = branches
-        self._hears_later = on_host and self._channel is not None and branches is Branches.SAME
+        later = on_host and branches is Branches.SAME and self._group is not None
+        self._hears_later = later and self._channel is not None
+        self._script = Script() if later and self._channel is None else None
+        self._key = ""
+        """Where ranks that depart from the script tell so: no earlier start has left anything there."""
+        self._said: deque[tuple[int, str]] = deque(maxlen=_SAID_KEPT)
+        """The last turns and their calls, where there is a script."""
+        if self._script is not None:
+            mine = host_tensor([secrets.randbits(62)], torch.int64)
+            every = host_empty(self._num_ranks, torch.int64)
+            all_gather(every, mine, group=self._group)
+            self._key = f"{int(every[0]):x}"
+            self._watch.ask_too(self._parted)
         self._turn = self._heard = 0
         """Turns that this rank has said, and those of which it has compared all ranks' words."""
         self._partings: list[int] = []
@@ -104,7 +135,7 @@ class Agreement:
     def _same(self, call: str, numbers: Sequence[float] = ()) -> None:
         if self._group is not None:
             notice = Notice(compared=self._take_compared()) if self._compared else None
-            self._exchange(Intent.CALL, _word(call, notice), call, notice, numbers)
+            self._exchange(Intent.CALL, self._word(call, notice), call, notice, numbers)
 
     def numbers(self, mine: Sequence[float], what: str) -> list[list[float]]:
         """Every rank's numbers, as many as this rank's; all say them now for `what`, or all raise."""
@@ -128,13 +159,16 @@ class Agreement:
 
         All ranks hear later, or none does. The next announcements may follow at once.
         """
-        if not self._hears_later or self._compared:
+        is_quiet = self._script is not None and self._script.expects(call)
+        if self._compared or not (self._hears_later or is_quiet):
             self.same(call)
             return
         if self._error is not None:
             raise self._error
-        self._hear_until(self._turn + 1 - TURNS_AHEAD, call)
-        self._say(Intent.AHEAD, _word(call, None), call)
+        self._note(call)
+        if self._hears_later:
+            self._hear_until(self._turn + 1 - TURNS_AHEAD, call)
+        self._say(Intent.AHEAD, self._word(call, None), call)
 
     @property
     def said(self) -> Said:
@@ -143,10 +177,10 @@ class Agreement:
 
     def hear(self, said: Said, what: str) -> None:
         """All ranks have said the same until then, or all raise. `what` is waited for."""
-        if self._hears_later:
+        if self._hears_later or self._script is not None:
             assert not self.is_void(said), f"{what} was launched before ranks parted"
-            if said.num_partings == len(self._partings):
-                self._hear_until(said.turn, what)
+        if self._hears_later and said.num_partings == len(self._partings):
+            self._hear_until(said.turn, what)
 
     def hear_all(self, what: str) -> None:
         """As `hear`, until now: before this rank waits for others in another way."""
@@ -178,12 +212,12 @@ class Agreement:
     # Words that are compared at once
 
     @contextmanager
-    def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
+    def together(self, call: str, notice: Notice | None = None, *, ends_step: bool = False) -> Iterator[None]:
         """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise.
 
         The first rank's error is raised where nothing went wrong. Inside there must be no communication. At the end
         `notice` is given on all ranks if it was given on one, and has what `compare` was given. Raises ConfigError on
-        all where they differ in that.
+        all where they differ in that. With `ends_step` it is the last call of a step.
         """
         notice = notice or Notice()
         if self._group is None:
@@ -200,11 +234,17 @@ class Agreement:
         try:
             intent = Intent.CALL if failure is None else Intent.ERROR
             notice.compared += self._take_compared()
-            word = _word(call, notice.of_column()) | notice.given << _CRC_BITS
+            word = self._word(call, notice.of_column()) | notice.given << _CRC_BITS
+            self._note(call)
+            if ends_step and self._script is not None:
+                word |= self._script.forecast() << _CRC_BITS + 1
             heard = self._ask(intent, word, call, failure=failure)
             if _differ(heard):
                 raise self._mismatch(self._turn, heard, call, failure, notice.of_column())
-            notice.given = any(word >> _CRC_BITS for _, word in heard)
+            notice.given = any(word >> _CRC_BITS & 1 for _, word in heard)
+            if ends_step and self._script is not None:
+                forecasts = {word >> _CRC_BITS + 1 for _, word in heard}
+                self._script.end(alike=len(forecasts) == 1 and 0 not in forecasts)
         except ZeroOffloadError:
             if failure is None:
                 raise
@@ -229,6 +269,7 @@ class Agreement:
             if intent is Intent.PLACE:
                 return []
             raise self._error
+        self._note(text)
         said = self._ask(intent, value, text, numbers)
         if _differ(said):
             raise self._mismatch(self._turn, said, text, notice=notice, in_pass=True)
@@ -240,6 +281,7 @@ class Agreement:
             return number
         if self._error is not None:
             raise self._error
+        self._note(what)
         said = self._ask(Intent.NUMBER, number, what)
         if _differ(said):
             raise self._mismatch(self._turn, said, what)
@@ -252,6 +294,8 @@ class Agreement:
         self._turn += 1
         if intent not in (Intent.UNIT, Intent.PLACE):
             self._course.go(text)
+        if self._script is not None:
+            self._said.append((self._turn, text))
         if self._channel is not None:
             self._channel.post((intent, value), text, numbers, report_of(failure))
 
@@ -273,11 +317,8 @@ class Agreement:
                 self._channel.wait(self._turn)
             self._heard = self._turn
             return self._channel.words(self._turn)
-        mine = host_tensor([intent, value], torch.int64)
-        every = host_empty(self._num_ranks * 2, torch.int64)
         with self._watch.waiting(text):
-            all_gather(every, mine, group=self._group)
-        return [tuple(pair) for pair in every.view(-1, 2).tolist()]
+            return self._levels.tell((intent, value))
 
     def _mismatch(
         self,
@@ -293,15 +334,24 @@ class Agreement:
         self._partings.append(turn)
         found = self._told(turn, words, text, failure, notice)
         try:
-            raise_first(failure, zip(self._members, (theirs for _, theirs, _ in found), strict=True))
+            raise_first(failure, zip(self._members, (each.report for each in found), strict=True))
         except Exception as error:
             return error
-        settings = zip(self._members, (texts for _, _, texts in found), strict=True)
-        at_one = len({where for where, _, _ in found}) == 1
-        if (differ := difference(found[0][0], settings, alone=at_one)) is not None:
+        settings = zip(self._members, (each.settings for each in found), strict=True)
+        at_one = len({each.call for each in found}) == 1
+        if (differ := difference(found[0].call, settings, alone=at_one)) is not None:
             self._error = differ if in_pass else self._error
             return differ
-        remedy = (
+        places = by_value([(rank, each.call) for rank, each in zip(self._members, found, strict=True)])
+        (first, ranks), *others = places
+        verb = "are" if ranks.startswith("ranks") else "is"
+        at = ", ".join([f"{ranks} {verb} at {first}", *(f"{ranks} at {place}" for place, ranks in others)])
+        self._error = ZeroOffloadError(f"{at}. {self._remedy}")
+        return self._error
+
+    @property
+    def _remedy(self) -> str:
+        return (
             "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "
             "some ranks only). Or ranks ran different numbers of micro-batches, or only some made a call (a clip, "
             "zo.no_sync). Make them alike, or offload with branches='any'"
@@ -309,37 +359,84 @@ class Agreement:
             else "With branches='any' ranks may use different units. But each runs as many forwards and backwards of "
             "the model as the others, and calls zo's functions in the same order"
         )
-        places = by_value([(rank, each) for rank, (each, _, _) in zip(self._members, found, strict=True)])
-        (first, ranks), *others = places
-        verb = "are" if ranks.startswith("ranks") else "is"
-        at = ", ".join([f"{ranks} {verb} at {first}", *(f"{ranks} at {place}" for place, ranks in others)])
-        self._error = ZeroOffloadError(f"{at}. {remedy}")
-        return self._error
 
     def _told(
         self, turn: int, words: Words, text: str, failure: Exception | None, notice: Notice | None
-    ) -> list[tuple[str, ErrorReport, Texts]]:
+    ) -> list[_Told]:
         """The call of each rank in a turn in which they differ, its error, and its settings."""
         texts = [] if self._channel is None else self._channel.texts(turn)
         ahead = any(intent == Intent.AHEAD for intent, _ in words)
-        found: list[tuple[str, ErrorReport, Texts]]
         if ahead and len({said for said, _ in texts}) > 1:
             # Not all ranks wait here. One may be inside of a collective of the program's, which others never join.
             found = [
-                (said, report if intent == Intent.ERROR else None, {})
+                _Told(said, report if intent == Intent.ERROR else None)
                 for (intent, _), (said, report) in zip(words, texts, strict=True)
             ]
         else:
-            mine = (text, report_of(failure), {} if notice is None or failure is not None else notice.texts())
+            settings = {} if notice is None or failure is not None else notice.texts()
+            mine = _Told(text, report_of(failure), settings, [*self._said])
             found = [mine] * self._num_ranks
             with self._watch.waiting(text):
                 dist.all_gather_object(found, mine, group=self._group)
-        self._course.restart(turn)
+            found = self._parted_before(found)
+        self._course.restart(self._partings[-1])
         if self._channel is not None:
             # A rank says no more than that before it hears this turn, and so all go on from one number.
             self._turn = self._heard = turn + TURNS_AHEAD
             self._channel.skip_to(self._turn)
         return found
+
+    # Without words before each call
+
+    def _parted_before(self, found: list[_Told]) -> list[_Told]:
+        """As `found`, or at the first turn in which ranks said different things, where they said nothing then."""
+        if self._script is None:
+            return found
+        self._script.forget()
+        logs = [dict(each.said) for each in found]
+        self._turn = max(max(log) for log in logs)
+        self._said.clear()
+        for turn in sorted({turn for log in logs for turn in log if turn >= max(min(log) for log in logs)}):
+            if len({log.get(turn) for log in logs}) > 1:
+                self._partings[-1] = turn
+                if all(turn in log for log in logs):
+                    return [
+                        each if log[turn] == each.call else _Told(log[turn], each.report)
+                        for each, log in zip(found, logs, strict=True)
+                    ]
+                break
+        return found
+
+    def _note(self, call: str) -> None:
+        """This rank makes a call. It tells all if that is not what they expect."""
+        if self._script is not None:
+            place = self._script.place
+            if self._script.note(call):
+                departed = json.dumps((place.num_calls, self._watch.rank, call))
+                self._watch.add(f"departed/{self._key}/{place.step}", departed)
+
+    def _parted(self) -> str:
+        """The error, if a rank has departed from what this rank has done. Any thread may ask."""
+        assert self._script is not None
+        if text := self._watch.told(f"parted/{self._key}"):
+            return text
+        place = self._script.place
+        if not place.follows:
+            return ""  # ranks that announce meet in a round
+        for number, rank, call in map(json.loads, self._watch.added(f"departed/{self._key}/{place.step}")):
+            if number < place.num_calls:
+                text = (
+                    f"rank {rank} is at {call}, rank {self._watch.rank} at {place.texts[number]}, as in the steps "
+                    f"before. {self._remedy} Ranks have closed their connections: start all again; existing='resume' "
+                    "goes on from the last commit"
+                )
+                return self._watch.tell_first(f"parted/{self._key}", text)
+        return ""
+
+    def _word(self, call: str, notice: Notice | None) -> int:
+        begin = 0 if notice is None else notice.word
+        # With a script a round compares all that ranks have said nothing about.
+        return zlib.crc32(call.encode(), begin if self._script is None else begin ^ self._course.digest)
 
 
 def _differ(words: Words) -> bool:
@@ -348,7 +445,3 @@ def _differ(words: Words) -> bool:
     others = {each for each in said if each[0] != Intent.UNIT}
     wants = len(others) < len(said)
     return len(others) > 1 or (wants and any(intent != Intent.PLACE for intent, _ in others))
-
-
-def _word(call: str, notice: Notice | None) -> int:
-    return zlib.crc32(call.encode(), 0 if notice is None else notice.word)

@@ -241,7 +241,9 @@ class Collectives:
             self.agreement.compare(name, compared())
 
     @contextmanager
-    def together(self, call: str, notice: Notice | None = None, *, may_be_alone: bool = False) -> Iterator[None]:
+    def together(
+        self, call: str, notice: Notice | None = None, *, may_be_alone: bool = False, ends_step: bool = False
+    ) -> Iterator[None]:
         """As `Agreement.together`; ranks that hold the other parts of the model are told as well. With `may_be_alone`
         some rank easily makes the call alone: a rank that waits warns, and says for which others."""
         notice = notice or Notice()
@@ -249,7 +251,7 @@ class Collectives:
         with (
             ExitStack() as waiting,
             self._watch.together(self._row, members, call, notice),
-            self.agreement.together(call, notice),
+            self.agreement.together(call, notice, ends_step=ends_step),
         ):
             try:
                 yield

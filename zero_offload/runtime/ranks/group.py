@@ -196,15 +196,37 @@ class RankGroup:
         return Course()
 
     @cached_property
+    def _neighbours(self) -> tuple[Channel | None, list[list[int]]]:
+        if self.agreement_group is None:
+            return None, [[*self.members]]
+        return open_channel(self.agreement_group, sorted(self.members))
+
+    @property
+    def machines(self) -> list[list[int]]:
+        """The program's ranks among `members`, by machine. All ask for it, as for the rest."""
+        return self._neighbours[1]
+
+    @property
+    def near(self) -> Channel | None:
+        """The channel between members on this machine, if there are several, and they may share pages."""
+        return self._neighbours[0]
+
+    @property
     def channel(self) -> Channel | None:
-        """The channel between all members, if one machine runs them and they may share pages; None alone. All ask for
-        it."""
-        return None if self.agreement_group is None else open_channel(self.agreement_group, sorted(self.members))
+        """The channel between all members, if one machine runs them."""
+        return self.near if len(self.machines) == 1 else None
+
+    @cached_property
+    def firsts(self) -> Group:
+        """Over gloo, the first ranks of machines; None where this rank is not one, or there is one machine."""
+        ranks = tuple(sorted(each[0] for each in self.machines))
+        is_one = len(ranks) > 1 and dist.get_rank() in ranks
+        return _new_group(ranks, "gloo") if is_one and len(ranks) < len(self.members) else None
 
     def leave(self) -> None:
         """This rank calls no collective of the control thread any more: those that wait for it there learn it."""
-        if self.channel is not None:
-            self.channel.leave()
+        if self.near is not None:
+            self.near.leave()
 
 
 def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from zero_offload.base.alike import name_ranks
 from zero_offload.hardware import native
+from zero_offload.runtime.ranks import sockets
 from zero_offload.runtime.ranks.watch import ErrorReport, RankProcess, StoppedProcesses, time_limit
 
 TURNS_AHEAD = 16
@@ -71,12 +72,16 @@ class Page:
 
     def numbers(self, turn: int, count: int) -> npt.NDArray[np.float64]:
         """The place of a turn that has so many numbers."""
-        at = _NUMBERS + turn % 2 * NUMBERS_MAX
+        at = _numbers_at(turn)
         return self.words[at : at + count].view(np.float64)
 
 
 def _slot(turn: int) -> int:
     return _SLOTS + turn % _TURNS_KEPT * _WORDS
+
+
+def _numbers_at(turn: int) -> int:
+    return _NUMBERS + turn % 2 * NUMBERS_MAX
 
 
 def _text(turn: int) -> int:
@@ -93,6 +98,7 @@ class Channel:
         self._turn = self._num_with_numbers = 0
         self._stopped = StoppedProcesses()
         self._limit_s = time_limit().total_seconds()
+        self._num_ends = sockets.num_ends
 
     def post(
         self, words: Sequence[int], text: str = "", numbers: Sequence[float] = (), report: ErrorReport = None
@@ -108,6 +114,22 @@ class Channel:
             self._num_with_numbers += 1
             self._mine.numbers(self._num_with_numbers, len(numbers))[:] = numbers
         native.word_post(self._mine.address(_POSTED), self._turn)
+
+    def tell(self, words: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's words of the next turn."""
+        self.post(words)
+        self.wait(self._turn)
+        return self.words(self._turn)
+
+    def of_first(self, numbers: Sequence[int], count: int) -> list[int]:
+        """The first rank's `numbers`, so many, on all ranks, in a turn without words."""
+        self._num_with_numbers += 1
+        at = _numbers_at(self._num_with_numbers)
+        if self._mine is self._pages[0]:
+            self._mine.words[at : at + count] = numbers
+        self.tell((0, 0))
+        found: list[int] = self._pages[0].words[at : at + count].tolist()
+        return found
 
     def wait(self, turn: int) -> None:
         """Return when all ranks have taken that turn.
@@ -159,6 +181,8 @@ class Channel:
                 raise RuntimeError(f"rank {page.rank} is gone" if is_gone else f"rank {page.rank} has left")
         if stopped := self._stopped.among({page.rank: page.place for page in self._others}):
             raise RuntimeError(f"{name_ranks(stopped)} stopped")
+        if sockets.num_ends > self._num_ends:
+            raise RuntimeError("connections between ranks have ended")
         if time.monotonic() > deadline:
             raise RuntimeError(f"timed out after {self._limit_s:g} s")
 
@@ -173,10 +197,11 @@ class _PageAddress:
     secret: int
 
 
-def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> Channel | None:
-    """A channel between the program's ranks `members`; None if some cannot map the page of another.
+def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> tuple[Channel | None, list[list[int]]]:
+    """A channel between those of the program's ranks `members` that this machine runs, and the ranks of each machine.
 
-    Collective over `group`, which are the same ranks.
+    Where ranks of a machine cannot map each other's pages, each counts as a machine. A rank that is alone there has no
+    channel. Collective over `group`, which are the same ranks, ascending.
     """
     rank = dist.get_rank()
     fd, mine = _make_page()
@@ -186,18 +211,26 @@ def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> Channel | 
         offers = _all_gather(_PageAddress(rank, RankProcess.here(), fd, secret), group, len(members))
         pages = {each.rank: mine if each.rank == rank else _find(each) for each in offers}
         # No rank closes a file that another still looks for, nor posts a turn over its secret.
-        reaches_all = _all_gather(all(words is not None for words in pages.values()), group, len(members))
+        reached = _all_gather({each for each, words in pages.items() if words is not None}, group, len(members))
         mine[0] = 0
         # No rank counts a turn before all have taken their secret away.
         dist.barrier(group)
     finally:
         if fd >= 0:
             os.close(fd)
-    if not all(reaches_all):
-        return None
+    by_machine: dict[tuple[str, str], list[int]] = {}
+    for offer in offers:
+        by_machine.setdefault((offer.place.host, offer.place.namespace), []).append(offer.rank)
+    reaches = dict(zip(members, reached, strict=True))
+    machines = [
+        part
+        for ranks in by_machine.values()
+        for part in ([ranks] if all(reaches[each] >= set(ranks) for each in ranks) else [[each] for each in ranks])
+    ]
+    (here,) = (ranks for ranks in machines if rank in ranks)
     places = {each.rank: each.place for each in offers}
-    found = [Page(each, places[each], words) for each in members if (words := pages[each]) is not None]
-    return Channel(found, list(members).index(rank))
+    found = [Page(each, places[each], words) for each in here if (words := pages[each]) is not None]
+    return (Channel(found, here.index(rank)) if len(here) > 1 else None), machines
 
 
 def _find(offer: _PageAddress) -> Words | None:

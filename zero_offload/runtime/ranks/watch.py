@@ -35,6 +35,8 @@ from zero_offload.runtime.ranks.sockets import end_groups, watched_sockets
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
+TOLD_S = 2
+"""So long a rank that knows why all waits must end lets the others look: the store may end with a rank."""
 _LOOK_EVERY_S = 0.05
 _TEXT_MAX = 2000
 
@@ -150,6 +152,9 @@ class RankWatch:
         self._stopped = StoppedProcesses()
         self._over = f"zero_offload/over/{word_of((sorted(members), 0))}"
         """In the store, of these members: "yes" once one of them has waited in vain."""
+        self._ask: weakref.WeakMethod[Callable[[], str]] | None = None
+        self._why = ""
+        """The answer, once there is one: all waits end then."""
         if len(members) < 2:
             return
         self.rank = dist.get_rank()
@@ -189,7 +194,7 @@ class RankWatch:
             waited_s = time.monotonic() - began
             self._say("waits", what)
             self._give_up()
-            raise RankError(self._explain(what, waited_s, error)) from error
+            raise self._explained(what, waited_s, error) from error
         finally:
             self._waits.pop(thread, None)
 
@@ -208,6 +213,10 @@ class RankWatch:
         if not self._looks or began is None or time.monotonic() - began < 1:
             return
         try:
+            if self._asked():
+                time.sleep(TOLD_S)
+                end_groups()
+                return
             if bytes(self._store.get(self._over)) == b"yes":
                 end_groups()
                 return
@@ -264,6 +273,35 @@ class RankWatch:
         yield
         self._say("ended", "")  # the program goes on, perhaps with another model
 
+    def ask_too(self, ask: Callable[[], str]) -> None:
+        """Call `ask`, a method, while this rank waits, each second. All waits of its process groups end where it says
+        why; so does a wait that fails."""
+        self._ask = weakref.WeakMethod(ask)
+
+    def _asked(self) -> str:
+        ask = None if self._ask is None else self._ask()
+        self._why = self._why or ("" if ask is None else ask())
+        return self._why
+
+    def add(self, key: str, text: str) -> None:
+        """Leave a text for all ranks of the program, one of several under this key."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self.tell(f"{key}/{self._store.add(f'zero_offload/{key}', 1)}", text)
+
+    def tell_first(self, key: str, text: str) -> str:
+        """Leave a text, unless a rank has left another one under this key: then that."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                return bytes(self._store.compare_set(f"zero_offload/{key}", "", text)).decode(errors="replace") or text
+        return text
+
+    def added(self, key: str) -> list[str]:
+        """The texts that ranks have left under this key."""
+        count = self.told(key)
+        found = [self.told(f"{key}/{number}") for number in range(1, int(count or 0) + 1)]
+        return [each for each in found if each]
+
     @property
     def is_alone(self) -> bool:
         return not self._others
@@ -305,19 +343,29 @@ class RankWatch:
 
     # Looking for the culprit
 
-    def _explain(self, what: str, waited_s: float, error: Exception) -> str:
+    def _explained(self, what: str, waited_s: float, error: Exception) -> ZeroOffloadError:
+        """The error to raise for a wait that has failed."""
         witnesses = [Witness(rank) for rank in self._others]
-        store = self._store
-        if not _in_time(lambda: _listen(store, witnesses), LISTEN_S + 1):
+        store, known = self._store, list[str]()
+
+        def listen() -> None:
+            if text := self._asked():
+                known.append(text)
+            else:
+                _listen(store, witnesses)
+
+        if not _in_time(listen, LISTEN_S + 1):
             self._store = None  # the thread that asked it holds its lock, and exit must not wait for that
             found = (
                 f"the store of the process group{_address()} does not answer: its machine or the network to it is "
                 "down, or the process that had it has ended (torchrun, or rank 0). The cause is not known here: look "
                 "there first"
             )
+        elif known:
+            return ZeroOffloadError(known[0])
         else:
             found = _verdict(witnesses, what, is_broken=waited_s < time_limit().total_seconds())
-        return (
+        return RankError(
             f"{found}. Rank {self.rank} had waited {waited_s:.1f} s in {what} ({_first_line(error)}). Start all ranks "
             "again when the cause is gone; existing='resume' goes on from the last commit"
         )

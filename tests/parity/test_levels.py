@@ -1,0 +1,76 @@
+"""Four ranks as two of each of two machines: words cross between first ranks alone, and no bit is another."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import ranks
+from tests.helpers.pairwise import in_turn
+from tests.helpers.parting import ENOUGH_S, WAYS, Outcome, Way, part
+from tests.helpers.ranks import Case, RankPool, RankPools
+from zero_offload.runtime.ranks import agreement, levels, neighbours
+from zero_offload.runtime.ranks.watch import RankProcess
+
+WORLD_SIZE = 4
+MACHINES = {"pairs": "aabb", "in turns": "abab", "one and three": "abbb", "three and one": "aaab"}
+"""The machine of each rank."""
+
+
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(WORLD_SIZE)
+
+
+def on_machines(patch: pytest.MonkeyPatch, machines: str) -> None:
+    name = machines[dist.get_rank()]
+    patch.setattr(neighbours.RankProcess, "here", lambda: RankProcess(name, "pid:[1]", os.getpid()))
+
+
+def train(rank: int, world_size: int, case: Case, machines: str) -> tuple[Any, Counter[str]]:
+    """`ranks.train`, and how often this rank took part in a round between machines, and in one inside of its own."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        on_machines(patch, machines)
+        patch.setattr(levels, "all_gather", counting("between", levels.all_gather))
+        patch.setattr(neighbours.Channel, "post", counting("inside", neighbours.Channel.post))
+        patch.setattr(agreement.Agreement, "_ask", counting("rounds", agreement.Agreement._ask))
+        return ranks.train(rank, world_size, case), counts
+
+
+@pytest.mark.parametrize("machines", MACHINES.values(), ids=MACHINES)
+def test_words_go_by_first_ranks_and_bits_are_those_of_one_machine(machines: str, pool: RankPool) -> None:
+    case = Case({"stage": 3, "precision": "bf16"}, num_steps=5, max_norm=0.5)
+    found, expected = pool.succeed(train, case, machines), pool.succeed(ranks.train, case)
+    assert [outcome for outcome, _ in found] == expected
+    firsts = {machines.index(name) for name in machines}
+    for rank, (_, counts) in enumerate(found):
+        assert counts["rounds"] > 0 and counts["rounds"] == found[0][1]["rounds"]
+        assert counts["between"] == (counts["rounds"] if rank in firsts else 0)
+        assert counts["inside"] == (2 * counts["rounds"] if machines.count(machines[rank]) > 1 else 0)
+
+
+def part_on_machines(rank: int, world_size: int, way: Way, machines: str, num_before: int, on: int) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        on_machines(patch, machines)
+        return part(rank, world_size, way, {"stage": 3}, num_before=num_before, on=on, by_sockets=True)
+
+
+@in_turn(way=WAYS, machines=["aabb", "abbb"], num_before=[5, 0], on=[1, 0, 3])
+def test_all_raise(way: Way, machines: str, num_before: int, on: int, pool: RankPool) -> None:
+    found = pool.succeed(part_on_machines, way, machines, num_before, on)
+    for each in found:
+        assert each.error and each.error == found[0].error and each.seconds < ENOUGH_S
+    pool.renew()
