@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import re
 import subprocess
@@ -181,24 +182,24 @@ def test_a_generation_is_that_of_the_optimizer_inside(tmp_path: Path) -> None:
     zo.close(model)
 
 
-def goes_on(rank: int, world_size: int, folder: Path) -> None:
-    """A loop of `zo.steps` over what `prepare` returned, ended behind each of its steps, against one in one go."""
+def goes_on(rank: int, world_size: int, folder: Path, settings: dict[str, Any]) -> None:
+    """A loop of `zo.steps` over what `prepare` returned, ended and begun again, against one in one go."""
     with launched(rank, world_size):
-        whole = prepared_steps(folder / "whole", 7)
+        whole = prepared_steps(folder / "whole", 12, settings)
         seen: dict[int, Any] = {}
-        for last in (1, 3, 4, 7):
-            seen |= prepared_steps(folder / "parts", last)
-        assert seen == whole and sorted(whole) == list(range(1, 8))
+        for last in (1, 4, 5, 6, 12):  # 10 or 5 batches are an epoch
+            seen |= prepared_steps(folder / "parts", last, settings)
+        assert seen == whole and sorted(whole) == list(range(1, 13))
 
 
-def prepared_steps(folder: Path, last: int) -> dict[int, Any]:
+def prepared_steps(folder: Path, last: int, settings: dict[str, Any]) -> dict[int, Any]:
     torch.manual_seed(1)
     reset_accelerate()
     model = zo.offload(llama(), config("nvme", folder, existing="resume"))
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     data = DataLoader(Tokens(20), batch_size=2, shuffle=True)
-    accelerator = accelerate.Accelerator()
+    accelerator = accelerate.Accelerator(dataloader_config=accelerate.DataLoaderConfiguration(**settings))
     model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
     found: dict[int, Any] = {}
     for step, batch in zo.steps(model, optimizer, last, loader=data, scheduler=scheduler):
@@ -212,9 +213,18 @@ def prepared_steps(folder: Path, last: int) -> dict[int, Any]:
     return found
 
 
+STATEFUL = pytest.param(
+    {"use_stateful_dataloader": True},
+    marks=pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed"),
+)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_seedable_sampler": True}, STATEFUL])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loop_in_one_line_takes_what_prepare_returns(pools: RankPools, tmp_path: Path, world_size: int) -> None:
-    on_ranks(pools, world_size, goes_on, tmp_path)
+def test_a_loop_in_one_line_takes_what_prepare_returns(
+    pools: RankPools, tmp_path: Path, world_size: int, settings: dict[str, Any]
+) -> None:
+    on_ranks(pools, world_size, goes_on, tmp_path, settings)
 
 
 def prepare_again(rank: int, world_size: int, folder: Path) -> None:

@@ -23,6 +23,7 @@ import base64
 import copy
 import hashlib
 import io
+import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,10 @@ class Feed:
         samplers = _samplers_of(self._source)
         self._parts = [loader, *samplers, getattr(self._source, "dataset", None)]
         """The objects that may be told of an epoch."""
+        for each in samplers if self._is_stateful else ():
+            # torch's has no state, and draws from the model's generators, behind a number of draws of its loader's.
+            if getattr(each, "generator", self) is None and not _has_state(each):
+                each.generator = torch.Generator("cpu").manual_seed(torch.initial_seed())
         self._generators = _generators_of([self._source, *samplers])
         self._seeds = [torch.initial_seed(), *(each.initial_seed() for each in self._generators)]
         self._order: _Order | None = None
@@ -117,6 +122,9 @@ class Feed:
                 )
             self._epoch, self._num_batches, self._seeds = own["epoch"], own["batches"], own["seeds"]
             self._state = _from_text(own["state"]) if self._is_stateful else None
+            if isinstance(self._state, dict) and self._state.get("_iterator_finished"):
+                # accelerate says so with the last batch; the next iteration is the next epoch's.
+                self._epoch, self._num_batches = self._epoch + 1, 0
             return
         if self._is_stateful:
             raise ConfigError(
@@ -184,6 +192,9 @@ class Feed:
             if self._is_stateful:
                 self._loader.load_state_dict(self._state)
             iterator: Iterator[Any] = iter(self._loader)
+            if self._is_stateful and self._loader is not self._source:
+                # accelerate's begins with its first batch: in here, where its sampler draws the order of the epoch.
+                return itertools.chain([next(iterator, _END)], iterator)
             for _ in range(0 if self._is_stateful or self._order is not None else self._num_batches):
                 next(iterator, None)
             return iterator
