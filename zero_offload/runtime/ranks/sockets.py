@@ -36,9 +36,13 @@ def watched_sockets(*, of_group: bool) -> Iterator[None]:
     """Connections that are made inside fail `SILENT_S` after the other machine has fallen silent. Those of a process
     group are closed by `end_groups` too."""
     before = _sockets()
+    served = {_port(fd, listens=True) for fd, _ in before} if of_group else set()
     yield
     new = _sockets() - before
-    _of_groups.update(new if of_group else ())
+    if of_group:
+        # A store in this process takes others' connections meanwhile, and must answer them to the end. Each of gloo's
+        # groups listens on a port of its own.
+        _of_groups.update(each for each in new if _port(each[0], listens=False) not in served - {0})
     for each in new:
         _on_tcp(*each, lambda connection: [connection.setsockopt(*option) for option in _OPTIONS])
 
@@ -62,6 +66,15 @@ def _on_tcp(fd: int, name: str, act: Callable[[socket.socket], object]) -> None:
         is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
         if is_tcp and os.readlink(f"/proc/self/fd/{fd}") == name:
             act(copy)
+
+
+def _port(fd: int, *, listens: bool) -> int:
+    """The local port of a TCP socket that listens, or does not; 0 of other sockets."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+        is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+        if is_tcp and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listens:
+            return int(copy.getsockname()[1])
+    return 0
 
 
 def _sockets() -> set[tuple[int, str]]:

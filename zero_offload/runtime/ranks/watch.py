@@ -136,6 +136,13 @@ class Notice:
         return replace(self, compared=[*self.compared, *self.of_parts])
 
 
+class _NoStore:
+    """In the place of a store where there is none, or none that answers: calls raise as those of a closed one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the store of the process group does not answer")
+
+
 class RankWatch:
     """One rank's view of the others, for the life of the process."""
 
@@ -144,7 +151,7 @@ class RankWatch:
     def __init__(self, members: Sequence[int]) -> None:
         """`members` are the program's ranks that work together."""
         self._others: tuple[int, ...] = ()
-        self._store: Any = None
+        self._store: Any = _NoStore()
         self._looks = False
         self._waits: dict[int, float] = {}
         """The beginning of each wait, by thread."""
@@ -152,6 +159,8 @@ class RankWatch:
         self._stopped = StoppedProcesses()
         self._over = f"zero_offload/over/{word_of((sorted(members), 0))}"
         """In the store, of these members: "yes" once one of them has waited in vain."""
+        self._heard: list[Witness] = []
+        """Words of the others, as the looking thread has heard them after one had waited in vain."""
         self._ask: weakref.WeakMethod[Callable[[], str]] | None = None
         self._why = ""
         """The answer, once there is one: all waits end then."""
@@ -200,6 +209,7 @@ class RankWatch:
 
     def _give_up(self) -> None:
         """Have the others' waits end too, while the store is there to tell them why."""
+        self._looks = False
         with contextlib.suppress(RuntimeError):
             self._store.set(self._over, "yes")
 
@@ -218,7 +228,11 @@ class RankWatch:
                 end_groups()
                 return
             if bytes(self._store.get(self._over)) == b"yes":
+                self._looks = False
                 end_groups()
+                # A wait in pages ends with the process of another rank, and the store may end with it.
+                self._heard = [Witness(rank) for rank in self._others]
+                _listen(self._store, self._heard)
                 return
             for rank in self._others if not self._places else ():
                 if place := _read(self._store, "at", rank):
@@ -286,14 +300,12 @@ class RankWatch:
     def add(self, key: str, text: str) -> None:
         """Leave a text for all ranks of the program, one of several under this key."""
         with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                self.tell(f"{key}/{self._store.add(f'zero_offload/{key}', 1)}", text)
+            self.tell(f"{key}/{self._store.add(f'zero_offload/{key}', 1)}", text)
 
     def tell_first(self, key: str, text: str) -> str:
         """Leave a text, unless a rank has left another one under this key: then that."""
         with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                return bytes(self._store.compare_set(f"zero_offload/{key}", "", text)).decode(errors="replace") or text
+            return bytes(self._store.compare_set(f"zero_offload/{key}", "", text)).decode(errors="replace") or text
         return text
 
     def added(self, key: str) -> list[str]:
@@ -309,13 +321,12 @@ class RankWatch:
     def tell(self, key: str, text: str) -> None:
         """Leave a text for all ranks of the program, which has one of this key."""
         with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(f"zero_offload/{key}", text)
+            self._store.set(f"zero_offload/{key}", text)
 
     def told(self, key: str) -> str:
         """The text that a rank has left under this key; empty where there is none, or no store answers."""
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and self._store.check([f"zero_offload/{key}"]):
+            if self._store.check([f"zero_offload/{key}"]):
                 return bytes(self._store.get(f"zero_offload/{key}")).decode(errors="replace")
         return ""
 
@@ -338,8 +349,7 @@ class RankWatch:
     def _say(self, kind: str, text: str) -> None:
         # Setting does not wait for an answer; a store that is gone is expected: this rank is ending.
         with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(_key(kind, self.rank), text)
+            self._store.set(_key(kind, self.rank), text)
 
     # Looking for the culprit
 
@@ -355,12 +365,14 @@ class RankWatch:
                 _listen(store, witnesses)
 
         if not _in_time(listen, LISTEN_S + 1):
-            self._store = None  # the thread that asked it holds its lock, and exit must not wait for that
+            self._store = _NoStore()  # the thread that asked it holds its lock, and exit must not wait for that
             found = (
                 f"the store of the process group{_address()} does not answer: its machine or the network to it is "
                 "down, or the process that had it has ended (torchrun, or rank 0). The cause is not known here: look "
                 "there first"
             )
+            if any(each.place for each in self._heard):
+                found = _verdict(self._heard, what, is_broken=True)
         elif known:
             return ZeroOffloadError(known[0])
         else:
