@@ -135,7 +135,7 @@ class Machine:
     network_bytes: float
     """Sent and received by a rank at once, to the ranks with which it divides states, together."""
     replica_bytes: float = 0.0
-    """Sent and received by a rank at once, to the ranks that hold the same; 0 where there are none."""
+    """Sent and received by a rank at once, to the ranks that hold the same; 0 for one rank."""
     drive_lost_s: float = 0.0
     """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
@@ -335,12 +335,13 @@ def _network(peers: float, ports: float, cluster: Cluster) -> tuple[float, float
     if cluster.ranks == 1:
         return 0.0, 0.0
     if cluster.nodes == 1:
-        return peers, 0.0
+        return peers, peers
     if cluster.is_hybrid:
         # All ranks of a machine reduce what each of them has at once.
         return (peers if here > 1 else ports), ports / here
     # A ring over all ranks leaves each machine through all of its ports at once.
-    return (min(peers, ports) if here > 1 else ports), 0.0
+    ring = min(peers, ports) if here > 1 else ports
+    return ring, ring
 
 
 def gpu_memory_bytes(gpu_name: str) -> int:
