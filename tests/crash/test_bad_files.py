@@ -250,13 +250,17 @@ def _load(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_unpickles_nothing() -> None:
-    """No module imports pickle or calls torch.load, eval or exec."""
+    """No module imports pickle or calls eval or exec. torch.load reads a text of torch's own checkpoints alone, and
+    no object."""
     for source in Path(zo.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             names = {alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)}
             assert not names & {"pickle", "dill", "cloudpickle", "shelve", "marshal"}, source
             if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in {"torch.load", "eval", "exec"}, source
+                call = ast.unparse(node)
+                assert not call.startswith(("eval(", "exec(")), source
+                reads_text = source.name == "published.py" and call == "torch.load(value, weights_only=True)"
+                assert reads_text or not call.startswith("torch.load("), source
 
 
 def test_a_manifest_of_a_later_version_says_what_to_do(copy: Path) -> None:

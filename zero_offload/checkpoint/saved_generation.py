@@ -239,6 +239,7 @@ class SavedGeneration:
         self.generation = generation
         self._column = range(generation.num_shards) if column is None else column
         self._exchange = exchange
+        self._ranks_here: list[int] | None = None
         self._told: dict[int, Any] = {}
         """Of ranks whose files are on other machines, what a reader of their manifests needs."""
         self._brought: dict[Piece, torch.Tensor] = {}
@@ -305,12 +306,17 @@ class SavedGeneration:
             self._payloads[rank] = payload
         return self._payloads[rank]
 
-    @cached_property
+    @property
     def ranks_here(self) -> list[int]:
         """All ranks, unless the generation is on drives of several machines."""
-        if self._exchange is not None:
-            return [rank for rank in range(self.generation.world_size) if self._exchange.is_here(rank)]
-        return self.generation.ranks_in(self.directories[0].names())
+        # Not a cached_property: Python 3.11 holds a lock for all instances while it reads the directory.
+        if self._ranks_here is None:
+            if self._exchange is not None:
+                ranks = range(self.generation.world_size)
+                self._ranks_here = [rank for rank in ranks if self._exchange.is_here(rank)]
+            else:
+                self._ranks_here = self.generation.ranks_in(self.directories[0].names())
+        return self._ranks_here
 
     def has(self, rank: int) -> bool:
         """True if a rank's files are here, or on a machine that this one hears from."""

@@ -22,15 +22,18 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
-import io
 import itertools
+import json
+import math
 import random
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from zero_offload.base.errors import CheckpointError, ConfigError
@@ -310,23 +313,58 @@ def _generators_of(parts: Sequence[Any]) -> list[torch.Generator]:
 
 
 def _to_text(call: str, loader: Any, state: Any) -> str:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
+        written = json.dumps(_as_json(state)).encode()
+    except TypeError as error:
         raise ConfigError(
             f"{call}: the state_dict of {_kind(loader)} has objects that no file of tensors and plain values holds: "
-            f"{str(error).splitlines()[0]}. Return numbers, texts, lists, dicts and tensors there"
+            f"{error}. Return numbers, texts, lists, dicts and tensors there"
         ) from error
-    return base64.b64encode(zlib.compress(buffer.getvalue(), 1)).decode()
+    return base64.b64encode(zlib.compress(written, 1)).decode()
 
 
 def _from_text(text: str) -> Any:
     try:
-        return torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))), weights_only=True)
-    except (ValueError, RuntimeError, zlib.error) as error:
+        return _of_json(json.loads(zlib.decompress(base64.b64decode(text))))
+    except (ValueError, TypeError, RuntimeError, AttributeError, zlib.error) as error:
         raise CheckpointError(f"the loader's state in the generation is damaged: {error}") from error
+
+
+def _as_json(value: Any) -> Any:
+    """A value that JSON has, else a list of its kind and its content. TypeError for an object."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else ["float", repr(value)]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_as_json(each) for each in value]]
+    if type(value) in (dict, OrderedDict):
+        return ["dict", [[_as_json(key), _as_json(each)] for key, each in value.items()]]
+    if type(value) is bytes:
+        return ["bytes", base64.b64encode(value).decode()]
+    if type(value) is Tensor:
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return ["tensor", [dtype, list(value.shape), base64.b64encode(content).decode()]]
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _of_json(found: Any) -> Any:
+    if not isinstance(found, list):
+        return found
+    kind, content = found
+    if kind == "float":
+        return float(content)
+    if kind == "dict":
+        return {_of_json(key): _of_json(each) for key, each in content}
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "tensor":
+        dtype, shape, text = content
+        values = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        values.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(base64.b64decode(text), np.uint8)
+        return values
+    return (tuple if kind == "tuple" else list)(_of_json(each) for each in content)
 
 
 def _kind(value: object) -> str:

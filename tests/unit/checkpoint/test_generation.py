@@ -202,8 +202,10 @@ def test_ranks_that_commit_different_steps_make_no_generation(nvme: Path, monkey
     train(model, optimizer, 0, 1)
     drain(model)
     alone = CommitGroup.gather_digests
-    # The step is the end of the word; another rank says 7.
-    monkeypatch.setattr(CommitGroup, "gather_digests", lambda self, word: [*alone(self, word), f"{word[:-1]}7"])
+    # The step is before the last digit of the word; another rank says 7.
+    monkeypatch.setattr(
+        CommitGroup, "gather_digests", lambda self, word: [*alone(self, word), f"{word[:-2]}7{word[-1]}"]
+    )
     with pytest.raises(zo.CheckpointError, match=r"different steps: \[2, 7\]"):
         train(model, optimizer, 1, 2)
         drain(model)
