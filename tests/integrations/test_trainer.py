@@ -523,13 +523,13 @@ def test_other_arguments_are_a_warning_that_names_the_first(tmp_path: Path) -> N
 def test_a_generation_from_before_goes_on_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = SAVES | {"max_steps": 4}
     with monkeypatch.context() as patch:
-        kept = transformers_module.commit
+        kept = transformers_module.keep
 
-        def without(model: Any, optimizer: Any, extra: Any) -> None:
+        def without(call: str, model: Any, optimizer: Any, extra: Any, **more: Any) -> None:
             said = {name: each for name, each in extra["zero_offload"].items() if name not in ("made_of", "args")}
-            kept(model, optimizer, extra={"zero_offload": said})
+            kept(call, model, optimizer, {"zero_offload": said}, **more)
 
-        patch.setattr(transformers_module, "commit", without)
+        patch.setattr(transformers_module, "keep", without)
         train(spec(tmp_path, "nvme", args=args, stop_after=2))
     with pytest.warns(UserWarning, match="from before configs were kept with it: the model's is not compared"):
         assert len(train(spec(tmp_path, "nvme", args=args)).rows) == 8
