@@ -31,11 +31,15 @@ def step_of(model: nn.Module, *optimizers: zo.AdamW) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"total": 2.0}, r"total=2.0\): give a whole number from 0 up"),
-        ({"accumulate": 0}, r"accumulate=0\): give a whole number from 1 up"),
+        ({"total": 2.0}, r"total=2.0: give a whole number from 0 up"),
+        ({"accumulate": 0}, r"accumulate=0: give a whole number from 1 up"),
         ({"accumulate": 2}, r"accumulate=2\) needs loader="),
-        ({"exit_code": 256}, r"exit_code=256\): give a whole number from 0 to 255"),
-        ({"grace": 0}, r"grace=0\): give seconds above 0"),
+        ({"exit_code": 256}, r"exit_code=256: give a whole number from 0 to 255"),
+        ({"grace": 0}, r"grace=0: give seconds above 0"),
+        (
+            {"accumulate": 0, "exit_code": 256, "grace": "soon"},
+            r"3 problems:\n  - accumulate=0(.|\n)*exit_code=256(.|\n)*'soon'",
+        ),
         ({"grace": "soon"}, "cannot read 'soon' as a duration"),
         ({"scheduler": 3}, "a int has not both"),
         ({"optimizer": []}, "takes the optimizer after the model, or a list of those that train it"),

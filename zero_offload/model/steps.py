@@ -18,6 +18,7 @@ from torch import nn
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_tensor
 from zero_offload.base.inputs import check_optimizer
+from zero_offload.base.problems import list_problems
 from zero_offload.base.types import parse_seconds
 from zero_offload.model.api import close, need_runtime
 from zero_offload.model.checkpoints import Resumed, check_keeps, keep, own_of, resume
@@ -98,8 +99,7 @@ class _Loop:
         self._model, self._also, self._total = model, list(also) if isinstance(also, Iterable) else also, total
         self._owner = owner = need_runtime(model, _CALL)
         with owner.together(_CALL):
-            _check_numbers(total, accumulate)
-            self._exit_code, self._grace_s = check_end(_CALL, *end)
+            self._exit_code, self._grace_s = check_end(_CALL, *end, [*_problems_of_numbers(total, accumulate)])
             self._optimizers = _check_optimizers(optimizer)
             self._schedulers = _check_schedulers(schedulers)
             self._members = members_of(_CALL, model, self._optimizers[0], self._also)
@@ -237,21 +237,31 @@ def end_stopped(stop: StopRequest, models: Sequence[nn.Module], step: int) -> No
     raise StoppedBySignal(stop.exit_code, stop.by)
 
 
-def check_end(call: str, exit_code: Any, grace: Any) -> tuple[int, float]:
-    """The exit code of a program that is asked to stop, and the grace period in seconds."""
+def check_end(call: str, exit_code: Any, grace: Any, others: Sequence[str] = ()) -> tuple[int, float]:
+    """The exit code of a program that is asked to stop, and the grace period in seconds. `others`: problems of the
+    call's other arguments, to be raised together."""
+    problems = [*others, *_problems_of_end(exit_code, grace)]
+    if problems:
+        raise ConfigError(list_problems(f"{call} has", problems))
+    return exit_code, parse_seconds(grace) if isinstance(grace, str) else float(grace)
+
+
+def _problems_of_end(exit_code: Any, grace: Any) -> Iterator[str]:
     if isinstance(exit_code, bool) or not isinstance(exit_code, int) or not 0 <= exit_code <= 255:
-        raise ConfigError(f"{call}(exit_code={exit_code!r}): give a whole number from 0 to 255")
+        yield f"exit_code={exit_code!r}: give a whole number from 0 to 255"
     if isinstance(grace, str):
-        return exit_code, parse_seconds(grace)
-    if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace > 0:
-        raise ConfigError(f"{call}(grace={grace!r}): give seconds above 0, or a duration such as '2min'")
-    return exit_code, float(grace)
+        try:
+            parse_seconds(grace)
+        except ConfigError as error:
+            yield f"grace: {error}"
+    elif isinstance(grace, bool) or not isinstance(grace, int | float) or not grace > 0:
+        yield f"grace={grace!r}: give seconds above 0, or a duration such as '2min'"
 
 
-def _check_numbers(total: Any, accumulate: Any) -> None:
+def _problems_of_numbers(total: Any, accumulate: Any) -> Iterator[str]:
     for name, value, least in (("total", total, 0), ("accumulate", accumulate, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{_CALL}({name}={value!r}): give a whole number from {least} up")
+            yield f"{name}={value!r}: give a whole number from {least} up"
 
 
 def _check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
