@@ -393,15 +393,19 @@ def _check_backward(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"overlap='backward' updates before ranks with branches='any' know which gradients there are; {instead}"
 
 
+def _is_interval(every: Any) -> bool:
+    """True for a number of steps, or a duration."""
+    if isinstance(every, str):
+        try:
+            return parse_seconds(every) > 0
+        except ConfigError:
+            return False
+    return isinstance(every, int) and not isinstance(every, bool) and every >= 1
+
+
 def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
     every = settings["commit_every"]
-    try:
-        if isinstance(every, str) and _compact(every) != "auto":
-            parse_seconds(every)
-        is_read = isinstance(every, str) or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
-    except ConfigError:
-        is_read = False
-    if not is_read:
+    if not (_is_interval(every) or (isinstance(every, str) and _compact(every) == "auto")):
         yield (
             f"commit_every={every!r} is neither a number of optimizer steps nor a duration. Give steps (1 or more), a "
             "duration such as '30s', '2min' or '1h', or 'auto'"
@@ -419,13 +423,7 @@ def _check_publish(settings: Mapping[str, Any]) -> Iterator[str]:
             f"publish={str(place)!r} publishes generations, and there are none without nvme= or with "
             "durability='scratch'; add nvme=, or use zo.save_checkpoint"
         )
-    try:
-        if isinstance(every, str):
-            parse_seconds(every)
-        is_read = isinstance(every, str) or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
-    except ConfigError:
-        is_read = False
-    if not is_read:
+    if not _is_interval(every):
         yield (
             f"publish_every={every!r} is neither a number of optimizer steps nor a duration. Give steps (1 or more), "
             "or a duration such as '30min' or '2h'"
