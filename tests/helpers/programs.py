@@ -446,7 +446,10 @@ PLAIN_EXAMPLES = (
     "distributed_checkpoint.py",
 )
 """Those that use torch alone."""
-EXAMPLES_NOT_RUN = {"04_tensor_parallel.py": "four GPUs; tests/cli/test_examples.py runs it on four CPU ranks"}
+EXAMPLES_NOT_RUN = {
+    "04_tensor_parallel.py": "four GPUs; tests/cli/test_examples.py runs it on four CPU ranks",
+    "ray_train.py": "Ray starts processes, which lack the fake device; tests/machines/test_launchers.py runs it",
+}
 """On a device, and why."""
 
 
