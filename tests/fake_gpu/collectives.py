@@ -78,6 +78,10 @@ class DeviceGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self._launched.put(None)
 
+    def abort(self) -> None:
+        """Ends the exchanges that other ranks have not joined: what waits for one goes on, with any bytes."""
+        self._error = self._error or RuntimeError("the communicator was aborted")
+
     def check(self) -> None:
         """Raises what the exchanges have raised."""
         if self._error is not None:
@@ -163,6 +167,7 @@ class DeviceGroup(dist.ProcessGroup):
     def _run(self, exchange: _Exchange) -> None:
         told = f"read {exchange.number}"
         while not call("exchange_is_read", exchange.handle):
+            self.check()
             if self._store.check([told]):
                 call("fetch_exchange", exchange.handle)
             else:
@@ -171,7 +176,11 @@ class DeviceGroup(dist.ProcessGroup):
         parts = [torch.empty_like(exchange.sent) for _ in range(self._size)]
         # Bytes, since gloo does not know every dtype.
         inputs, outputs = [exchange.sent.view(torch.uint8)], [[part.view(torch.uint8) for part in parts]]
-        self._between_devices.allgather(outputs, inputs).wait()
+        work = self._between_devices.allgather(outputs, inputs)
+        while not work.is_completed():
+            self.check()
+            time.sleep(_POLL_S)
+        work.wait()
         exchange.received.copy_(exchange.combine(parts).view(exchange.received.shape))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import Block, build
 from tests.helpers.ranks import read_params
+from zero_offload.runtime.ranks import agreement
 
 DIM, NUM_BLOCKS = 33, 4
 ENOUGH_S = 40
@@ -46,8 +47,11 @@ class Run:
     model: nn.Module
     optimizer: zo.AdamW
     delays: random.Random
+    clips: bool
     odd: bool = False
     """True in the step in which this rank does something else."""
+    num_steps: int = 0
+    """Steps that have ended."""
 
     def loss(self, number: int, **ways: Any) -> Tensor:
         x = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(100 * number + self.rank))
@@ -56,8 +60,10 @@ class Run:
         return self.model(x.to(next(self.model.parameters()).device), **ways).square().mean()  # type: ignore[no-any-return]
 
     def step(self, number: int, max_norm: float = 10.0) -> None:
-        zo.clip_grad_norm_(self.model, max_norm)
+        if self.clips:
+            zo.clip_grad_norm_(self.model, max_norm)
         self.optimizer.step()
+        self.num_steps += 1
         self.optimizer.zero_grad()
 
 
@@ -110,6 +116,12 @@ def no_step(run: Run, number: int) -> None:
     alike(run, number)
 
 
+def other_order_and_a_look(run: Run, number: int) -> None:
+    """The others wait for their devices, outside of all that zero_offload calls."""
+    run.loss(number, order=(0, 2, 1, 3) if run.odd else (0, 1, 2, 3)).item()
+    alike(run, number)
+
+
 def ways_of_all(run: Run, number: int) -> None:
     """Steps of several kinds, which all ranks make."""
     for turn in range(12):
@@ -132,6 +144,8 @@ class Outcome:
     error: str
     seconds: float
     params: dict[str, Tensor]
+    num_steps: int = 0
+    """Steps that ended before the error."""
 
 
 def part(
@@ -170,7 +184,7 @@ def part(
                 zo.close(run.model)
         seconds = time.monotonic() - began
         if way is not None and by_sockets and not goes_on:
-            return Outcome(error, seconds, {})
+            return Outcome(error, seconds, {}, run.num_steps)
         run.odd = False
         again = run if goes_on else _start(rank, settings)
         try:
@@ -184,8 +198,31 @@ def part(
 def _start(rank: int, settings: dict[str, Any]) -> Run:
     model = build(Steered)
     zo.offload(model, zo.OffloadConfig(**settings))
-    return Run(rank, model, zo.AdamW(model.parameters(), lr=1e-2), random.Random(rank))
+    return Run(
+        rank, model, zo.AdamW(model.parameters(), lr=1e-2), random.Random(rank), settings.get("overlap") != "backward"
+    )
 
 
 def _refuse(*_: Any) -> int:
     raise OSError("Operation not permitted")
+
+
+def count_rounds(rank: int, world_size: int, settings: dict[str, Any], without_pages: bool) -> list[int]:
+    """How often a step waits for the words of others alone, for each step."""
+    counts, ask = [0], agreement.Agreement._ask
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return ask(*args, **kwargs)
+
+    def step(optimizer: Any, *args: Any) -> Any:
+        found = stepped(optimizer, *args)
+        counts.append(0)
+        return found
+
+    stepped = zo.AdamW.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement.Agreement, "_ask", counted)
+        patch.setattr(zo.AdamW, "step", step)
+        part(rank, world_size, None, settings, num_before=6, without_pages=without_pages)
+    return counts[1:6]

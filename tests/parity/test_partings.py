@@ -15,6 +15,7 @@ from tests.helpers.parting import (
     WAYS,
     Outcome,
     Way,
+    count_rounds,
     further_unit,
     missing_unit,
     other_order,
@@ -23,7 +24,6 @@ from tests.helpers.parting import (
     ways_of_all,
 )
 from tests.helpers.ranks import RankPool, RankPools
-from zero_offload.runtime.ranks import agreement
 from zero_offload.runtime.ranks.collectives import HostExchange
 from zero_offload.runtime.ranks.group import Course
 
@@ -100,29 +100,6 @@ def test_steps_that_change_on_all_ranks(pool: RankPool) -> None:
 
 
 # Rounds
-
-
-def count_rounds(rank: int, world_size: int, settings: dict[str, Any], without_pages: bool) -> list[int]:
-    """How often a step waits for the words of others alone, for each step."""
-    counts, ask = [0], agreement.Agreement._ask
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        counts[-1] += 1
-        return ask(*args, **kwargs)
-
-    def step(optimizer: Any, *args: Any) -> Any:
-        found = stepped(optimizer, *args)
-        counts.append(0)
-        return found
-
-    import zero_offload as zo
-
-    stepped = zo.AdamW.step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement.Agreement, "_ask", counted)
-        patch.setattr(zo.AdamW, "step", step)
-        part(rank, world_size, None, settings, num_before=6, without_pages=without_pages)
-    return counts[1:6]
 
 
 @pytest.mark.parametrize("without_pages", [False, True])

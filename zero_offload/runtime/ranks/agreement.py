@@ -6,9 +6,9 @@ collective is said. `same` waits for the others' words, and raises on all ranks 
 none, where ranks of one machine compute on CPUs: `hear` compares the words when the bytes are needed. Bytes of ranks
 that said different things never meet (`Course`).
 
-Where CPU ranks share no pages, as between machines, `announce` is a round of messages too. It says nothing once all
-ranks expect the same calls of a step (`Script`). A rank that makes another call tells so in the store, and begins
-to announce. Others that wait for its bytes look there each second.
+Where ranks compute on GPUs, or CPU ranks share no pages, as between machines, `announce` is a round too. It says
+nothing once all ranks expect the same calls of a step (`Script`). A rank that makes another call tells so in the store,
+and begins to announce. Others that wait for its bytes look there each second.
 
 With branches="any" a rank may want a unit that others do not. Then `next_unit` says which unit all ranks gather next.
 `next_unit_at` a place that every rank comes to (the end of a forward) returns None when all are there. Control thread
@@ -37,6 +37,7 @@ from zero_offload.runtime.ranks.group import RankGroup, all_gather
 from zero_offload.runtime.ranks.levels import Levels
 from zero_offload.runtime.ranks.neighbours import NUMBERS_MAX, TURNS_AHEAD
 from zero_offload.runtime.ranks.script import Script
+from zero_offload.runtime.ranks.sockets import end_device_groups
 from zero_offload.runtime.ranks.watch import ErrorReport, Notice, raise_first, report_of
 
 
@@ -49,6 +50,7 @@ class Intent(IntEnum):
     AHEAD = 5  # a collective that all make together; this rank hears the others when it needs their bytes
 
 
+_START_AGAIN = "Ranks have closed their connections: start all again; existing='resume' goes on from the last commit"
 _SAID_KEPT = 256
 _CRC_BITS = 32
 _CRC_MAX = (1 << _CRC_BITS) - 1
@@ -76,19 +78,23 @@ class _Told(NamedTuple):
 class Agreement:
     """The ranks that hold the same part of one model."""
 
-    def __init__(self, group: RankGroup, branches: Branches, *, on_host: bool) -> None:
-        """`on_host`: the ranks compute on CPUs."""
+    def __init__(self, group: RankGroup, branches: Branches, *, on_host: bool, may_follow: bool = True) -> None:
+        """`on_host`: the ranks compute on CPUs. `may_follow`: nothing that is launched is used before `step()`, where
+        all ranks compare."""
         self._members = sorted(group.members)
         """Members in torch's order."""
         self._num_ranks = len(self._members)
         self._group = group.agreement_group
-        self._channel, self._levels = group.channel, Levels(group)
+        self._on_host = on_host
+        self._levels = Levels(group)
         self._course = group.course
         self._watch = group.watch
         self.branches = branches
-        later = on_host and branches is Branches.SAME and self._group is not None
-        self._hears_later = later and self._channel is not None
-        self._script = Script() if later and self._channel is None else None
+        later = branches is Branches.SAME and self._group is not None
+        self._hears_later = later and on_host and group.channel is not None
+        follows = later and not self._hears_later and (on_host or may_follow)
+        self._script = Script() if follows else None
+        self._channel = None if follows else group.channel
         self._key = ""
         """Where ranks that depart from the script tell so: no earlier start has left anything there."""
         self._said: deque[tuple[int, str]] = deque(maxlen=_SAID_KEPT)
@@ -98,11 +104,14 @@ class Agreement:
             every = host_empty(self._num_ranks, torch.int64)
             all_gather(every, mine, group=self._group)
             self._key = f"{int(every[0]):x}"
-            self._watch.ask_too(self._parted)
+            # The host of a GPU waits for its device anywhere in the program.
+            self._watch.ask_too(self._parted, always=not on_host)
         self._turn = self._heard = 0
         """Turns that this rank has said, and those of which it has compared all ranks' words."""
         self._partings: list[int] = []
         """Turns in which ranks said different things, in their order."""
+        self._has_ended = False
+        """True if ranks have parted so that their collectives of devices were aborted."""
         self._compared: dict[str, Compared] = {}
         self._error: ZeroOffloadError | None = None
         """The error of this forward or backward; the rest of that pass runs on this rank alone."""
@@ -142,9 +151,9 @@ class Agreement:
         if self._group is None:
             return [list(mine)]
         call = f"{what} ({len(mine)} numbers)"
-        if self._channel is not None and len(mine) <= NUMBERS_MAX:
+        if self._levels.pages is not None and len(mine) <= NUMBERS_MAX:
             self._same(call, mine)
-            return self._channel.numbers(len(mine))
+            return self._levels.pages.numbers(len(mine))
         self.same(call)
         every = host_empty(self._num_ranks * len(mine), torch.float64)
         with self._watch.waiting(what):
@@ -318,7 +327,7 @@ class Agreement:
             self._heard = self._turn
             return self._channel.words(self._turn)
         with self._watch.waiting(text):
-            return self._levels.tell((intent, value))
+            return self._levels.tell((intent, value), numbers)
 
     def _mismatch(
         self,
@@ -346,7 +355,10 @@ class Agreement:
         (first, ranks), *others = places
         verb = "are" if ranks.startswith("ranks") else "is"
         at = ", ".join([f"{ranks} {verb} at {first}", *(f"{ranks} at {place}" for place, ranks in others)])
-        self._error = ZeroOffloadError(f"{at}. {self._remedy}")
+        text = f"{at}. {self._remedy}"
+        if self._has_ended:
+            text = self._watch.tell_first(f"parted/{self._key}", f"{text}. {_START_AGAIN}")
+        self._error = ZeroOffloadError(text)
         return self._error
 
     @property
@@ -399,6 +411,10 @@ class Agreement:
         for turn in sorted({turn for log in logs for turn in log if turn >= max(min(log) for log in logs)}):
             if len({log.get(turn) for log in logs}) > 1:
                 self._partings[-1] = turn
+                if not self._on_host and turn < self._turn:
+                    # A device waits in what its rank has launched since, and others never will.
+                    end_device_groups()
+                    self._has_ended = True
                 if all(turn in log for log in logs):
                     return [
                         each if log[turn] == each.call else _Told(log[turn], each.report)
@@ -427,8 +443,7 @@ class Agreement:
             if number < place.num_calls:
                 text = (
                     f"rank {rank} is at {call}, rank {self._watch.rank} at {place.texts[number]}, as in the steps "
-                    f"before. {self._remedy} Ranks have closed their connections: start all again; existing='resume' "
-                    "goes on from the last commit"
+                    f"before. {self._remedy}. {_START_AGAIN}"
                 )
                 return self._watch.tell_first(f"parted/{self._key}", text)
         return ""

@@ -28,7 +28,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.host import host_reserved, host_tensor
 from zero_offload.base.problems import warning_after
 from zero_offload.base.spans import Track, now
-from zero_offload.base.types import Branches, GradReduction
+from zero_offload.base.types import Branches, GradReduction, UpdateOverlap
 from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Course, Group, RankGroup, all_gather, reduce_scatter
@@ -207,7 +207,12 @@ class Collectives:
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype_name)
         """The dtype to which gradients are rounded before they cross the network."""
         with group.watch.waiting("zo.offload, which all ranks call"):
-            self.agreement = Agreement(group, Branches(config.branches), on_host=device.type == "cpu")
+            self.agreement = Agreement(
+                group,
+                Branches(config.branches),
+                on_host=device.type == "cpu",
+                may_follow=config.overlap != UpdateOverlap.BACKWARD,
+            )
         self._device = device
         self._group = group
         self._watch = group.watch

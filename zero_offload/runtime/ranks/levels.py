@@ -20,10 +20,14 @@ class Levels:
         self._members = sorted(group.members)
         self._machines = group.machines
         self._group, self._firsts, self._near = group.agreement_group, group.firsts, group.near
+        self.pages = group.channel
+        """Those of all ranks, if one machine runs them."""
         self._has_levels = max(map(len, self._machines)) > 1 and _WORDS * len(self._members) <= NUMBERS_MAX
 
-    def tell(self, words: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's two words, in the order of ranks; all tell theirs."""
+    def tell(self, words: Sequence[int], numbers: Sequence[float] = ()) -> list[tuple[int, ...]]:
+        """Every rank's two words, in the order of ranks; all tell theirs. `numbers` stay in the pages of all ranks."""
+        if self.pages is not None:
+            return self.pages.tell(words, numbers)
         if not self._has_levels:
             return _pairs(_gathered(words, len(self._members), self._group))
         near = [tuple(words)] if self._near is None else self._near.tell(words)

@@ -115,9 +115,9 @@ class Channel:
             self._mine.numbers(self._num_with_numbers, len(numbers))[:] = numbers
         native.word_post(self._mine.address(_POSTED), self._turn)
 
-    def tell(self, words: Sequence[int]) -> list[tuple[int, ...]]:
+    def tell(self, words: Sequence[int], numbers: Sequence[float] = ()) -> list[tuple[int, ...]]:
         """Every rank's words of the next turn."""
-        self.post(words)
+        self.post(words, numbers=numbers)
         self.wait(self._turn)
         return self.words(self._turn)
 

@@ -13,6 +13,11 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 SILENT_S = 14
 """So long may a machine be silent. A network that is away for 10 s is not noticed: TCP sends again after 12.6 s."""
@@ -57,6 +62,28 @@ def end_groups() -> None:
     num_ends += 1
     while _of_groups:
         _on_tcp(*_of_groups.pop(), lambda connection: connection.shutdown(socket.SHUT_RDWR))
+    end_device_groups()
+
+
+def end_device_groups() -> None:
+    """Abort the collectives of devices, in all process groups: what waits for one on a device goes on, with any bytes,
+    and launches raise. Nothing else ends a collective of NCCL that another rank never joins."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return
+    on_devices: list[tuple[dist.ProcessGroup, Any]] = []
+    for group in list(distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # of a group for tensors of CPUs
+            on_devices.append((group, group._get_backend(device)))
+    # Together, as torch's own abort of all groups does: one alone might wait for another.
+    starts = [backend for _, backend in on_devices if hasattr(backend, "_group_start")][:1]
+    for backend in starts:
+        backend._group_start()
+    for group, _ in on_devices:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    for backend in starts:
+        backend._group_end()
 
 
 def _on_tcp(fd: int, name: str, act: Callable[[socket.socket], object]) -> None:

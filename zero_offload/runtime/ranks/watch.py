@@ -162,6 +162,7 @@ class RankWatch:
         self._heard: list[Witness] = []
         """Words of the others, as the looking thread has heard them after one had waited in vain."""
         self._ask: weakref.WeakMethod[Callable[[], str]] | None = None
+        self._asks_always = False
         self._why = ""
         """The answer, once there is one: all waits end then."""
         if len(members) < 2:
@@ -220,7 +221,8 @@ class RankWatch:
         All machines learn of it by the store, and this rank's wait ends. For a thread, each second.
         """
         began = min(self._waits.copy().values(), default=None)
-        if not self._looks or began is None or time.monotonic() - began < 1:
+        waits = began is not None and time.monotonic() - began >= 1
+        if not self._looks or not (waits or self._asks_always):
             return
         try:
             if self._asked():
@@ -233,6 +235,8 @@ class RankWatch:
                 # A wait in pages ends with the process of another rank, and the store may end with it.
                 self._heard = [Witness(rank) for rank in self._others]
                 _listen(self._store, self._heard)
+                return
+            if not waits:
                 return
             for rank in self._others if not self._places else ():
                 if place := _read(self._store, "at", rank):
@@ -287,10 +291,10 @@ class RankWatch:
         yield
         self._say("ended", "")  # the program goes on, perhaps with another model
 
-    def ask_too(self, ask: Callable[[], str]) -> None:
-        """Call `ask`, a method, while this rank waits, each second. All waits of its process groups end where it says
-        why; so does a wait that fails."""
-        self._ask = weakref.WeakMethod(ask)
+    def ask_too(self, ask: Callable[[], str], *, always: bool = False) -> None:
+        """Call `ask`, a method, while this rank waits, or `always`, each second. All waits of its process groups end
+        where it says why; so does a wait that fails."""
+        self._ask, self._asks_always = weakref.WeakMethod(ask), always
 
     def _asked(self) -> str:
         ask = None if self._ask is None else self._ask()
