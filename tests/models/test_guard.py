@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -97,6 +98,17 @@ def test_a_deep_copy_is_an_ordinary_model(away: nn.Module) -> None:
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), build(Model).parameters(), strict=True))
     made(tokens_of(1)).backward()
     assert made.blocks[0].up.weight.grad is not None and made(tokens_of(0)).item() == away(tokens_of(0)).item()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_conversion_that_copies_gives_a_tensor_of_its_own(inside: bool, away: nn.Module) -> None:
+    weight = away.blocks[0].up.weight
+    with zo.gathered([weight]) if inside else contextlib.nullcontext(), torch.no_grad():
+        assert weight.to("cpu") is weight
+        copies = [weight.to("cpu", copy=True), weight.to(weight.dtype, copy=True), weight.to(weight, False, True)]
+    values = build(Model).blocks[0].up.weight
+    zo.close(away)
+    assert all(type(each) is torch.Tensor and torch.equal(each, values) for each in copies)
 
 
 def test_what_is_away_can_be_frozen_and_thawed(away: nn.Module) -> None:

@@ -457,6 +457,11 @@ def _away_at(view: Tensor, param: nn.Parameter) -> Away:
     return Away.made(param, view, begin)
 
 
+def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if `to` is asked for a copy, whatever a parameter is already: its last argument, behind `non_blocking`."""
+    return bool(kwargs.get("copy")) or [each for each in args if isinstance(each, bool)][1:] == [True]
+
+
 def ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function's result where it needs no data of parameters at rest. Raises NeedsDataError where it does."""
     stand_ins: dict[int, Away] = {}
@@ -470,7 +475,7 @@ def ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         if func in named(*FACTORIES) and is_dtensor(args[0] if args else None):
             return func(*args, **kwargs)
         args, kwargs = mapped(AtRest, stand_in, (args, kwargs))
-        if func in named(*ADDRESSES):
+        if func in named(*ADDRESSES) or (func is Tensor.to and _copies(args, kwargs)):
             raise NeedsDataError(next(x.param for x in leaves_in((args, kwargs)) if isinstance(x, Away)))
         if func in named("new", "new_tensor") and args and isinstance(args[0], Away):
             # They take dtype and device past the view's own answers.
