@@ -38,10 +38,11 @@ class _Exchange:
     """The result, made of the tensors that all ranks sent."""
 
 
-class DeviceWork:
+class DeviceWork(dist.Work):
     """The work of a launch: a wait is a wait of streams."""
 
     def __init__(self, over: torch.Event, group: DeviceGroup) -> None:
+        super().__init__()
         self._over = over
         self._group = group
 
@@ -122,6 +123,18 @@ class DeviceGroup(dist.ProcessGroup):
         if tensor.is_cpu:
             return self._on_host._reduce_scatter_base(output, tensor, opts)
         return self._launch(tensor, output, lambda parts: sum_in_order(parts).chunk(self._size)[self._rank])
+
+    # torch's own functional collectives, such as those of DTensors, ask for several at once. They are launched on one
+    # stream, so the last one's end is that of all.
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        return [self.allreduce([each], opts) for each in tensors][-1]
+
+    def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> Any:
+        return [self._allgather_base(*each, opts) for each in zip(outputs, tensors, strict=True)][-1]
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> Any:
+        return [self._reduce_scatter_base(*each, opts) for each in zip(outputs, tensors, strict=True)][-1]
 
     # torch 2.13 renames them.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base

@@ -1,6 +1,6 @@
 """A GPU in host memory, for tests: what it does late, what it found, what it counted, and what it shall refuse.
 
-`load` registers it with torch as "fakegpu", with two devices. Only a process that has run no backward yet can do this:
+`load` registers it with torch as "fakegpu", with four devices. Only a process that has run no backward yet can do this:
 torch starts the threads of autograd, one per device, at the first backward. So the tests of this folder run in a
 process of their own (see conftest.py). All else here needs a loaded device.
 """

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.fake_gpu.library import call
 
-NUM_DEVICES = 2
+NUM_DEVICES = 4
 
 _STATS = (
     "allocated_bytes.all.current",

@@ -64,6 +64,8 @@ class Case:
     """How many of the first blocks are frozen."""
     mesh: tuple[Any, ...] | DeviceMesh | None = None
     """Ranks of the program by their place in a device mesh."""
+    device_type: str = "cpu"
+    """Of that mesh."""
     no_sync: bool = False
     """Reduce gradients with the last micro-batch only."""
     by_unit: bool = False
@@ -235,7 +237,7 @@ def rows_of(number: int, rank: int, world_size: int) -> Tensor:
 
 def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
     model = make_model(case)
-    mesh = DeviceMesh("cpu", list(case.mesh)) if isinstance(case.mesh, tuple) else case.mesh
+    mesh = DeviceMesh(case.device_type, list(case.mesh)) if isinstance(case.mesh, tuple) else case.mesh
     zo.offload(model, zo.OffloadConfig(**case.settings), mesh)
     return model, zo.AdamW(param_groups(model), lr=1e-2, weight_decay=0.1)
 

@@ -98,6 +98,7 @@ class Case:
     num_steps: int = NUM_STEPS
     max_norm: float | None = 0.5
     micro_batches: int = 1
+    device_type: str = "cpu"
 
 
 @dataclass
@@ -126,14 +127,15 @@ def batch_of(step: int, rows: slice) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module, step: int, rows: slice) -> Tensor:
     tokens, targets = batch_of(step, rows)
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device))
 
 
 def divided(case: Case) -> tuple[nn.Module, DeviceMesh, DeviceMesh]:
     """The model, the mesh of ranks that see other data, and all of it."""
     names = ("replicate", "shard", "tp") if len(case.shape) == 3 else ("dp", "tp")
-    mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=names)
-    model = parallelize_module(build(Model), mesh["tp"], PLANS[case.plan]())
+    mesh = init_device_mesh(case.device_type, case.shape, mesh_dim_names=names)
+    model = parallelize_module(build(Model), mesh["tp"], PLANS[case.plan](), src_data_rank=None)
     return model, mesh[names[:-1]], mesh
 
 
@@ -180,7 +182,7 @@ def whole_params(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def whole(param: Any) -> Tensor:
     values: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
-    return values.detach().float().clone()
+    return values.detach().float().to("cpu").clone()
 
 
 def train(rank: int, world_size: int, case: Case) -> Outcome:

@@ -173,9 +173,12 @@ const bool hooks_are_registered = [] {
 }  // namespace
 
 const at::Generator &default_generator(int device) {
-    static auto *const all =
-        new std::array<at::Generator, kDevices>{at::make_generator<Generator>(0, &default_random_state(0)),
-                                                at::make_generator<Generator>(1, &default_random_state(1))};
+    static auto *const all = [] {
+        auto *const made = new std::array<at::Generator, kDevices>;
+        for (int each = 0; each < kDevices; each++)
+            (*made)[each] = at::make_generator<Generator>(each, &default_random_state(each));
+        return made;
+    }();
     return (*all)[device];
 }
 

@@ -17,7 +17,7 @@
 
 namespace fake_gpu {
 
-constexpr int kDevices = 2;
+constexpr int kDevices = 4;
 constexpr int kStreamsPerDevice = 20;
 constexpr int kStreams = kDevices * kStreamsPerDevice;
 
