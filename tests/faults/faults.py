@@ -1619,6 +1619,20 @@ FAULTS = [
         "tests/crash/test_ranks.py::test_a_stopped_rank_is_named_long_before_the_time_out[stop-sockets]",
     ),
     fault(
+        "the only rank of a machine that is stopped is waited for until the time-out",
+        "runtime/ranks/alive.py",
+        "num_waits * EACH_S >= STOPPED_S",
+        "False",
+        "tests/machines/test_stopped.py::test_the_only_rank_of_a_machine_that_is_stopped_is_named[2-1]",
+    ),
+    fault(
+        "a rank that is late is blamed for a machine that ended meanwhile",
+        "runtime/ranks/alive.py",
+        "    while num_refused < 2:\n",
+        "    while True:\n",
+        "tests/machines/test_stopped.py::test_a_rank_that_is_late_while_a_machine_ends_is_not_blamed[0-compute]",
+    ),
+    fault(
         "lists that a collective fills are written past the fp32 masters",
         "model/offload.py",
         "    answer_in_lists()\n",
@@ -1635,8 +1649,8 @@ FAULTS = [
     fault(
         "ranks give up one after the other, and the last ones find no store",
         "runtime/ranks/watch.py",
-        'if bytes(self._store.get(self._over)) == b"yes":',
-        "if False:",
+        'bytes(self._store.get(self._over)) == b"yes"',
+        "False",
         "tests/machines/test_mishaps.py::test_an_end_is_named_by_all_and_the_run_goes_on[cut-4-own-2]",
     ),
     fault(

@@ -199,7 +199,9 @@ class RankGroup:
     def _neighbours(self) -> tuple[Channel | None, list[list[int]]]:
         if self.agreement_group is None:
             return None, [[*self.members]]
-        return open_channel(self.agreement_group, sorted(self.members))
+        channel, machines = open_channel(self.agreement_group, sorted(self.members))
+        self.watch.ask_machines(machines)
+        return channel, machines
 
     @property
     def machines(self) -> list[list[int]]:

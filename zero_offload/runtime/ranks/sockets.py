@@ -95,6 +95,15 @@ def _on_tcp(fd: int, name: str, act: Callable[[socket.socket], object]) -> None:
             act(copy)
 
 
+def local_address() -> str:
+    """The address of this machine in the network that process groups use; empty where they have no connections."""
+    found: set[str] = set()
+    for each in sorted(_of_groups):
+        _on_tcp(*each, lambda connection: found.add(connection.getsockname()[0]))
+    others = [each for each in found if not each.startswith("127.")]
+    return min(others or found, default="")
+
+
 def _port(fd: int, *, listens: bool) -> int:
     """The local port of a TCP socket that listens, or does not; 0 of other sockets."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:

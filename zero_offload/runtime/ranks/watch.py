@@ -31,12 +31,16 @@ from torch.distributed import distributed_c10d
 from zero_offload.base import errors
 from zero_offload.base.alike import Compared, difference, word_of
 from zero_offload.base.errors import RankError, ZeroOffloadError
+from zero_offload.runtime.ranks import alive
+from zero_offload.runtime.ranks.alive import STOPPED_S
 from zero_offload.runtime.ranks.sockets import end_groups, watched_sockets
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
 TOLD_S = 2
 """So long a rank that knows why all waits must end lets the others look: the store may end with a rank."""
+_SOON_S = 1.0
+"""The words of ranks that run have come by then."""
 _LOOK_EVERY_S = 0.05
 _TEXT_MAX = 2000
 
@@ -65,10 +69,6 @@ class RankProcess(NamedTuple):
         except OSError:
             return "running"  # as far as can be seen from here
         return {"Z": "gone", "X": "gone", "T": "stopped"}.get(letter, "running")
-
-
-STOPPED_S = 10
-"""So long is a process stopped (Ctrl-Z, SIGSTOP, a frozen container) before others give it up."""
 
 
 class StoppedProcesses:
@@ -101,11 +101,22 @@ class Witness:
     ended: str = ""
     """How it left without an error: it ended its program, or closed the model."""
     state: str = ""
+    answered: str = ""
+    """The state as the process of another machine has answered."""
+
+    @property
+    def is_silent(self) -> bool:
+        """True if it has left no word."""
+        return not (self.failed or self.waits or self.ended)
 
     @property
     def is_clear(self) -> bool:
         """True if more will not be known."""
-        return bool(self.failed or self.waits or self.ended) or self.state == "gone"
+        return not self.is_silent or self.state in ("gone", "stopped")
+
+    def look(self, place: str) -> None:
+        """Ask the process itself, on another machine, at its address. For a thread."""
+        self.answered = alive.state_of(place)
 
     def __str__(self) -> str:
         if self.place is None:
@@ -152,13 +163,20 @@ class RankWatch:
         """`members` are the program's ranks that work together."""
         self._others: tuple[int, ...] = ()
         self._store: Any = _NoStore()
+        self._words: Any = self._store
+        """A connection to the store by which this rank speaks and asks nothing: that never waits for an answer."""
         self._looks = False
         self._waits: dict[int, float] = {}
         """The beginning of each wait, by thread."""
         self._places: dict[int, RankProcess] = {}
         self._stopped = StoppedProcesses()
+        self._elsewhere: dict[int, str] = {}
+        """The states of ranks of other machines that this one asks, and that were stopped or gone once."""
         self._over = f"zero_offload/over/{word_of((sorted(members), 0))}"
         """In the store, of these members: "yes" once one of them has waited in vain."""
+        self._halted = f"zero_offload/halted/{word_of((sorted(members), 0))}"
+        """In the store: "yes" while a rank is stopped or gone that another machine asks."""
+        self._is_over = False
         self._heard: list[Witness] = []
         """Words of the others, as the looking thread has heard them after one had waited in vain."""
         self._ask: weakref.WeakMethod[Callable[[], str]] | None = None
@@ -171,11 +189,12 @@ class RankWatch:
         self._others = tuple(member for member in members if member != self.rank)
         # A connection of its own: the default group's may be gone before the last word.
         with watched_sockets(of_group=False):
-            self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._store, self._words = _new_store(), _new_store()
         self._say("at", json.dumps(RankProcess.here()))
-        for kind in ("failed", "waits", "ended", "seen"):
+        for kind in ("failed", "waits", "ended", "seen", "asked"):
             self._say(kind, "")
-        self._store.set(self._over, "")
+        for key in (self._over, self._halted):
+            self._words.set(key, "")
         self._looks = True
         _start_looking(self)
         # At the end of the interpreter, and of multiprocessing's children, which do not run atexit's functions. Held
@@ -212,38 +231,46 @@ class RankWatch:
         """Have the others' waits end too, while the store is there to tell them why."""
         self._looks = False
         with contextlib.suppress(RuntimeError):
-            self._store.set(self._over, "yes")
+            self._words.set(self._over, "yes")
+
+    @property
+    def _is_waiting(self) -> bool:
+        """True if this rank has waited for a second."""
+        began = min(self._waits.copy().values(), default=None)
+        return began is not None and time.monotonic() - began >= 1
 
     def look(self) -> None:
-        """While this rank waits, see whether another has waited in vain, or one of this machine is stopped, which no
+        """See whether another rank has waited in vain; while this one waits, also whether one is stopped, which no
         connection tells.
 
         All machines learn of it by the store, and this rank's wait ends. For a thread, each second.
         """
-        began = min(self._waits.copy().values(), default=None)
-        waits = began is not None and time.monotonic() - began >= 1
-        if not self._looks or not (waits or self._asks_always):
+        if not self._looks:
             return
         try:
-            if self._asked():
-                time.sleep(TOLD_S)
-                end_groups()
-                return
-            if bytes(self._store.get(self._over)) == b"yes":
-                self._looks = False
-                end_groups()
-                # A wait in pages ends with the process of another rank, and the store may end with it.
-                self._heard = [Witness(rank) for rank in self._others]
-                _listen(self._store, self._heard)
-                return
-            if not waits:
-                return
             for rank in self._others if not self._places else ():
                 if place := _read(self._store, "at", rank):
                     self._places[rank] = RankProcess(*json.loads(place))
+            if (self._is_waiting or self._asks_always) and self._asked():
+                time.sleep(TOLD_S)
+                end_groups()
+                return
+            if not self._is_over and bytes(self._store.get(self._over)) == b"yes":
+                self._is_over = True
+                if self._is_waiting:
+                    end_groups()
+                # Now, though this rank may compute for long: the store may end with the process of another rank.
+                self._heard = [Witness(rank) for rank in self._others]
+                _listen(self._store, self._heard)
+            if not self._is_waiting:
+                return
+            if self._is_over or bytes(self._store.get(self._halted)) == b"yes":
+                self._looks = not self._is_over
+                end_groups()
+                return
             if found := self._stopped.among(self._places):
                 for rank in found:
-                    self._store.set(_key("seen", rank), "stopped")
+                    self._words.set(_key("seen", rank), "stopped")
                 end_groups()
         except RuntimeError:
             self._looks = False  # the store is gone; torch would write a trace to the log each second
@@ -353,7 +380,38 @@ class RankWatch:
     def _say(self, kind: str, text: str) -> None:
         # Setting does not wait for an answer; a store that is gone is expected: this rank is ending.
         with contextlib.suppress(RuntimeError):
-            self._store.set(_key(kind, self.rank), text)
+            self._words.set(_key(kind, self.rank), text)
+
+    # Other machines
+
+    def ask_machines(self, machines: Sequence[Sequence[int]]) -> None:
+        """Have processes of other machines asked whether they run. All ranks call it, with the ranks of each machine.
+
+        The first rank of a machine asks those of the next one and of the one before: one of two may be late itself. All
+        ask the first of all, which may have the store: if it is stopped, no other could tell them.
+        """
+        if len(machines) < 2:
+            return
+        self._say("asked", alive.address())
+        firsts = [ranks[0] for ranks in machines]
+        if self.rank in firsts:
+            at = firsts.index(self.rank)
+            for rank in {firsts[at - 1], firsts[(at + 1) % len(firsts)], firsts[0]} - {self.rank}:
+                store, mine = _new_store(), weakref.ref(self)
+                threading.Thread(
+                    target=_ask, args=(mine, store, rank), name=f"zero_offload-ask-{rank}", daemon=True
+                ).start()
+
+    def hear_of(self, rank: int, store: Any, state: str) -> None:
+        """The state of a rank of another machine; for the thread that asks it, which has this `store`."""
+        if state == "gone" and _read(store, "ended", rank):
+            return
+        if state or rank in self._elsewhere:
+            self._elsewhere[rank] = state
+            store.set(_key("seen", rank), state)
+            store.set(self._halted, "yes" if state else "")
+        if state and self._is_waiting:
+            end_groups()
 
     # Looking for the culprit
 
@@ -375,8 +433,12 @@ class RankWatch:
                 "down, or the process that had it has ended (torchrun, or rank 0). The cause is not known here: look "
                 "there first"
             )
+            # It may have ended with the process of a rank.
+            elsewhere = [Witness(rank, self._places.get(rank), state=state) for rank, state in self._elsewhere.items()]
             if any(each.place for each in self._heard):
                 found = _verdict(self._heard, what, is_broken=True)
+            elif found_so := [each for each in elsewhere if each.state]:
+                found = _verdict(found_so, what, is_broken=True)
         elif known:
             return ZeroOffloadError(known[0])
         else:
@@ -405,6 +467,27 @@ def _look_each_second() -> None:
         time.sleep(1)
 
 
+def _ask(watch: weakref.ref[RankWatch], store: Any, rank: int) -> None:
+    """Ask a rank of another machine whether it runs, and have the watch hear of it."""
+    with contextlib.suppress(RuntimeError):
+        deadline = time.monotonic() + time_limit().total_seconds()
+        while not (place := _read(store, "asked", rank)):
+            if watch() is None or time.monotonic() > deadline:
+                return
+            time.sleep(alive.EACH_S)
+        for state in alive.states_of(place):
+            if (held := watch()) is None:
+                return
+            held.hear_of(rank, store, state)
+            del held
+
+
+def _new_store() -> Any:
+    """A connection of its own to the program's store."""
+    with watched_sockets(of_group=False):
+        return distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
 ErrorReport = tuple[str, str] | None
 """An error, as other ranks learn of it: its class and its text."""
 
@@ -429,17 +512,22 @@ def _error_class(name: str) -> type[ZeroOffloadError]:
 
 def _listen(store: Any, witnesses: Sequence[Witness]) -> None:
     """Fill in what the others have said, until all is clear, time is up, or the store ends after it was heard once."""
-    deadline, has_heard = time.monotonic() + LISTEN_S, False
+    began, has_heard, has_looked = time.monotonic(), False, False
     while True:
         try:
             for witness in witnesses:
                 _hear(store, witness)
+            if not has_looked and time.monotonic() > began + _SOON_S:
+                has_looked = True
+                for witness in witnesses:
+                    if witness.is_silent and not witness.state and (place := _read(store, "asked", witness.rank)):
+                        threading.Thread(target=witness.look, args=(place,), daemon=True).start()
         except RuntimeError:
             if has_heard:
                 return
             raise
         has_heard = True
-        if all(witness.is_clear for witness in witnesses) or time.monotonic() > deadline:
+        if all(witness.is_clear for witness in witnesses) or time.monotonic() > began + LISTEN_S:
             return
         time.sleep(_LOOK_EVERY_S)
 
@@ -451,7 +539,7 @@ def _hear(store: Any, witness: Witness) -> None:
     if witness.place is None and (place := read("at")):
         witness.place = RankProcess(*json.loads(place))
     # In this order: a process that is gone has said all it had to say.
-    witness.state = "" if witness.place is None else witness.place.state() or read("seen")
+    witness.state = "" if witness.place is None else witness.place.state() or read("seen") or witness.answered
     witness.failed, witness.waits, witness.ended = read("failed"), read("waits"), read("ended")
 
 
@@ -487,12 +575,18 @@ def _verdict(witnesses: Sequence[Witness], what: str, *, is_broken: bool) -> str
             f"{_names(ended)} {ended[0].ended} before the others, without an uncaught error: has it less data? "
             "All ranks must do the same number of steps"
         )
-    silent = [each for each in witnesses if not each.is_clear]
-    if away := [each for each in silent if is_broken and not each.state]:
+    silent = [each for each in witnesses if each.is_silent]
+    stopped = [each for each in silent if each.state == "stopped"]
+    if not stopped and (away := [each for each in silent if is_broken and not each.state]):
         # A rank that is only late keeps its connection.
         return (
             f"the connection to {_names(away)} ended, without a last word: killed (out of memory? see dmesg there), or "
             "its machine or the network is down. Its own output is the place to look; a longer timeout= does not help"
+        )
+    if stopped:
+        return (
+            f"{_names(stopped)} did not come to {what} and does not answer (stopped). Ctrl-Z, SIGSTOP and a frozen "
+            "container do that. End the process before you start again"
         )
     if silent:
         states = ", ".join(each.state or "on another machine" for each in silent)
@@ -522,7 +616,7 @@ def _address() -> str:
     return f" on {address}" if address else ""
 
 
-def _in_time(job: Callable[[], None], limit_s: float) -> bool:
+def _in_time(job: Callable[[], object], limit_s: float) -> bool:
     """Run `job` on a thread of its own: what waits for a process that hangs would never return."""
     done = threading.Event()
 
