@@ -9,6 +9,7 @@ from harness import command
 
 COMPARISONS = {
     "kernels": "AdamW and the other kernels, against torch, DeepSpeed, streaming and arithmetic",
+    "ranks": "Python's cost of a step against the number of ranks, to 16",
     "files": "the file engine, the update pass and stripes, against fio and DeepSpeed",
 }
 

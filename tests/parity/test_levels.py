@@ -7,13 +7,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks
+from tests.helpers.agreeing import record, simulate
 from tests.helpers.pairwise import in_turn
 from tests.helpers.parting import ENOUGH_S, WAYS, Outcome, Way, part
 from tests.helpers.ranks import Case, RankPool, RankPools
 from zero_offload.runtime.ranks import agreement, levels, neighbours
+from zero_offload.runtime.ranks.group import gather_few
 from zero_offload.runtime.ranks.watch import RankProcess
 
 WORLD_SIZE = 4
@@ -44,7 +47,7 @@ def train(rank: int, world_size: int, case: Case, machines: str) -> tuple[Any, C
 
     with pytest.MonkeyPatch.context() as patch:
         on_machines(patch, machines)
-        patch.setattr(levels, "all_gather", counting("between", levels.all_gather))
+        patch.setattr(levels, "gather_few", counting("between", levels.gather_few))
         patch.setattr(neighbours.Channel, "post", counting("inside", neighbours.Channel.post))
         patch.setattr(agreement.Agreement, "_ask", counting("rounds", agreement.Agreement._ask))
         return ranks.train(rank, world_size, case), counts
@@ -60,6 +63,29 @@ def test_words_go_by_first_ranks_and_bits_are_those_of_one_machine(machines: str
         assert counts["rounds"] > 0 and counts["rounds"] == found[0][1]["rounds"]
         assert counts["between"] == (counts["rounds"] if rank in firsts else 0)
         assert counts["inside"] == (2 * counts["rounds"] if machines.count(machines[rank]) > 1 else 0)
+
+
+def few(rank: int, world_size: int, numel: int) -> list[list[int]]:
+    every = torch.empty(world_size * numel, dtype=torch.int64)
+    for turn in range(3):
+        gather_few(every, torch.arange(numel) + 100 * rank + turn, group=None)
+    return every.view(world_size, numel).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_few_words_of_all_ranks_are_in_their_order(size: int, pools: RankPools) -> None:
+    expected = [[100 * rank + 2 + i for i in range(3)] for rank in range(size)]
+    assert pools.of(size).succeed(few, 3) == [expected] * size
+
+
+def test_many_ranks_agree_in_as_many_rounds_as_two(pools: RankPools) -> None:
+    """Words take as many hops as the number of machines doubles, and the numbers of a norm as that of ranks."""
+    steps = pools.of(2).succeed(record, 3, 4)[0]
+    two, pairs, many = (simulate(steps, *each)[-1] for each in [(2, 1), (33, 1), (64, 8)])
+    assert two.rounds == pairs.rounds == many.rounds == 5 + 2
+    assert (two.most_messages, pairs.most_messages) == (7, 7 * 6)
+    assert many.most_messages == 5 * 3 + 2 * 6
+    assert two.seconds < many.seconds < 4.5 * two.seconds
 
 
 def part_on_machines(rank: int, world_size: int, way: Way, machines: str, num_before: int, on: int) -> Outcome:

@@ -33,7 +33,7 @@ from zero_offload.base.alike import Compared, Texts, by_value, difference, name_
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
-from zero_offload.runtime.ranks.group import RankGroup, all_gather
+from zero_offload.runtime.ranks.group import RankGroup, gather_few
 from zero_offload.runtime.ranks.levels import Levels
 from zero_offload.runtime.ranks.neighbours import NUMBERS_MAX, TURNS_AHEAD
 from zero_offload.runtime.ranks.script import Script
@@ -102,7 +102,7 @@ class Agreement:
         if self._script is not None:
             mine = host_tensor([secrets.randbits(62)], torch.int64)
             every = host_empty(self._num_ranks, torch.int64)
-            all_gather(every, mine, group=self._group)
+            gather_few(every, mine, group=self._group)
             self._key = f"{int(every[0]):x}"
             # The host of a GPU waits for its device anywhere in the program.
             self._watch.ask_too(self._parted, always=not on_host)
@@ -157,7 +157,7 @@ class Agreement:
         self.same(call)
         every = host_empty(self._num_ranks * len(mine), torch.float64)
         with self._watch.waiting(what):
-            all_gather(every, host_tensor(mine, torch.float64), group=self._group)
+            gather_few(every, host_tensor(mine, torch.float64), group=self._group)
         found: list[list[float]] = every.view(self._num_ranks, -1).tolist()
         return found
 

@@ -18,11 +18,13 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.host import host_empty
 from zero_offload.hardware.device import DeviceChoice, choose_gpus, use_gpu
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.join import launched_ranks
@@ -36,6 +38,31 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
+
+
+def gather_few(every: torch.Tensor, mine: torch.Tensor, *, group: Group) -> None:
+    """As `all_gather`, for some words in host memory over gloo: fill `every`, (num_ranks * numel,), by ranks' `mine`.
+
+    gloo's own passes words around a ring, by as many hops as there are other ranks. A hop is a round trip, since the
+    receiver has to ask. Here the words that a rank has double with each hop.
+    """
+    size, index = dist.get_world_size(group), dist.get_rank(group)
+    # (size, numel), from this rank's own on.
+    words = host_empty(every.numel(), every.dtype).view(size, -1)
+    words[0] = mine
+    num_here = 1
+    while num_here < size:
+        count = min(num_here, size - num_here)
+        arriving = words[num_here : num_here + count]
+        works = [
+            dist.irecv(arriving, group=group, group_src=(index + num_here) % size),
+            dist.isend(words[:count], group=group, group_dst=(index - num_here) % size),
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        num_here += count
+    every.copy_(words.roll(index, 0).view(-1))
 
 
 class Course:

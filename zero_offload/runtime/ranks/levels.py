@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zero_offload.base.host import host_empty, host_tensor
-from zero_offload.runtime.ranks.group import RankGroup, all_gather
+from zero_offload.runtime.ranks.group import Group, RankGroup, gather_few
 from zero_offload.runtime.ranks.neighbours import NUMBERS_MAX
 
 _WORDS = 2
@@ -47,10 +47,10 @@ class Levels:
         return _pairs(flat)
 
 
-def _gathered(words: Sequence[int], num_ranks: int, group: object) -> list[int]:
+def _gathered(words: Sequence[int], num_ranks: int, group: Group) -> list[int]:
     mine = host_tensor(words, torch.int64)
     every = host_empty(num_ranks * len(words), torch.int64)
-    all_gather(every, mine, group=group)
+    gather_few(every, mine, group=group)
     found: list[int] = every.tolist()
     return found
 
