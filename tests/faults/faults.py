@@ -1295,7 +1295,7 @@ FAULTS = [
     ),
     fault(
         "bytes of ranks that said different things meet",
-        "runtime/ranks/collectives.py",
+        "runtime/ranks/exchange.py",
         " | digest % (1 << _COURSE_BITS)",
         "",
         PARTINGS + "test_bytes_of_ranks_that_said_different_things_do_not_meet",
@@ -1320,6 +1320,20 @@ FAULTS = [
         "max(map(len, self._machines)) > 1 and",
         "max(map(len, self._machines)) > 99 and",
         "tests/parity/test_levels.py",
+    ),
+    fault(
+        "each rank of a machine gets the parts of another machine for itself",
+        "runtime/ranks/exchange.py",
+        "[ranks[place % len(ranks)] for ranks in others]",
+        "[rank for ranks in others for rank in ranks]",
+        "tests/parity/test_levels.py::test_bytes_over_each_link_are_those_of_the_formulas",
+    ),
+    fault(
+        "bytes in pages are written over before all have read them",
+        "runtime/ranks/near_bytes.py",
+        "if each[2] > taken]",
+        "if each[2] > taken + 1]",
+        "tests/parity/test_near_bytes.py::test_values_are_those_of_plain_tensors",
     ),
     fault(
         "a backward that broke off at its end leaves sums to the next one",

@@ -18,7 +18,7 @@ from zero_offload.runtime.grads import section
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks import collectives
-from zero_offload.runtime.ranks.collectives import HostExchange, NativeExchange
+from zero_offload.runtime.ranks.exchange import HostExchange, NativeExchange
 from zero_offload.runtime.ranks.group import Group, RankGroup
 
 GATHER, REDUCE = "gather", "reduce"
@@ -78,7 +78,7 @@ def train_with(
     """`ranks.train` with other exchanges; and how many gathers and reductions were under way at once."""
     outstanding = {GATHER: 0, REDUCE: 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "exchange_of", lambda group, of, device: make(group, of, outstanding))
+        patch.setattr(collectives, "exchange_of", lambda group, of, *_: make(group, of, outstanding))
         patch.setattr(section, "BUCKET_BYTES", bucket_bytes)
         return ranks.train(rank, world_size, case), outstanding
 

@@ -1,20 +1,25 @@
-"""Four ranks as two of each of two machines: words cross between first ranks alone, and no bit is another."""
+"""Four ranks as two of each of two machines: words cross between first ranks alone, units once per machine, and no bit
+is another."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.agreeing import record, simulate
 from tests.helpers.pairwise import in_turn
-from tests.helpers.parting import ENOUGH_S, WAYS, Outcome, Way, part
-from tests.helpers.ranks import Case, RankPool, RankPools
+from tests.helpers.parting import ENOUGH_S, WAYS, Way, part
+from tests.helpers.parting import Outcome as Parting
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
+from zero_offload.base.types import STAGES
+from zero_offload.model.api import runtime_of
 from zero_offload.runtime.ranks import agreement, levels, neighbours
 from zero_offload.runtime.ranks.group import gather_few
 from zero_offload.runtime.ranks.watch import RankProcess
@@ -88,7 +93,66 @@ def test_many_ranks_agree_in_as_many_rounds_as_two(pools: RankPools) -> None:
     assert two.seconds < many.seconds < 4.5 * two.seconds
 
 
-def part_on_machines(rank: int, world_size: int, way: Way, machines: str, num_before: int, on: int) -> Outcome:
+# Bytes: docs/STAGES.md has the formulas
+
+
+class Sent(NamedTuple):
+    """Bytes of one rank's last step."""
+
+    near: int
+    far: int
+    gathered: int
+    whole: int
+    """Elements of all shards, padding included."""
+
+
+def send(rank: int, world_size: int, case: Case, machines: str) -> tuple[Outcome, Sent]:
+    with pytest.MonkeyPatch.context() as patch:
+        on_machines(patch, machines)
+        model, optimizer = ranks.start(case)
+        found = Outcome()
+        ranks.steps(case, (rank, world_size), model, optimizer, range(case.num_steps), found)
+        stats, owner = zo.stats(model), runtime_of(model)
+        assert owner is not None
+        numel = sum(section.numel for section in owner.layout.sections)
+        zo.close(model)
+    return found, Sent(*stats.sent_bytes.values(), stats.communicated_bytes["gathered"], numel)
+
+
+@in_turn(
+    stage=STAGES,
+    machines=["aabb", "aaaa", "abab", "abbb", "abcd"],
+    reduce=["fp32", "bf16"],
+    micro_batches=[1, 2],
+)
+def test_bytes_over_each_link_are_those_of_the_formulas(
+    stage: int, machines: str, reduce: str, micro_batches: int, pool: RankPool
+) -> None:
+    precision = zo.Precision("bf16", reduce=reduce)
+    case = Case({"stage": stage, "precision": precision}, 4, micro_batches=micro_batches, max_norm=0.5)
+    found, expected = pool.succeed(send, case, machines), pool.succeed(send, case, "aaaa")
+    assert [outcome for outcome, _ in found] == [outcome for outcome, _ in expected]
+    sizes = list(Counter(machines).values())
+    numel, gathered = found[0][1].whole, found[0][1].gathered
+    # The paper's: all-gathers and reductions of 2 bytes per element. Sums of several backwards, and those that stage 0
+    # gathers, are fp32, unless the setting rounds them.
+    sums = 2 if reduce == "bf16" else 4
+    if stage == 3:
+        assert 2 * numel <= gathered <= 4 * micro_batches * numel
+    else:
+        assert gathered == (2 * numel if stage else 0)
+    parts = {0: 2 * micro_batches, 1: 2 if micro_batches == 1 else sums}.get(stage, 2 * micro_batches) * numel
+    gathered += sums * micro_batches * numel if stage == 0 else 0
+    num_pairs = sum(size * size for size in sizes)
+    far = (len(sizes) - 1) * gathered + parts * (WORLD_SIZE**2 - num_pairs) // WORLD_SIZE
+    near = (WORLD_SIZE - len(sizes)) * gathered + parts * (num_pairs - WORLD_SIZE) // WORLD_SIZE
+    assert sum(sent.far for _, sent in found) == far
+    assert sum(sent.near for _, sent in found) == near
+    if len(set(sizes)) == 1:
+        assert len({(sent.near, sent.far) for _, sent in found}) == 1
+
+
+def part_on_machines(rank: int, world_size: int, way: Way, machines: str, num_before: int, on: int) -> Parting:
     with pytest.MonkeyPatch.context() as patch:
         on_machines(patch, machines)
         return part(rank, world_size, way, {"stage": 3}, num_before=num_before, on=on, by_sockets=True)

@@ -17,7 +17,7 @@ from tests.helpers.pairwise import full
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
-from zero_offload.runtime.ranks.collectives import HostExchange
+from zero_offload.runtime.ranks.exchange import HostExchange
 from zero_offload.runtime.ranks.neighbours import TURNS_AHEAD, Channel, open_channel
 from zero_offload.runtime.ranks.watch import RankProcess
 

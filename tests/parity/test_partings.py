@@ -24,7 +24,7 @@ from tests.helpers.parting import (
     ways_of_all,
 )
 from tests.helpers.ranks import RankPool, RankPools
-from zero_offload.runtime.ranks.collectives import HostExchange
+from zero_offload.runtime.ranks.exchange import HostExchange
 from zero_offload.runtime.ranks.group import Course
 
 

@@ -57,6 +57,9 @@ class Stats:
     written_bytes: dict[str, int]
     communicated_bytes: dict[str, int]
     """Of whole buffers: "gathered" from all ranks, "reduced" over them. Nothing on one rank."""
+    sent_bytes: dict[str, int]
+    """Parameters and gradients that this rank has sent: "near", to ranks of its machine, and "far", to others. Counted
+    where a CPU computes."""
     activation_bytes: dict[str, int]
     """Per tier, of tensors that forwards gave it to keep for backward; none where `activations` is on the device."""
     num_departures: int
@@ -143,6 +146,7 @@ class StatsKeeper:
             read_bytes={tier.value: int(delta.get(f"read.{tier.value}", 0)) for tier in Tier},
             written_bytes={tier.value: int(delta.get(f"written.{tier.value}", 0)) for tier in Tier},
             communicated_bytes={name: int(delta.get(name, 0)) for name in ("gathered", "reduced")},
+            sent_bytes={name: int(delta.get(f"sent.{name}", 0)) for name in ("near", "far")},
             activation_bytes={tier.value: int(delta.get(f"activations.{tier.value}", 0)) for tier in Tier},
             num_departures=int(delta.get("departures", 0)),
             skipped_steps=skipped_steps,

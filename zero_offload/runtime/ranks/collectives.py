@@ -1,11 +1,8 @@
 """Communication between ranks. One rank is a group of size one: same calls, no communication.
 
-Counts the bytes that cross the network. With stage 0 every rank has all shards, and only gradients and flags travel.
-Parameters and gradients have an exchange each: launched here, waited for by calling what the launch returned. It has a
-process group of its own, so that what one carries never waits for another's. In host memory ranks exchange their parts,
-and each adds up its own in the order of ranks. That is half the bytes of gloo's reduce-scatter, which reduces
-everything everywhere, and the bits do not depend on a ring. On a GPU the backend's collectives run on the group's
-stream. Buffers belong to the exchange from the launch to the end of the wait.
+Counts the bytes that ranks gather and reduce. With stage 0 every rank has all shards, and only gradients and flags
+travel. Parameters and gradients have an exchange each (`exchange.py`): launched here, waited for by calling what the
+launch returned. It has a process group of its own, so that what one carries never waits for another's.
 
 Flags and sums are blocking calls. All are on the control thread, each announced to `Agreement`. Beside them only
 `CommitGroup` communicates. It has a process group of its own, because commits have a thread of their own.
@@ -16,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +28,8 @@ from zero_offload.base.spans import Track, now
 from zero_offload.base.types import Branches, GradReduction, UpdateOverlap
 from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.ranks.agreement import Agreement
-from zero_offload.runtime.ranks.group import Course, Group, RankGroup, all_gather, reduce_scatter
+from zero_offload.runtime.ranks.exchange import Exchange, exchange_of
+from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
 T = TypeVar("T")
@@ -40,156 +38,7 @@ COME_S = timedelta(seconds=5)
 """How long ranks wait for each other where one may have been left by an exception."""
 WARN_S = 10.0
 """How long a rank waits silently in a call that it may have made alone."""
-
-
-_COURSE_BITS, _TAGS = 20, 1 << 10
-"""Of a tag: bits of the course, and how many exchanges are told apart by their number."""
 _SHIPPED = "parts of a generation on another machine's drive"
-
-
-class Exchange(Protocol):
-    """A tensor's part i, of as many as there are ranks, is rank i's."""
-
-    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        """Fill `flat`, (numel,), of which this rank's part is in place."""
-
-    def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
-        """Fill `piece`, (numel,), on all ranks with what rank `source` has in it."""
-
-    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """The wait returns the sum over ranks of this rank's part, (part_numel,) `dtype`; `flat` is overwritten."""
-
-    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """The wait returns the sum over ranks of `flat`, in `dtype`; `flat` is overwritten."""
-
-
-class HostExchange:
-    """Host memory: every rank sends every other its part, over a process group's sockets.
-
-    Parts of ranks whose courses differ do not meet: gloo would end the process for a part of another size."""
-
-    def __init__(self, group: Group, course: Course | None = None) -> None:
-        self._group = group
-        self._course = course or Course()
-        self.num_ranks, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self._number = self._num_restarts = 0
-
-    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        return self._gather(flat, self._course.digest)
-
-    def _gather(self, flat: torch.Tensor, digest: int) -> Callable[[], None]:
-        parts = flat.tensor_split(self.num_ranks)
-        return self._exchange([parts[self.index]] * len(parts), parts, digest)
-
-    def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
-        nothing = piece[:0]
-        sent = [piece if self.index == source else nothing] * self.num_ranks
-        received = [piece if rank == source else nothing for rank in range(self.num_ranks)]
-        return self._exchange(sent, received, self._course.digest)
-
-    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        parts = flat.tensor_split(self.num_ranks)
-        mine = parts[self.index]
-        terms = [mine if rank == self.index else torch.empty_like(mine) for rank in range(len(parts))]
-        arrive = self._exchange(parts, terms, self._course.digest)
-
-        def wait() -> torch.Tensor:
-            arrive()
-            total = terms[0].float()
-            for term in terms[1:]:
-                total += term
-            return total.to(dtype)
-
-        return wait
-
-    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        reduce, digest = self.reduce_scatter(flat, dtype), self._course.digest
-
-        def wait() -> torch.Tensor:
-            mine = reduce()
-            total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
-            total.tensor_split(self.num_ranks)[self.index].copy_(mine)
-            self._gather(total, digest)()
-            return total
-
-        return wait
-
-    def _exchange(
-        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], digest: int
-    ) -> Callable[[], None]:
-        """Launch: sent[i] goes to rank i, whose part arrives in received[i]; `digest` is that of the course."""
-        if self._num_restarts != self._course.num_restarts:
-            self._number, self._num_restarts = 0, self._course.num_restarts  # some ranks had launched more than others
-        self._number = (self._number + 1) % _TAGS
-        tag = self._number << _COURSE_BITS | digest % (1 << _COURSE_BITS)
-        others = [rank for rank in range(self.num_ranks) if rank != self.index]
-        # Bytes, since not every backend sends every dtype.
-        works = [
-            dist.irecv(received[rank].view(torch.uint8), group=self._group, group_src=rank, tag=tag)
-            for rank in others
-            if received[rank].numel()
-        ]
-        works += [
-            dist.isend(sent[rank].view(torch.uint8), group=self._group, group_dst=rank, tag=tag)
-            for rank in others
-            if sent[rank].numel()
-        ]
-
-        def wait() -> None:
-            for work in works:
-                assert work is not None
-                work.wait()
-
-        return wait
-
-
-class NativeExchange:
-    """The backend's own collectives: on a GPU they run on a stream of the group, and a wait is one of streams."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._size, self._index = dist.get_world_size(group), dist.get_rank(group)
-
-    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        mine = flat.tensor_split(self._size)[self._index]
-        # Bytes, since not every backend gathers every dtype.
-        work = all_gather(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group, async_op=True)
-
-        def wait() -> None:
-            work.wait()
-
-        return wait
-
-    def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
-        work = dist.broadcast(piece.view(torch.uint8), group=self._group, group_src=source, async_op=True)
-
-        def wait() -> None:
-            if work is not None:
-                work.wait()
-
-        return wait
-
-    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        whole = flat.to(dtype)
-        mine = torch.empty_like(whole.tensor_split(self._size)[self._index])
-        work = reduce_scatter(mine, whole, group=self._group, async_op=True)
-        return lambda: _wait(work, mine)
-
-    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        whole = flat.to(dtype)
-        work = dist.all_reduce(whole, group=self._group, async_op=True)
-        return lambda: _wait(work, whole)
-
-
-def _wait(work: Any, result: torch.Tensor) -> torch.Tensor:
-    work.wait()
-    return result
-
-
-def exchange_of(group: RankGroup, ranks: Group, device: torch.device) -> Exchange:
-    """An exchange of its own between `ranks`, some or all of `group`, for tensors on `device`."""
-    copy = group.copy_of(ranks)
-    return HostExchange(copy, group.course) if device.type == "cpu" else NativeExchange(copy)
 
 
 class Collectives:
@@ -224,12 +73,12 @@ class Collectives:
         self.shard_index = group.shard_index
         self._gathers = self._reductions = self._twins = None
         if self.num_shards > 1:
-            self._gathers = exchange_of(group, group.sharers, device)
-            self._reductions = exchange_of(group, group.sharers, device)
+            self._gathers = exchange_of(group, group.sharers, device, counters)
+            self._reductions = exchange_of(group, group.sharers, device, counters)
             if self.partition.num_replicas > 1:
-                self._twins = exchange_of(group, group.twins, device)
+                self._twins = exchange_of(group, group.twins, device, counters)
         elif self.world_size > 1:
-            self._reductions = exchange_of(group, group.everyone, device)
+            self._reductions = exchange_of(group, group.everyone, device, counters)
         self._everyone = list(range(self.world_size))
         """Places of ranks among those that agree."""
         self._sharers = self._everyone

@@ -1,4 +1,4 @@
-"""Ranks of one machine tell each other words in pages that all of them map.
+"""Ranks of one machine tell each other words in pages that all of them map. `NearBytes` has pages for bytes.
 
 A message through sockets wakes three threads on its way. Here a rank writes its words into its own page and posts the
 number of its turn. Who needs the others' words spins a little until they have posted theirs. A rank may post some turns
@@ -60,6 +60,10 @@ class Page:
     def address(self, word: int) -> int:
         return int(self.words.ctypes.data) + 8 * word
 
+    def post(self, word: int, value: int) -> None:
+        """Write a word; who waits for it sees all that was written before."""
+        native.word_post(self.address(word), value)
+
     def put_text(self, at: int, num_words: int, text: str) -> None:
         """The text, or as much as there is room for, its length first."""
         written = text.encode()[: (num_words - 1) * 8]
@@ -88,17 +92,51 @@ def _text(turn: int) -> int:
     return _TEXTS + turn % _TURNS_KEPT * _TEXT_WORDS
 
 
-class Channel:
-    """Turns of some ranks: turn k of one meets turn k of all others."""
+class Neighbours:
+    """Pages of some ranks of this machine."""
 
     def __init__(self, pages: Sequence[Page], index: int) -> None:
         """`pages[index]` is this rank's."""
         self._pages, self._mine = pages, pages[index]
         self._others = [page for page in pages if page is not self._mine]
-        self._turn = self._num_with_numbers = 0
         self._stopped = StoppedProcesses()
         self._limit_s = time_limit().total_seconds()
         self._num_ends = sockets.num_ends
+
+    def _wait_until(self, page: Page, word: int, at_least: int) -> None:
+        """Return when that word of the page is at least so large.
+
+        Raises RuntimeError, as a collective does, for a rank that does not come.
+        """
+        if not _is_reached(page, word, at_least):
+            deadline = time.monotonic() + self._limit_s
+            while not _is_reached(page, word, at_least):
+                self._look_after(word, at_least, deadline)
+
+    def _look_after(self, word: int, at_least: int, deadline: float) -> None:
+        # All of them: a late rank may itself wait for a rank that is gone, which may have posted before.
+        for page in self._others:
+            is_gone = page.place.state() == "gone"
+            if (is_gone or page.words[_LEFT]) and not _is_reached(page, word, at_least):
+                raise RuntimeError(f"rank {page.rank} is gone" if is_gone else f"rank {page.rank} has left")
+        if stopped := self._stopped.among({page.rank: page.place for page in self._others}):
+            raise RuntimeError(f"{name_ranks(stopped)} stopped")
+        if sockets.num_ends > self._num_ends:
+            raise RuntimeError("connections between ranks have ended")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"timed out after {self._limit_s:g} s")
+
+
+def _is_reached(page: Page, word: int, at_least: int) -> bool:
+    return native.word_wait(page.address(word), at_least, _LOOK_EVERY_S)
+
+
+class Channel(Neighbours):
+    """Turns of some ranks: turn k of one meets turn k of all others."""
+
+    def __init__(self, pages: Sequence[Page], index: int) -> None:
+        super().__init__(pages, index)
+        self._turn = self._num_with_numbers = 0
 
     def post(
         self, words: Sequence[int], text: str = "", numbers: Sequence[float] = (), report: ErrorReport = None
@@ -113,7 +151,7 @@ class Channel:
         if numbers:
             self._num_with_numbers += 1
             self._mine.numbers(self._num_with_numbers, len(numbers))[:] = numbers
-        native.word_post(self._mine.address(_POSTED), self._turn)
+        self._mine.post(_POSTED, self._turn)
 
     def tell(self, words: Sequence[int], numbers: Sequence[float] = ()) -> list[tuple[int, ...]]:
         """Every rank's words of the next turn."""
@@ -136,10 +174,8 @@ class Channel:
 
         Raises RuntimeError, as a collective does, for a rank that does not come.
         """
-        deadline = time.monotonic() + self._limit_s
         for page in self._others:
-            while not self._has_posted(page, turn):
-                self._look_after(turn, deadline)
+            self._wait_until(page, _POSTED, turn)
 
     def words(self, turn: int) -> list[tuple[int, ...]]:
         """Every rank's words of one of the last turns, which all have taken."""
@@ -170,22 +206,6 @@ class Channel:
         """This rank takes no further turn: ranks that wait for it learn so at once."""
         self._mine.words[_LEFT] = 1
 
-    def _has_posted(self, page: Page, turn: int) -> bool:
-        return native.word_wait(page.address(_POSTED), turn, _LOOK_EVERY_S)
-
-    def _look_after(self, turn: int, deadline: float) -> None:
-        # All of them: a late rank may itself wait for a rank that is gone, which may have posted before.
-        for page in self._others:
-            is_gone = page.place.state() == "gone"
-            if (is_gone or page.words[_LEFT]) and not self._has_posted(page, turn):
-                raise RuntimeError(f"rank {page.rank} is gone" if is_gone else f"rank {page.rank} has left")
-        if stopped := self._stopped.among({page.rank: page.place for page in self._others}):
-            raise RuntimeError(f"{name_ranks(stopped)} stopped")
-        if sockets.num_ends > self._num_ends:
-            raise RuntimeError("connections between ranks have ended")
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"timed out after {self._limit_s:g} s")
-
 
 @dataclass(frozen=True)
 class _PageAddress:
@@ -198,18 +218,29 @@ class _PageAddress:
 
 
 def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> tuple[Channel | None, list[list[int]]]:
-    """A channel between those of the program's ranks `members` that this machine runs, and the ranks of each machine.
+    """A channel between those of the program's ranks `members` that this machine runs; and as `open_pages`.
 
-    Where ranks of a machine cannot map each other's pages, each counts as a machine. A rank that is alone there has no
-    channel. Collective over `group`, which are the same ranks, ascending.
+    A rank that is alone there has no channel.
+    """
+    pages, machines = open_pages(group, members, _PAGE_WORDS)
+    return (Channel(pages, _index(pages)) if len(pages) > 1 else None), machines
+
+
+def open_pages(
+    group: dist.ProcessGroup | None, members: Sequence[int], num_words: int
+) -> tuple[list[Page], list[list[int]]]:
+    """Pages of those of the program's ranks `members` that this machine runs, and the ranks of each machine.
+
+    Where ranks of a machine cannot map each other's pages, each counts as a machine. Collective over `group`, which are
+    the same ranks, ascending.
     """
     rank = dist.get_rank()
-    fd, mine = _make_page()
+    fd, mine = _make_page(num_words)
     try:
         secret = secrets.randbits(62)
         mine[0] = secret
         offers = _all_gather(_PageAddress(rank, RankProcess.here(), fd, secret), group, len(members))
-        pages = {each.rank: mine if each.rank == rank else _find(each) for each in offers}
+        pages = {each.rank: mine if each.rank == rank else _find(each, num_words) for each in offers}
         # No rank closes a file that another still looks for, nor posts a turn over its secret.
         reached = _all_gather({each for each, words in pages.items() if words is not None}, group, len(members))
         mine[0] = 0
@@ -229,24 +260,27 @@ def open_channel(group: dist.ProcessGroup, members: Sequence[int]) -> tuple[Chan
     ]
     (here,) = (ranks for ranks in machines if rank in ranks)
     places = {each.rank: each.place for each in offers}
-    found = [Page(each, places[each], words) for each in here if (words := pages[each]) is not None]
-    return (Channel(found, here.index(rank)) if len(here) > 1 else None), machines
+    return [Page(each, places[each], words) for each in here if (words := pages[each]) is not None], machines
 
 
-def _find(offer: _PageAddress) -> Words | None:
+def _index(pages: Sequence[Page]) -> int:
+    return [page.rank for page in pages].index(dist.get_rank())
+
+
+def _find(offer: _PageAddress, num_words: int) -> Words | None:
     """Map another rank's page, if the system lets this process."""
     # Without the library nothing here can post a word or wait for one.
     if offer.place[:2] != RankProcess.here()[:2] or not native.available():
         return None
     try:
         with open(f"/proc/{offer.place.pid}/fd/{offer.fd}", "r+b", buffering=0) as file:
-            words = _map(file.fileno())
+            words = _map(file.fileno(), num_words)
     except (OSError, ValueError):
         return None
     return words if words[0] == offer.secret else None
 
 
-def _make_page() -> tuple[int, Words]:
+def _make_page(num_words: int) -> tuple[int, Words]:
     """A file without a name, and its memory; -1 and memory of this process alone where the system has no such file."""
     try:
         if hasattr(os, "memfd_create"):
@@ -254,16 +288,16 @@ def _make_page() -> tuple[int, Words]:
         else:  # a Python that was built for an old C library
             fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError:
-        return -1, np.zeros(_PAGE_WORDS, dtype=np.int64)
-    os.ftruncate(fd, _PAGE_WORDS * 8)
-    return fd, _map(fd)
+        return -1, np.zeros(num_words, dtype=np.int64)
+    os.ftruncate(fd, num_words * 8)
+    return fd, _map(fd, num_words)
 
 
-def _map(fd: int) -> Words:
-    return np.frombuffer(mmap.mmap(fd, _PAGE_WORDS * 8), dtype=np.int64)
+def _map(fd: int, num_words: int) -> Words:
+    return np.frombuffer(mmap.mmap(fd, num_words * 8), dtype=np.int64)
 
 
-def _all_gather(mine: Any, group: dist.ProcessGroup, num_ranks: int) -> list[Any]:
+def _all_gather(mine: Any, group: dist.ProcessGroup | None, num_ranks: int) -> list[Any]:
     every: list[Any] = [None] * num_ranks
     dist.all_gather_object(every, mine, group=group)
     return every
