@@ -1628,8 +1628,8 @@ FAULTS = [
     fault(
         "a stopped process is waited for until the time-out",
         "runtime/ranks/watch.py",
-        '"stopped")\n                end_groups()\n',
-        '"stopped")\n',
+        "            if found:\n                end_groups()\n",
+        "",
         "tests/crash/test_ranks.py::test_a_stopped_rank_is_named_long_before_the_time_out[stop-sockets]",
     ),
     fault(
@@ -1638,6 +1638,13 @@ FAULTS = [
         "num_waits * EACH_S >= STOPPED_S",
         "False",
         "tests/machines/test_stopped.py::test_the_only_rank_of_a_machine_that_is_stopped_is_named[2-1]",
+    ),
+    fault(
+        "a rank that waits for its device waits until the time-out",
+        "runtime/ranks/watch.py",
+        "and not on_device[1]()",
+        "and False",
+        "tests/fake_gpu/test_ends.py::test_a_rank_that_waits_for_its_device_names_the_culprit",
     ),
     fault(
         "a rank that is late is blamed for a machine that ended meanwhile",

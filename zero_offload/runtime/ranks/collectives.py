@@ -222,6 +222,11 @@ class Collectives:
             self.agreement.hear(said, what)
             with self._watch.waiting(what):
                 result = wait()
+            if self._device.type != "cpu":
+                # The stream waits, and this thread, maybe, somewhere behind it: a watch sees how long.
+                passed = torch.Event(device=self._device)
+                passed.record(torch.accelerator.current_stream(self._device))
+                self._watch.goes_on_after(passed.query)
             if begin and moved is not None:
                 spans.put(moved[0], moved[1], begin, now(), moved[2])
             return result

@@ -33,7 +33,7 @@ from zero_offload.base.alike import Compared, difference, word_of
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.ranks import alive
 from zero_offload.runtime.ranks.alive import STOPPED_S
-from zero_offload.runtime.ranks.sockets import end_groups, watched_sockets
+from zero_offload.runtime.ranks.sockets import end_device_groups, end_groups, watched_sockets
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
@@ -168,6 +168,8 @@ class RankWatch:
         self._looks = False
         self._waits: dict[int, float] = {}
         """The beginning of each wait, by thread."""
+        self._on_device: tuple[float, Callable[[], bool]] | None = None
+        """When the device was last told to wait for other ranks, and whether it has done so."""
         self._places: dict[int, RankProcess] = {}
         self._stopped = StoppedProcesses()
         self._elsewhere: dict[int, str] = {}
@@ -232,12 +234,21 @@ class RankWatch:
         self._looks = False
         with contextlib.suppress(RuntimeError):
             self._words.set(self._over, "yes")
+        # This rank's streams wait for collectives that no rank will join, and whatever ends its model waits for them.
+        end_device_groups()
 
     @property
     def _is_waiting(self) -> bool:
-        """True if this rank has waited for a second."""
+        """True if this rank, or its device, has waited for a second."""
         began = min(self._waits.copy().values(), default=None)
-        return began is not None and time.monotonic() - began >= 1
+        if began is not None and time.monotonic() - began >= 1:
+            return True
+        on_device = self._on_device
+        return on_device is not None and time.monotonic() - on_device[0] >= 1 and not on_device[1]()
+
+    def goes_on_after(self, has_passed: Callable[[], bool]) -> None:
+        """The device waits for other ranks in what was launched before; any thread may ask whether it goes on."""
+        self._on_device = time.monotonic(), has_passed
 
     def look(self) -> None:
         """See whether another rank has waited in vain; while this one waits, also whether one is stopped, which no
@@ -268,9 +279,12 @@ class RankWatch:
                 self._looks = not self._is_over
                 end_groups()
                 return
-            if found := self._stopped.among(self._places):
-                for rank in found:
-                    self._words.set(_key("seen", rank), "stopped")
+            found = self._stopped.among(self._places)
+            for rank in found:
+                self._words.set(_key("seen", rank), "stopped")
+            # A connection tells so too, but not a rank that waits for its device.
+            found += [rank for rank, place in self._places.items() if place.state() == "gone"]
+            if found:
                 end_groups()
         except RuntimeError:
             self._looks = False  # the store is gone; torch would write a trace to the log each second
