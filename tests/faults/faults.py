@@ -27,6 +27,7 @@ RANKS = "tests/parity/test_ranks.py::test_two_ranks_follow_one_with_the_whole_ba
 STAGES = "tests/parity/test_stages.py::"
 BETWEEN = "tests/parity/test_between_steps_ranks.py::"
 DTENSORS = "tests/parity/test_dtensors.py::"
+FEED = "tests/unit/model/test_feed.py::"
 EXPERTS = "tests/parity/test_experts.py::"
 QUANTIZED = "tests/models/test_quantized.py::"
 STANDINS = "tests/models/test_standins.py::"
@@ -1278,6 +1279,75 @@ FAULTS = [
         "(self._group.agreement_group, self._row)",
         DTENSORS + "test_random_numbers_are_those_of_the_first_rank_with_a_part",
     ),
+    # Batches of a loop
+    Fault(
+        "a run goes on behind the batches that workers have fetched ahead",
+        (
+            (
+                "model/feed.py",
+                "            yield index\n",
+                "            self.num_taken += 1\n            yield index\n",
+            ),
+            (
+                "model/feed.py",
+                "self._seed = stream, num_skipped, seed\n",
+                "self._seed = stream, num_skipped, seed\n        self.num_taken = num_skipped\n",
+            ),
+            (
+                "model/feed.py",
+                '"batches": self._num_batches, "ranks"',
+                '"batches": self._order.num_taken if self._order else self._num_batches, "ranks"',
+            ),
+        ),
+        FEED + "test_it_goes_on_behind_each_batch",
+    ),
+    fault(
+        "the order of an epoch follows from what the model has drawn",
+        "model/feed.py",
+        "        with self._seeded():\n            self._begin_epoch(0)\n",
+        "        if True:\n            self._begin_epoch(0)\n",
+        FEED + "test_it_goes_on_behind_each_batch",
+    ),
+    fault(
+        "all epochs have the order of the first",
+        "model/feed.py",
+        '_seed_of(self._seeds[0], self._epoch, "order")',
+        '_seed_of(self._seeds[0], 0, "order")',
+        FEED + "test_epochs_have_different_orders",
+    ),
+    fault(
+        "a sampler of ranks is not told which epoch it is",
+        "model/feed.py",
+        "                set_epoch(self._epoch)\n",
+        "                pass\n",
+        FEED + "test_epochs_have_different_orders",
+    ),
+    fault(
+        "a loader's state is that of the commit before",
+        "model/feed.py",
+        "            self._state = self._loader.state_dict()\n",
+        "            self._state = self._state or self._loader.state_dict()\n",
+        FEED + "test_it_goes_on_behind_each_batch",
+    ),
+    Fault(
+        "a step is committed with the place of the next one's batch, which is fetched already",
+        (
+            (
+                "model/steps.py",
+                "                    self._done = step\n                    self._commit(stop)\n",
+                "                    self._done = step\n"
+                "                    if self._feed is not None:\n"
+                "                        self._ahead = self._batch(step + 1, stop)\n"
+                "                    self._commit(stop)\n",
+            ),
+            (
+                "model/steps.py",
+                "yield step, self._batch(step, stop)\n",
+                'yield step, vars(self).pop("_ahead") if "_ahead" in vars(self) else self._batch(step, stop)\n',
+            ),
+        ),
+        "tests/crash/test_steps.py::test_killed_at_each_line_a_loop_sees_what_an_undisturbed_one_does",
+    ),
     # Words that are compared later
     fault(
         "a rank uses bytes of a rank that has said something else",
@@ -1334,6 +1404,20 @@ FAULTS = [
         "if each[2] > taken]",
         "if each[2] > taken + 1]",
         "tests/parity/test_near_bytes.py::test_values_are_those_of_plain_tensors",
+    ),
+    fault(
+        "bytes of ranks meet that have said the same last, and other things before",
+        "runtime/ranks/group.py",
+        "        self.digest = zlib.crc32(text.encode(), self.digest)",
+        "        self.digest = zlib.crc32(text.encode())",
+        PARTINGS + "test_bytes_of_ranks_that_said_different_things_do_not_meet",
+    ),
+    fault(
+        "words of ranks come back in another order than that of ranks",
+        "runtime/ranks/group.py",
+        "words.roll(index, 0)",
+        "words",
+        "tests/parity/test_levels.py::test_few_words_of_all_ranks_are_in_their_order",
     ),
     fault(
         "a backward that broke off at its end leaves sums to the next one",
@@ -1582,6 +1666,13 @@ FAULTS = [
         "        if crc32c_of_tensor(values) != self._document",
         "        if False and self._document",
         PUBLISH + "test_a_damaged_checkpoint_is_not_believed",
+    ),
+    fault(
+        "an older published checkpoint goes before the next one is whole",
+        "checkpoint/publisher.py",
+        "            if each.is_of(generation.run_id) and not place.is_whole(each):\n",
+        "            if each.is_of(generation.run_id):\n",
+        PUBLISH + "test_a_kill_at_each_operation_leaves_a_whole_checkpoint",
     ),
     fault(
         "checkpoints of other runs are deleted",

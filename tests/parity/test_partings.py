@@ -120,6 +120,7 @@ def exchange_apart(rank: int, world_size: int) -> list[bool]:
     course = Course()
     exchange = HostExchange(dist.new_group(list(range(world_size))), course)
     course.go(f"rank {rank}")
+    course.go("the same")
     apart = torch.full(((rank + 1) * 1000 * world_size,), float("nan"))
     apart.tensor_split(world_size)[rank].fill_(rank)
     launched = exchange.gather(apart)
