@@ -27,6 +27,8 @@ PAPER: Mapping[int, Callable[[float, int], float]] = {
 """Bytes of one rank by stage."""
 SIZES, RANKS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}, (1, 4, 16, 64, 256, 1024)
 GPUS_OF_PAPER, DIVIDE_LAYERS, GPU_BYTES = 400, 16, 32e9
+HIDDEN, FLOPS_OF_GPU, LINK_BYTES = 8192, 38e12, 12.5e9
+"""Of its models of 100B: the width, arithmetic where layers are divided inside of machines, and a link between two."""
 GPUS = (1, 2, 8, 16, 64, 256, 1024)
 TOKENS = (1024, 8192)
 
@@ -47,6 +49,17 @@ def largest(stage: int) -> float:
     some = 16e9
     of_rank = planned_bytes(some / DIVIDE_LAYERS, GPUS_OF_PAPER // DIVIDE_LAYERS, stage)
     return some * GPU_BYTES / of_rank
+
+
+def times_of_layers_over_machines(numel: float, gpus: int) -> float:
+    """Seconds of a step whose layers are divided over `gpus` of several machines, over those of its arithmetic.
+
+    Per token a parameter has 8 FLOPs with recompute. A layer adds up hidden states, of 16 bits, twice in each of two
+    forwards and a backward. A ring takes them over the link twice.
+    """
+    num_layers = numel / (12 * HIDDEN**2)
+    compute_s = 8 * numel / (gpus * FLOPS_OF_GPU)
+    return 1 + num_layers * 6 * 2 * 2 * HIDDEN / LINK_BYTES / compute_s
 
 
 def step_of(gpus: int, tokens: int) -> Forecast:

@@ -140,6 +140,8 @@ class Machine:
     """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
     """Where the figures come from: shown with each prediction."""
+    agreement_s: float = 0.0
+    """Seconds of a step in which ranks of several machines wait for each other's words and norms."""
 
     def streams(self, resource: Resource) -> float:
         """Bytes a second; of compute, through the device's memory."""
@@ -285,6 +287,19 @@ class Cluster:
 
 
 ONE_RANK_ALONE = Cluster()
+ROUND_TRIP_S = 1e-4
+"""Between two machines of a local network, gloo's part included."""
+ROUNDS_OF_MACHINES, ROUNDS_OF_RANKS = 5, 2
+"""Of a clipped step that all ranks know: of words, and of numbers. `tests/helpers/agreeing.py` counts them."""
+
+
+def agreement_s(cluster: Cluster) -> float:
+    """Seconds of a step in which words double with each hop, among machines and then among ranks; a hop is a round
+    trip."""
+    if cluster.nodes == 1:
+        return 0.0
+    of_machines, of_ranks = ((count - 1).bit_length() for count in (cluster.nodes, cluster.ranks))
+    return ROUND_TRIP_S * (ROUNDS_OF_MACHINES * of_machines + ROUNDS_OF_RANKS * of_ranks)
 
 
 def share_of_rank(
@@ -321,6 +336,7 @@ def share_of_rank(
         drive_takes_turns=drives.takes_turns,
         network_bytes=network,
         replica_bytes=replica,
+        agreement_s=agreement_s(cluster),
         source=f"{name} computes at {share.of_peak:g} of its {tflops:g} TFLOPS{assumed} (a published run: "
         f"{share.run}); memory, links and a {gpu.host} at {STREAM_SHARE:g} of data sheets{cores}, not measured",
     )
@@ -380,6 +396,7 @@ def default_machine(
             drive_takes_turns=drives.takes_turns,
             network_bytes=network,
             replica_bytes=replica,
+            agreement_s=agreement_s(cluster),
             source=f"defaults for a CPU with {num_cores} cores, not measured",
         )
     preset = gpu_of_device(device_name)

@@ -8,7 +8,7 @@ A step is a few phases, one after the other. The first forward has the update be
 each backward, and the time between the last backward and the next forward. Resources work side by side in a phase. It
 lasts as long as its busiest resource, plus what one unit takes on the other resources before that resource begins and
 after it ends. Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a
-resource's total.
+resource's total. Ranks agree between phases.
 
 [Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer took
 640 lines more. It gave the same step within 1.2% for 21 published runs, and within 8% for 13 placements on a CPU. It
@@ -49,6 +49,9 @@ from zero_offload.plan.shapes import UnitWork
 
 TOKENS_UNKNOWN = 2048
 """Tokens of a step where the caller does not say how many."""
+
+PYTHON_S = 0.9e-4
+"""Of each unit in a step, for each other rank where all compute on CPUs (benchmarks/limits.py ranks, to 16)."""
 
 Tiers = Mapping[StateKind, Tier]
 Numbers = npt.NDArray[np.float64]
@@ -502,6 +505,11 @@ def step_times(workload: StepWorkload, totals: Totals, machine: Machine, budget:
             exposed_s[cause] += count * (longer_s - lasts_s)
             lasts_s = longer_s
         step_s += count * lasts_s
+    together_s = machine.agreement_s
+    if machine.is_host:
+        together_s += PYTHON_S * (workload.partition.world_size - 1) * len(workload.units)
+    step_s += together_s
+    exposed_s[Cause.GRADS] += together_s
     resources = _resources(np.tensordot(_counts(workload.batch), work, 1), machine)
     least_s = np.maximum(step_s, resources.max(1))
     exposed_s[Cause.COMMIT] += least_s - step_s
