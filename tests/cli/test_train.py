@@ -167,6 +167,27 @@ def test_ctrl_c_commits_and_the_same_command_continues(
     assert _losses(out) == _losses(whole_run[0])
 
 
+def test_a_run_whose_drive_is_lost_goes_on_from_what_it_published(
+    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out, place = tmp_path / "run", tmp_path / "shared"
+    published = ["--publish", place, "--publish-every", 1, "--publish-keep", 1, "--commit-every", 1]
+    arguments = [*SIZES, "--data", text, "--out", out, *published]
+    done = _here(capsys, *arguments)
+    assert done.code == 0, done.err
+    (name,) = (each.name for each in place.iterdir())
+    assert f"-step-{STEPS}-" in name
+    shutil.rmtree(out / "nvme")
+    more = _here(capsys, *arguments, "--steps", STEPS + 2)
+    assert more.code == 0, more.err
+    assert f"resuming from step {STEPS} " in more.out and len(_rows(out)) == STEPS + 2
+    assert _losses(out)[:STEPS] == _losses(whole_run[0])
+    shutil.rmtree(out / "nvme")
+    shutil.rmtree(place)
+    lost = _here(capsys, *arguments)
+    assert lost.code == 5 and "as are its states" in lost.err
+
+
 def test_tiers_do_not_change_the_numbers(
     whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path, capsys: Capture
 ) -> None:

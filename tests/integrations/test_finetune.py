@@ -116,6 +116,16 @@ def test_its_calls_come_in_the_order_of_its_path(place: Place, tmp_path: Path) -
     assert out_of_order(names, seen) == []
 
 
+def test_a_run_whose_drive_is_lost_goes_on_from_what_it_published(place: Place, tmp_path: Path) -> None:
+    flags = ("--lora", RANK, "--publish", tmp_path / "shared", "--publish-every", 1)
+    plain = run(place, tmp_path / "plain", "--lora", RANK, steps=2)
+    first = run(place, tmp_path / "out", *flags, steps=2)
+    assert column(first) == column(plain)
+    shutil.rmtree(tmp_path / "out" / "nvme")
+    more = run(place, tmp_path / "out", *flags, steps=3)
+    assert column(more)[:2] == column(first) and len(column(more)) == 3
+
+
 # The plain model's numbers
 
 

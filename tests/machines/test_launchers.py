@@ -1,4 +1,4 @@
-"""Launchers beside torchrun: a batch file of SLURM, with commands that stand in for SLURM's, and Ray Train."""
+"""Launchers beside torchrun: SLURM, with commands that stand in for its own, a Job of Kubernetes, and Ray Train."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.launched import free_port
 
@@ -96,6 +97,61 @@ def test_a_batch_job_that_is_taken_away_is_queued_again_and_goes_on(tmp_path: Pa
     for rank in (0, 1):
         done, rest = steps_in(first, rank), steps_in(again, rank)
         assert done + rest == [*range(1, 61)]
+
+
+def _pod(folder: Path, index: int, port: str, number: int) -> tuple[subprocess.Popen[bytes], Path]:
+    """A start of the container's command of `kubernetes.yaml`, with the variables that differ here."""
+    _, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    assert (job["spec"]["completionMode"], job["spec"]["completions"]) == ("Indexed", 2)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    commands = folder / "bin"
+    commands.mkdir(exist_ok=True)
+    (commands / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    (commands / "torchrun").chmod(0o755)
+    environment = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "JOB_COMPLETION_INDEX": str(index),
+        "HEAD": "127.0.0.1",
+        "PORT": port,
+        "RANKS": "1",
+        "DIRECTORY": str(folder / "tiers"),
+    }
+    out = folder / f"pod{index}-{number}.txt"
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            [*container["command"], *container["args"]],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process, out
+
+
+def test_a_pod_of_a_job_that_is_taken_away_starts_again_and_both_go_on(tmp_path: Path) -> None:
+    port = free_port()
+    pods = [_pod(tmp_path, index, port, 0) for index in (0, 1)]
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not all("step 6: loss" in out.read_text() for _, out in pods):
+            assert all(process.poll() is None for process, _ in pods), pods[0][1].read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        pods[1][0].send_signal(signal.SIGTERM)  # to the container's first process, as the kubelet does
+        assert pods[1][0].wait(LIMIT_S) == 75, pods[1][1].read_text()
+        pods.append(_pod(tmp_path, 1, port, 1))
+        for process, out in (pods[0], pods[2]):
+            assert process.wait(LIMIT_S) == 0, out.read_text()
+    finally:
+        for process, _ in pods:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    printed = "".join(out.read_text() for _, out in pods)
+    for rank in (0, 1):
+        assert sorted(steps_in(printed, rank)) == [*range(1, 61)]
 
 
 def test_ray_starts_a_rank_again_and_it_goes_on(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def given_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def steps_or_duration(text: str) -> int | str:
-    """The text of --commit-every; `OffloadConfig` says what is wrong with it."""
+    """The text of --commit-every or --publish-every; `OffloadConfig` says what is wrong with it."""
     return int(text) if text.isdecimal() else text
 
 
@@ -97,6 +97,20 @@ def add_offload_flags(group: argparse._ArgumentGroup, offload: OffloadConfig, ou
         type=steps_or_duration,
         metavar="STEPS|DURATION",
     )
+    add(
+        "--publish",
+        "publish",
+        "a directory or URL that gets copies of generations, as torch's checkpoints",
+        metavar="DIR",
+    )
+    add(
+        "--publish-every",
+        "publish_every",
+        "between such copies: steps or a duration",
+        type=steps_or_duration,
+        metavar="STEPS|DURATION",
+    )
+    add("--publish-keep", "publish_keep", "such copies that stay, the newest ones", type=int, metavar="N")
 
 
 def add_budget_flags(group: argparse._ArgumentGroup, prefix: str = "") -> None:

@@ -182,7 +182,7 @@ def reading(folder: ModelFolder, offload: OffloadConfig, *, is_first: bool) -> I
     places = [path / "read" for path in offload.nvme_dirs]
     config = replace(
         offload, params="nvme" if places else "cpu", grads="cpu", optimizer="cpu", nvme=places, nvme_capacity=None,
-        durability="scratch", existing="refuse", generation=None, commit_every=1,
+        durability="scratch", existing="refuse", generation=None, commit_every=1, publish=None,
     )  # fmt: skip
     model = build_model(folder, config, None, trains=False)
     try:

@@ -49,7 +49,8 @@ def find_bottleneck(workload: StepWorkload, placement: Placement, machine: Machi
 def without_offload(workload: StepWorkload, machine: Machine) -> float:
     """Seconds of the same step with everything in the device's memory, if it were large enough, and nothing kept."""
     everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
-    changes: dict[str, Any] = {"durability": "scratch", "generation": None, "activations": "device", "overlap": "none"}
+    changes: dict[str, Any] = {"durability": "scratch", "generation": None, "publish": None}
+    changes |= {"activations": "device", "overlap": "none"}
     plain = replace(workload, config=replace(workload.config, **changes))
     placement = Placement(tuple(everything for _ in workload.units), Budget(0, 0, 0, machine.is_host))
     return predict(plain, placement, machine).step_s

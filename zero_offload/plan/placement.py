@@ -453,6 +453,8 @@ def _fitting(
     """In words, those of the changes tried under which the units fit; an empty text where nothing is changed."""
     automatic = [kind.value for kind in PLACED_KINDS if isinstance(config.placement_of(kind), str)]
     for every in tried:
+        if config.publish is not None and "durability" in every:
+            continue  # without generations there is nothing to publish
         changes = {name: value for name, value in every.items() if getattr(config, name) != value}
         found = [_try(units, *_with_changes(config, changes, hardware), partition)]
         if automatic and config.nvme_dirs and None in changes.values():

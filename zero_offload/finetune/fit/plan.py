@@ -307,7 +307,9 @@ class Planner:
             return None
         in_memory: dict[str, Any] = {"grads": "cpu", "optimizer": "cpu", "device_memory": None, "cpu_memory": None}
         params = "nvme" if config.nvme_dirs else "cpu"
-        return replace(config, params=params, durability="scratch", commit_every=1, nvme_capacity=None, **in_memory)
+        return replace(
+            config, params=params, durability="scratch", commit_every=1, publish=None, nvme_capacity=None, **in_memory
+        )
 
     @functools.cached_property
     def _reference_bytes(self) -> dict[Tier, int]:
