@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,9 +59,17 @@ class Hosts:
     """A network of machines."""
 
     def __init__(
-        self, folder: Path, count: int, *, is_shared: bool = False, room: int | None = None, delay_s: float = 0.0
+        self,
+        folder: Path,
+        count: int,
+        *,
+        is_shared: bool = False,
+        room: int | None = None,
+        delay_s: float = 0.0,
+        rate: str = "",
     ) -> None:
-        """`is_shared`: all machines have the first one's directory. `room`: bytes of each. `delay_s`: of a packet."""
+        """`is_shared`: all machines have the first one's directory. `room`: bytes of each. `delay_s`: of a packet;
+        `rate`: of what each machine sends then, in tc's words, in packets as large as they can be."""
         # The kernel's names of links have 15 letters at most.
         self._tag, number = f"z{os.getpid() % 100000}", os.getpid() % 200
         self.drive = folder / "drive"
@@ -69,7 +78,7 @@ class Hosts:
             Host(f"{self._tag}h{i}", f"10.88.{number}.{i + 1}", folder / f"host{0 if is_shared else i}")
             for i in range(count)
         ]
-        self._folder, self._room, self._delay_s = folder, room, delay_s
+        self._folder, self._room, self._delay_s, self._rate = folder, room, delay_s, rate
         self._device = "tun0" if delay_s else "eth0"
         self._relay: subprocess.Popen[str] | None = None
 
@@ -88,6 +97,11 @@ class Hosts:
         for host in self.hosts:
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", self._device)
             _ip("-n", host.name, "link", "set", self._device, "up")
+            if self._rate:
+                _ip("-n", host.name, "link", "set", self._device, "mtu", "65000")
+                limit = ["tbf", "rate", self._rate, "burst", "2mb", "latency", "50ms"]
+                shape = ["tc", "-n", host.name, "qdisc", "add", "dev", self._device, "root", *limit]
+                subprocess.run(shape, check=True, capture_output=True, text=True)
 
     def _open_bridge(self) -> None:
         _ip("link", "add", self._tag, "type", "bridge")
@@ -114,6 +128,11 @@ class Hosts:
         if self._room is not None:
             for folder in {host.folder for host in self.hosts}:
                 subprocess.run(["umount", "-l", folder], check=False)
+
+    def delay(self, on: bool) -> None:
+        """Packets come late, as from the beginning, or at once."""
+        assert self._relay is not None
+        self._relay.send_signal(signal.SIGUSR2 if on else signal.SIGUSR1)
 
     def cut(self, index: int) -> None:
         """From now on nothing comes to this machine or from it."""
@@ -221,9 +240,15 @@ class Program:
 
 @contextlib.contextmanager
 def hosts_of(
-    folder: Path, count: int, *, is_shared: bool = False, room: int | None = None, delay_s: float = 0.0
+    folder: Path,
+    count: int,
+    *,
+    is_shared: bool = False,
+    room: int | None = None,
+    delay_s: float = 0.0,
+    rate: str = "",
 ) -> Iterator[Hosts]:
-    hosts = Hosts(folder, count, is_shared=is_shared, room=room, delay_s=delay_s)
+    hosts = Hosts(folder, count, is_shared=is_shared, room=room, delay_s=delay_s, rate=rate)
     try:
         hosts.open()
         yield hosts

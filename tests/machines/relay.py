@@ -1,6 +1,7 @@
 """relay.py DELAY_S NAMESPACE=ADDRESS...: a network between namespaces that delivers each packet after a delay.
 
-Each namespace has a device `tun0` with its address. The kernel here has no netem. Ends with its process.
+Each namespace has a device `tun0` with its address. The kernel here has no netem. After SIGUSR1 packets come at once,
+after SIGUSR2 late again. Ends with its process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import selectors
+import signal
 import struct
 import sys
 import time
@@ -36,6 +38,9 @@ def open_device(namespace: str) -> int:
 
 def relay(delay_s: float, devices: dict[bytes, int]) -> None:
     """Deliver packets by the address that they are for, in the order in which they came."""
+    delays_s = [delay_s]
+    signal.signal(signal.SIGUSR1, lambda *_: delays_s.append(0.0))
+    signal.signal(signal.SIGUSR2, lambda *_: delays_s.append(delay_s))
     selector = selectors.DefaultSelector()
     for device in devices.values():
         selector.register(device, selectors.EVENT_READ)
@@ -48,7 +53,7 @@ def relay(delay_s: float, devices: dict[bytes, int]) -> None:
             except BlockingIOError:
                 continue
             if (to := devices.get(packet[16:20])) is not None:  # of IPv4; others are the kernel's own
-                waiting.append((time.monotonic() + delay_s, to, packet))
+                waiting.append((time.monotonic() + delays_s[-1], to, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, to, packet = waiting.popleft()
             os.write(to, packet)

@@ -102,6 +102,11 @@ def test_late_collectives_change_no_bit(
         assert outstanding[REDUCE] == 1
 
 
+def test_gathers_of_several_small_units_are_under_way_at_once(pool: RankPool) -> None:
+    for _, outstanding in pool.succeed(train_with, case_of(3, params="cpu"), late, 1 << 20):
+        assert outstanding[GATHER] > 1
+
+
 def test_gathers_run_ahead_and_reductions_behind(pool: RankPool) -> None:
     for gathers, reductions_ in pool.succeed(count_ahead, case_of(3, params="cpu")):
         assert gathers > 0 and reductions_ > 0

@@ -36,6 +36,8 @@ from zero_offload.storage.shards.store import ShardStore
 
 NEVER = 1 << 62
 """Position of the next use of a unit that the rest of the cycle does not need."""
+BYTES_AHEAD = 2 << 20
+"""Gathers of CPU ranks run ahead of their use until there are so many bytes of them, of one unit at least."""
 UNITS_AHEAD = 2
 """In a cycle that repeats, memory for so many units of a usual size is what prefetch takes from others: one arrives,
 one is next. See [Note: what stays between tokens]."""
@@ -399,16 +401,30 @@ class ParamPrefetcher:
             self._gather_ahead(unit)
 
     def _gather_ahead(self, in_use: Unit) -> None:
-        """Launch the gathers of the unit that comes next: they run beside the compute of the one in use."""
+        """Launch the gathers of the unit that comes next: they run beside the compute of the one in use.
+
+        Where a CPU computes, those of several small units are under way: ranks wait for each other less often.
+        """
         self.gatherer.waited_for(in_use)
-        following = next(self.schedule.upcoming(this_cycle=True), None)
-        if following is not None and self.gatherer.may_run_ahead(self._units[following]):
-            unit = self._units[following]
-            if unit.state is UnitState.AWAITING:
-                self._resolve(unit, Urgency.NORMAL)
-            if unit.state is UnitState.FETCHING:
+        if self._complete_at == self._evictor.num_evictions:
+            return
+        on_host, nbytes = self._uploader is None, 0
+        for index in self.schedule.upcoming(this_cycle=True):
+            unit = self._units[index]
+            if on_host and unit.state is UnitState.PRESENT:
+                continue
+            if not self.gatherer.has(unit):
+                if not self.gatherer.may_run_ahead(unit):
+                    return
+                if unit.state is UnitState.AWAITING:
+                    self._resolve(unit, Urgency.NORMAL)
+                if unit.state is not UnitState.FETCHING:
+                    return
                 with self._loader.ahead(unit):
                     self.gatherer.launch(unit)
+            nbytes += sum(section.flat.nbytes for section in unit.sections)
+            if not on_host or nbytes >= BYTES_AHEAD:
+                return
 
     def fetch_for_access(self, unit: Unit) -> None:
         """Have the unit here for a use that belongs to no forward or backward; the schedule does not learn of it."""
