@@ -62,7 +62,8 @@ class NearBytes(Neighbours):
     def end(self, number: int) -> None:
         """This rank needs nothing of the exchange any more."""
         self._open.pop(number, None)
-        self._mine.words[_TAKEN] = min(self._open, default=self._last + 1) - 1
+        # By a post: on processors that reorder, a plain store may be seen before the reads of the bytes are over.
+        self._mine.post(_TAKEN, min(self._open, default=self._last + 1) - 1)
 
     def put(self, number: int, lane: int, tag: int, pieces: Sequence[torch.Tensor]) -> bool:
         """Lay down `pieces`, (nbytes,) uint8, one behind the other. False if there is no room: others learn that, and
