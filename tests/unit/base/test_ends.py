@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import zero_offload as zo
 from tests.helpers.fresh import run_script
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.without_library import whole_run_without_library
+from zero_offload.base.ends import ExitGate
 
 SCRIPT = """
 import sys
@@ -42,6 +45,45 @@ def test_the_latest_is_told_first_and_an_error_stops_no_other() -> None:
 def test_a_child_is_told() -> None:
     fork = "import os\nif (pid := os.fork()) == 0: os._exit(0)\nos.waitpid(pid, 0)"
     assert said(SCRIPT.replace("METHOD", "in_child") + fork) == ["last", "first"]
+
+
+GATED = """
+import threading, time
+import torch.distributed as dist
+from zero_offload.base.ends import exit_gate
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.set("key", "value")
+def run():
+    while True:
+        with exit_gate.inside():
+            store.get("key")
+for _ in range(3):
+    threading.Thread(target=run, daemon=True).start()
+time.sleep(0.2)
+print("over", flush=True)
+"""
+
+
+def test_a_program_whose_threads_ask_a_store_ends_as_it_should() -> None:
+    ended = run_script(GATED)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
+
+
+def test_the_end_waits_for_no_thread_that_hangs() -> None:
+    gate, came, goes_on = ExitGate(patience_s=0.2), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with gate.inside():
+            came.set()
+            goes_on.wait()
+
+    threading.Thread(target=hang, daemon=True).start()
+    assert came.wait(10)
+    began = time.monotonic()
+    gate.shut()
+    assert 0.2 <= time.monotonic() - began < 10
+    with gate.inside():  # this is no daemon thread
+        goes_on.set()
 
 
 def _train(nvme: Path, closes: bool) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from zero_offload.base.ends import exit_gate
 from zero_offload.base.events import Counters
 from zero_offload.runtime.ranks.group import Course, Group, RankGroup, all_gather, reduce_scatter
 from zero_offload.runtime.ranks.near_bytes import LARGEST, NearBytes, open_near_bytes
@@ -88,7 +89,8 @@ def _carry(calls: SimpleQueue[tuple[Callable[[], list[Any]], Future[list[Any]]] 
     while (asked := calls.get()) is not None:
         call, made = asked
         try:
-            made.set_result(call())
+            with exit_gate.inside():
+                made.set_result(call())
         except Exception as error:
             made.set_exception(error)
         del asked, call, made  # they hold the exchange

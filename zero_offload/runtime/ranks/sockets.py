@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from zero_offload.base.ends import exit_gate
+
 SILENT_S = 14
 """So long may a machine be silent. A network that is away for 10 s is not noticed: TCP sends again after 12.6 s."""
 _IDLE_S, _EVERY_S, _COUNT = 5, 3, 3
@@ -77,13 +79,14 @@ def end_device_groups() -> None:
             on_devices.append((group, group._get_backend(device)))
     # Together, as torch's own abort of all groups does: one alone might wait for another.
     starts = [backend for _, backend in on_devices if hasattr(backend, "_group_start")][:1]
-    for backend in starts:
-        backend._group_start()
-    for group, _ in on_devices:
-        with contextlib.suppress(RuntimeError):
-            group.abort()
-    for backend in starts:
-        backend._group_end()
+    with exit_gate.inside():
+        for backend in starts:
+            backend._group_start()
+        for group, _ in on_devices:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        for backend in starts:
+            backend._group_end()
 
 
 def _on_tcp(fd: int, name: str, act: Callable[[socket.socket], object]) -> None:

@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d
 
 from zero_offload.base import errors
 from zero_offload.base.alike import Compared, difference, word_of
+from zero_offload.base.ends import exit_gate
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.ranks import alive
 from zero_offload.runtime.ranks.alive import STOPPED_S
@@ -191,7 +192,7 @@ class RankWatch:
         self._others = tuple(member for member in members if member != self.rank)
         # A connection of its own: the default group's may be gone before the last word.
         with watched_sockets(of_group=False):
-            self._store, self._words = _new_store(), _new_store()
+            self._store, self._words = _Store(), _Store()
         self._say("at", json.dumps(RankProcess.here()))
         for kind in ("failed", "waits", "ended", "seen", "asked"):
             self._say(kind, "")
@@ -244,7 +245,8 @@ class RankWatch:
         if began is not None and time.monotonic() - began >= 1:
             return True
         on_device = self._on_device
-        return on_device is not None and time.monotonic() - on_device[0] >= 1 and not on_device[1]()
+        with exit_gate.inside():
+            return on_device is not None and time.monotonic() - on_device[0] >= 1 and not on_device[1]()
 
     def goes_on_after(self, has_passed: Callable[[], bool]) -> None:
         """The device waits for other ranks in what was launched before; any thread may ask whether it goes on."""
@@ -411,7 +413,7 @@ class RankWatch:
         if self.rank in firsts:
             at = firsts.index(self.rank)
             for rank in {firsts[at - 1], firsts[(at + 1) % len(firsts)], firsts[0]} - {self.rank}:
-                store, mine = _new_store(), weakref.ref(self)
+                store, mine = _Store(), weakref.ref(self)
                 threading.Thread(
                     target=_ask, args=(mine, store, rank), name=f"zero_offload-ask-{rank}", daemon=True
                 ).start()
@@ -496,10 +498,21 @@ def _ask(watch: weakref.ref[RankWatch], store: Any, rank: int) -> None:
             del held
 
 
-def _new_store() -> Any:
-    """A connection of its own to the program's store."""
-    with watched_sockets(of_group=False):
-        return distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+class _Store:
+    """A connection of its own to the program's store, for all threads."""
+
+    def __init__(self) -> None:
+        with watched_sockets(of_group=False):
+            self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def gated(*args: Any) -> Any:
+            with exit_gate.inside():
+                return call(*args)
+
+        return gated
 
 
 ErrorReport = tuple[str, str] | None
