@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,3 +255,22 @@ def test_what_the_program_has_chosen_stays(found: list[DeviceChoice], chosen: li
 def test_two_ranks_share_no_gpu(found: list[DeviceChoice]) -> None:
     with pytest.raises(zo.ConfigError, match=r"ranks 4 and 6 on a compute on the same GPU .*set_device_index"):
         choose_gpus(found, [4, 6])
+
+
+def look_at(rank: int, places: Sequence[Path]) -> list[str]:
+    places[rank].mkdir(exist_ok=True)
+    with joined_ranks() as ranks:
+        try:
+            ranks.check_shared(places[rank])
+        except zo.ConfigError as error:
+            return [str(error)]
+    return []
+
+
+def test_ranks_whose_runs_are_in_other_directories_are_told(tmp_path: Path) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    assert start(partial(look_at, places=[shared, shared])) == [[], []]
+    first, second = start(partial(look_at, places=[shared, other]))
+    assert "rank 1 on " in first[0] and "give --out a directory that all machines see" in first[0]
+    assert str(shared) in first[0] and str(other) in second[0]
+    assert not [*shared.iterdir(), *other.iterdir()]

@@ -107,7 +107,8 @@ def finetune(
         stream = (stream or sys.stdout) if ranks.is_first else None
         progress, run_dir = Progress(stream, 0), RunDir(config.out)
         with run_dir.held() if ranks.is_first and not dry_run else nullcontext() as place:
-            ranks.wait()  # the first one has made the directory
+            if not dry_run:
+                ranks.check_shared(config.out)
             config, folder = _open(config)
             _refuse_strangers(run_dir)
             for line in check_outputs(folder, trains=True):

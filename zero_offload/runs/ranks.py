@@ -5,14 +5,19 @@ Never moves a tensor of the model. The calls: `joined_ranks()` around the whole 
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zero_offload.base.alike import name_ranks
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_tensor
 from zero_offload.runtime.ranks.join import join, launched_ranks
 from zero_offload.runtime.ranks.watch import RankWatch
@@ -53,6 +58,31 @@ class Ranks:
         if self.size > 1:
             with self.watch.waiting("the start, at which all ranks meet"):
                 dist.barrier()
+
+    def check_shared(self, directory: Path) -> None:
+        """Raise ConfigError on all ranks where one does not see what the first one writes into `directory`; every rank
+        calls."""
+        if self.size == 1:
+            return
+        mark = directory / self.of_first(f".seen-{secrets.token_hex(8)}")
+        if self.is_first:
+            mark.touch()
+        try:
+            self.wait()
+            found = [("", False)] * self.size
+            with self.watch.waiting("a look at the run's directory"):
+                dist.all_gather_object(found, (socket.gethostname(), mark.exists()))
+        finally:
+            if self.is_first:
+                mark.unlink(missing_ok=True)
+        blind = [rank for rank, (_, sees) in enumerate(found) if not sees]
+        if blind:
+            hosts = ", ".join(dict.fromkeys(found[rank][0] for rank in blind))
+            raise ConfigError(
+                f"{directory} keeps the run, and what rank 0 on {found[0][0]} writes there is not seen by "
+                f"{name_ranks(blind)} on {hosts}: give --out a directory that all machines see, such as one on NFS, by "
+                "its whole path, and drives of each machine to --nvme"
+            )
 
     def _sum(self, value: float) -> float:
         total = host_tensor(value, torch.float64)  # (): goes over gloo on every machine

@@ -109,6 +109,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
         run_dir = RunDir(config.out)
         with run_dir.held() if ranks.is_first else nullcontext() as place:
+            ranks.check_shared(config.out)
             before = {} if existing is Existing.DISCARD else earlier_identity(run_dir) or {}
             context, identity, about = _set_up(config, corpus, ranks, existing)
             progress.note("\n".join(PlanTable.from_dict(about["planned"]).lines("plan")))
