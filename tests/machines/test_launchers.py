@@ -154,6 +154,7 @@ def test_a_pod_of_a_job_that_is_taken_away_starts_again_and_both_go_on(tmp_path:
         assert sorted(steps_in(printed, rank)) == [*range(1, 61)]
 
 
+@pytest.mark.full  # beside other tests Ray may not start its workers in minutes
 def test_ray_starts_a_rank_again_and_it_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason="Ray is not here: pip install 'ray[train]'")
     out = tmp_path / "out.txt"
