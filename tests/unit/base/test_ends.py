@@ -82,7 +82,7 @@ def test_the_end_waits_for_no_thread_that_hangs() -> None:
     began = time.monotonic()
     gate.shut()
     assert 0.2 <= time.monotonic() - began < 10
-    with gate.inside():  # this is no daemon thread
+    with gate.inside():  # the main thread just passes
         goes_on.set()
 
 
