@@ -18,11 +18,11 @@ from tests.machines.hosts import Hosts, Program, hosts_of, unsupported
 
 PROGRAM = Path(__file__).with_name("program.py")
 EXIT_CODE, MANY = 75, 100_000
-START_S = 120
+START_S = 180
 """For a start of Python beside other tests."""
-NAMED_S, CUT_OFF_S = 25, 40
-"""Until ranks have named a machine that is gone, which takes 20 s. Ranks of a machine that hears the others, and cannot
-answer, may wait until these have given up."""
+NAMED_S, CUT_OFF_S = 45, 60
+"""Until ranks have named a machine that is gone, which takes 20 s, and more beside other tests. Ranks of a machine that
+hears the others, and cannot answer, may wait until these have given up."""
 ROOM = 64 << 20
 MORE = 3
 """Steps of the second start."""

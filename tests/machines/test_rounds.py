@@ -14,7 +14,7 @@ from tests.helpers.ranks import Case, RankPools
 from tests.machines.hosts import PORT, Hosts, Program, hosts_of, unsupported
 
 PROGRAM = Path(__file__).with_name("pair.py")
-START_S = 120
+START_S = 180
 """For a start of Python beside other tests."""
 
 

@@ -15,9 +15,10 @@ from tests.machines.hosts import Program, hosts_of, unsupported
 
 PROGRAM = Path(__file__).with_name("late.py")
 MANY = 100_000
-START_S = 120
+START_S = 180
 """For a start of Python beside other tests."""
-NAMED_S = 20
+NAMED_S, LATE_S = 35, 40
+"""Until ranks have named another, which takes 20 s, and more beside other tests; and how long a rank is late."""
 ERROR = re.compile(r"^RankError at ([\d.]+): (.*)", re.MULTILINE)
 
 
@@ -82,7 +83,7 @@ def test_ranks_that_are_late_are_waited_for(tmp_path: Path) -> None:
 def test_a_rank_that_is_late_while_a_machine_ends_is_not_blamed(late: int, how: str, tmp_path: Path) -> None:
     """It comes when the others have ended, and rank 0's process, with the store, may be one of them."""
     with hosts_of(tmp_path, 3) as hosts:
-        programs = hosts.start(PROGRAM, MANY, f"{late}:3:{how}:{2 * NAMED_S}")
+        programs = hosts.start(PROGRAM, MANY, f"{late}:3:{how}:{LATE_S}")
         programs[late].wait_for(how, START_S)
         for program in programs:
             program.wait_for("step 2 ", START_S)

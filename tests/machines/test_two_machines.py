@@ -20,7 +20,7 @@ from tests.machines.hosts import Hosts, Program, hosts_of, unsupported
 PROGRAM, LOOP = (Path(__file__).with_name(name) for name in ("program.py", "loop.py"))
 MANY = 100_000
 PAIR = (0, 1)
-START_S = 120
+START_S = 180
 """For a start of Python beside other tests."""
 
 
