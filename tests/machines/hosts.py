@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29511
@@ -239,16 +240,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def hosts_of(
-    folder: Path,
-    count: int,
-    *,
-    is_shared: bool = False,
-    room: int | None = None,
-    delay_s: float = 0.0,
-    rate: str = "",
-) -> Iterator[Hosts]:
-    hosts = Hosts(folder, count, is_shared=is_shared, room=room, delay_s=delay_s, rate=rate)
+def hosts_of(folder: Path, count: int, **options: Any) -> Iterator[Hosts]:
+    """The network that `Hosts` makes with these options, until the block ends."""
+    hosts = Hosts(folder, count, **options)
     try:
         hosts.open()
         yield hosts
