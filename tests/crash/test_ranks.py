@@ -34,6 +34,8 @@ from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.runtime.ranks import group, sockets, watch
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
+from zero_offload.runtime.ranks.neighbours import open_channel
+from zero_offload.runtime.ranks.watch import RankWatch
 from zero_offload.storage.files.directory import RunDirectory
 
 WORLD, VICTIM, STEPS, STRIKE = 3, 1, 5, 3
@@ -389,6 +391,46 @@ def test_ranks_close_when_an_update_of_one_has_failed(pool: RankPool, tmp_path: 
     assert whole is None
     assert failed == Failure("StorageError", "the drive is on fire")
     assert [step for step, _ in pool.succeed(look_at_resumed, case)] == [2, 2]
+
+
+def give_up_beside_a_thread_that_waits(rank: int, world_size: int, done: str) -> str:
+    """Rank 0 waits for the other in pages, while another of its threads waits in vain: how the first wait ends."""
+    channel, _ = open_channel(dist.new_group(list(range(world_size))), range(world_size))
+    assert channel is not None
+    if rank != 0:
+        deadline = time.monotonic() + TIME_LIMIT_S + 1
+        while not os.path.exists(done) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return ""
+    watch.LISTEN_S = 0.3
+    view, waits = RankWatch(range(world_size)), threading.Event()
+
+    def commit() -> None:
+        waits.wait()
+        with contextlib.suppress(zo.RankError), view.waiting("a commit"):
+            raise RuntimeError("Connection closed by peer")
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    try:
+        with view.waiting("a step"):
+            waits.set()
+            channel.wait(1)
+        return "came"
+    except zo.RankError as error:
+        return str(error)
+    finally:
+        thread.join()
+        Path(done).touch()
+
+
+def test_a_rank_gives_up_with_all_of_its_threads(tmp_path: Path) -> None:
+    struck = RankPool(2)
+    try:
+        text = struck.succeed(give_up_beside_a_thread_that_waits, str(tmp_path / "done"))[0]
+    finally:
+        struck.close()
+    assert "in a step (connections between ranks have ended)" in text, text
 
 
 # A checkpoint of two ranks is loaded on one

@@ -1724,6 +1724,13 @@ FAULTS = [
         "tests/crash/test_ranks.py::test_a_stopped_rank_is_named_long_before_the_time_out[stop-sockets]",
     ),
     fault(
+        "a rank gives up in one thread, and another waits until the time-out",
+        "runtime/ranks/watch.py",
+        '            self._words.set(self._over, "yes")\n        end_groups()\n',
+        '            self._words.set(self._over, "yes")\n',
+        "tests/crash/test_ranks.py::test_a_rank_gives_up_with_all_of_its_threads",
+    ),
+    fault(
         "the only rank of a machine that is stopped is waited for until the time-out",
         "runtime/ranks/alive.py",
         "num_waits * EACH_S >= STOPPED_S",

@@ -117,9 +117,9 @@ def test_an_end_is_named_by_all_and_the_run_goes_on(
         for program in programs:
             program.end(START_S)
         if is_killed:
-            assert all(
-                f"rank {len(programs) - 1}" in each.said or hosts.hosts[-1].name in each.said for each in survivors
-            )
+            for program in survivors:
+                named = f"rank {len(programs) - 1}" in program.said or hosts.hosts[-1].name in program.said
+                assert named, program.said
         elif mishap == "cut":
             # The store is on the first machine.
             for program in programs[:-per_host]:

@@ -34,7 +34,7 @@ from zero_offload.base.ends import exit_gate
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.ranks import alive
 from zero_offload.runtime.ranks.alive import STOPPED_S
-from zero_offload.runtime.ranks.sockets import end_device_groups, end_groups, watched_sockets
+from zero_offload.runtime.ranks.sockets import end_groups, watched_sockets
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
@@ -231,12 +231,12 @@ class RankWatch:
             self._waits.pop(thread, None)
 
     def _give_up(self) -> None:
-        """Have the others' waits end too, while the store is there to tell them why."""
+        """Have all waits end, the others' and those of this rank's other threads, while the store is there to tell them
+        why. One thread may wait for a rank that is gone, and another for a neighbour that waits for it."""
         self._looks = False
         with contextlib.suppress(RuntimeError):
             self._words.set(self._over, "yes")
-        # This rank's streams wait for collectives that no rank will join, and whatever ends its model waits for them.
-        end_device_groups()
+        end_groups()
 
     @property
     def _is_waiting(self) -> bool:
@@ -597,7 +597,8 @@ def _verdict(witnesses: Sequence[Witness], what: str, *, is_broken: bool) -> str
             f"{_names(gone)} died without a last word: killed (out of memory? see dmesg), or ended by a crash or "
             "os._exit. Its own output is the place to look; the error here only follows from it"
         )
-    if ended := [each for each in witnesses if each.ended and not each.waits]:
+    # A rank that closes its model waits for the others there.
+    if ended := [each for each in witnesses if each.ended and each.waits != what]:
         return (
             f"{_names(ended)} {ended[0].ended} before the others, without an uncaught error: has it less data? "
             "All ranks must do the same number of steps"
