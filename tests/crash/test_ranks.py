@@ -424,7 +424,7 @@ def give_up_beside_a_thread_that_waits(rank: int, world_size: int, done: str) ->
         Path(done).touch()
 
 
-def test_a_rank_gives_up_with_all_of_its_threads(tmp_path: Path) -> None:
+def test_a_step_ends_where_the_commit_of_its_rank_has_given_up(tmp_path: Path) -> None:
     struck = RankPool(2)
     try:
         text = struck.succeed(give_up_beside_a_thread_that_waits, str(tmp_path / "done"))[0]

@@ -1724,11 +1724,11 @@ FAULTS = [
         "tests/crash/test_ranks.py::test_a_stopped_rank_is_named_long_before_the_time_out[stop-sockets]",
     ),
     fault(
-        "a rank gives up in one thread, and another waits until the time-out",
+        "a commit gives up, and the step of its rank waits until the time-out",
         "runtime/ranks/watch.py",
-        '            self._words.set(self._over, "yes")\n        end_groups()\n',
-        '            self._words.set(self._over, "yes")\n',
-        "tests/crash/test_ranks.py::test_a_rank_gives_up_with_all_of_its_threads",
+        "self._looks = threading.current_thread() is not threading.main_thread()",
+        "self._looks = False",
+        "tests/crash/test_ranks.py::test_a_step_ends_where_the_commit_of_its_rank_has_given_up",
     ),
     fault(
         "the only rank of a machine that is stopped is waited for until the time-out",

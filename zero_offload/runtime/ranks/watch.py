@@ -34,7 +34,7 @@ from zero_offload.base.ends import exit_gate
 from zero_offload.base.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.ranks import alive
 from zero_offload.runtime.ranks.alive import STOPPED_S
-from zero_offload.runtime.ranks.sockets import end_groups, watched_sockets
+from zero_offload.runtime.ranks.sockets import end_device_groups, end_groups, watched_sockets
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
@@ -231,12 +231,13 @@ class RankWatch:
             self._waits.pop(thread, None)
 
     def _give_up(self) -> None:
-        """Have all waits end, the others' and those of this rank's other threads, while the store is there to tell them
-        why. One thread may wait for a rank that is gone, and another for a neighbour that waits for it."""
-        self._looks = False
+        """Have the others' waits end too, while the store is there to tell them why."""
+        # The thread of commits may give up alone, while the training thread waits for a neighbour that waits for it.
+        self._looks = threading.current_thread() is not threading.main_thread()
         with contextlib.suppress(RuntimeError):
             self._words.set(self._over, "yes")
-        end_groups()
+        # This rank's streams wait for collectives that no rank will join, and whatever ends its model waits for them.
+        end_device_groups()
 
     @property
     def _is_waiting(self) -> bool:
