@@ -1850,6 +1850,20 @@ FAULTS = [
         THAW + "test_a_resume_trains_what_was_trained",
     ),
     fault(
+        "a module that has rested is trained again with words on the group of a commit that is under way",
+        "model/runtime.py",
+        "self._states.resting:\n                with self.together(call):",
+        "self._states.resting:\n                with self.ranks.together():",
+        "tests/parity/test_words_beside_commits.py::test_a_module_that_has_rested_is_trained_again",
+    ),
+    fault(
+        "a number that another rank's shard has is zero in a state dict",
+        "runtime/ranks/collectives.py",
+        "        if not self.divides:\n            return values\n        # Byte",
+        "        if True:\n            return values\n        # Byte",
+        "tests/parity/test_words_beside_commits.py::test_numbers_of_a_state_dict",
+    ),
+    fault(
         "states that were deleted stand in the next generation",
         "model/runtime.py",
         "        self._drop_deleted_states()\n        self._commits.complete_record",

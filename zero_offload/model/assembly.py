@@ -65,7 +65,7 @@ def assemble(base: Foundation) -> Assembly:
         prefetcher.step_order,
         base.config.commit_every,
         Iterations(),
-        is_first_rank=base.ranks.rank == 0,
+        base.ranks,
         resumes=base.config.existing == Existing.RESUME,
     )
     told = weakref.WeakMethod(commits.fail)  # with a strong one a dropped model would wait for the garbage collector

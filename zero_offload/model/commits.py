@@ -26,6 +26,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.joint import ALONE, CommitPart, JointCommit
 from zero_offload.model.iterations import Iterations
 from zero_offload.optim.worker import Worker
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.shards.snapshot import Snapshot, Snapshots
 
 
@@ -62,18 +63,19 @@ class Commits:
         unit_order: Callable[[], Sequence[int]],
         every: int | str,
         iterations: Iterations,
+        ranks: CommitGroup,
         *,
-        is_first_rank: bool,
         resumes: bool = False,
     ) -> None:
         """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used.
         `every`: as in `OffloadConfig.commit_every`; `iterations`: of which none but whole ones become generations.
-        `is_first_rank`: this rank's clock counts. `resumes`: the program goes on from what is there."""
+        `ranks`: lent to commits; rank 0's clock counts. `resumes`: the program goes on from what is there."""
         self._keeper = keeper
         self._snapshots = snapshots
         self._update_worker, self._commit_worker = workers
         self._unit_order = unit_order
         self._every = every
+        self._ranks = ranks
         self.iterations = iterations
         self._resumes = resumes
         self._has_warned = False
@@ -86,12 +88,12 @@ class Commits:
         """True if this run calls `complete_record`, or is about to: then a record without its part belongs to a step
         that broke off."""
         self._clock: CommitClock | None = None
-        if isinstance(every, str) and is_first_rank and keeper is not None:
+        if isinstance(every, str) and ranks.rank == 0 and keeper is not None:
             self._clock = CommitClock(every)
         self._is_due_by_time = False
         """True if rank 0 has said that this step becomes a generation."""
         self._publisher = None if keeper is None else keeper.publisher
-        self._asks = is_first_rank and self._publisher is not None
+        self._asks = ranks.rank == 0 and self._publisher is not None
         self._may = True
         """False while commits wait for a generation that is published: by rank 0's word."""
         self._num_launched = self._num_ended = 0
@@ -253,9 +255,10 @@ class Commits:
                 worker.submit(lambda: commit(snapshot))
 
         def commit(snapshot: Snapshot) -> None:
-            with part.failing():
+            with part.failing(), self._ranks.borrowed():
                 keeper.commit(record, snapshot, part)
 
+        self._ranks.lend()
         self._update_worker.submit(take)
         # Not before: what was never submitted is never over.
         self._num_launched += 1
@@ -304,8 +307,11 @@ class Commits:
         try:
             self._update_worker.drain()
         finally:
-            if self._commit_worker is not None:
-                self._commit_worker.drain()
+            try:
+                if self._commit_worker is not None:
+                    self._commit_worker.drain()
+            finally:
+                self._ranks.take_back()
 
     def shutdown(self) -> None:
         """Both threads end with what was submitted."""
@@ -314,6 +320,7 @@ class Commits:
         finally:
             if self._commit_worker is not None:
                 self._commit_worker.shutdown()
+            self._ranks.take_back()
             if self._publisher is not None:
                 self._publisher.shutdown()
 

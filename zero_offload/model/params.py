@@ -684,7 +684,6 @@ class ModelParams(ParamSource):
     ) -> None:
         self._places = places
         self._states = states
-        self._ranks = base.ranks
         self._shard_index = base.shard_index
         self._collectives = base.collectives
         self._prefetcher = base.prefetcher
@@ -899,11 +898,9 @@ class ModelParams(ParamSource):
         place = self._places[param]
         place.unit.wait_for_update()
         begin, end = place.span(self._shard_index)
-        dtype, is_here = place.section.layout.dtype, end > begin
-        number = read_values(self._store, place.section.shard, (begin, end)) if is_here else host_zeros(1, dtype)
-        words = self._ranks.gather_digests(f"{is_here:d}{number.view(torch.uint8).numpy().tobytes().hex()}")
-        found = next(word[1:] for word in words if word[0] == "1")
-        return torch.frombuffer(bytearray.fromhex(found), dtype=dtype).item()
+        shard, dtype = place.section.shard, place.section.layout.dtype
+        number = read_values(self._store, shard, (begin, end)) if end > begin else host_zeros(1, dtype)
+        return self._collectives.of_one_shard(number, f"the value of {place.name}").item()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""

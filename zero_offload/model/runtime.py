@@ -409,13 +409,13 @@ class ModelRuntime(Owner):
             resting = self._states.resting - {index}
             if not place.section.layout.trainable:
                 self.drain()
-                with self.ranks.together():
+                with self.together(call):
                     self.check_whole(call)
                     trained = self.places.once_trained()
                     thawed = thaw_section(self.base, self.layout, sizes, place, resting, trained, undo)
                 sizes = thawed.sizes
             elif index in self._states.resting:
-                with self.ranks.together():
+                with self.together(call):
                     sizes = counted(self.base, self.layout, sizes, [index], resting)
                     check_fits(sizes, place, self.store.retired_bytes)
             with torch._C.DisableTorchFunctionSubclass():

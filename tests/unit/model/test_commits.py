@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+import zero_offload as zo
 from zero_offload.checkpoint import commit_clock
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.model.commits import Commits
 from zero_offload.model.iterations import Iterations
+from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.runtime.ranks.group import RankGroup
 
 
 class Runtime:
@@ -39,7 +42,9 @@ class Runtime:
 
     def commits(self, every: int | str, *, is_first_rank: bool = True) -> Commits:
         fake: Any = self
-        return Commits(fake, fake, (fake, fake), lambda: (2, 1, 0), every, Iterations(), is_first_rank=is_first_rank)
+        ranks = CommitGroup(RankGroup.of(zo.OffloadConfig()))
+        ranks.rank = 0 if is_first_rank else 1
+        return Commits(fake, fake, (fake, fake), lambda: (2, 1, 0), every, Iterations(), ranks)
 
 
 def _record(step: int, extra: Any = None) -> StepRecord:

@@ -5,11 +5,13 @@ travel. Parameters and gradients have an exchange each (`exchange.py`): launched
 launch returned. It has a process group of its own, so that what one carries never waits for another's.
 
 Flags and sums are blocking calls. All are on the control thread, each announced to `Agreement`. Beside them only
-`CommitGroup` communicates. It has a process group of its own, because commits have a thread of their own.
+`CommitGroup` communicates. It has a process group of its own, because commits have a thread of their own. While they
+run the group is lent to that thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -29,7 +31,7 @@ from zero_offload.base.types import Branches, GradReduction, UpdateOverlap
 from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.exchange import Exchange, exchange_of
-from zero_offload.runtime.ranks.group import RankGroup
+from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.watch import Notice, RankWatch, time_limit
 
 T = TypeVar("T")
@@ -246,6 +248,15 @@ class Collectives:
             return values
         return self._all_reduce(values, dist.ReduceOp.MAX, self._sharers, "the largest elements of gradients")
 
+    def of_one_shard(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The few values, (numel,), host, that one rank's shard has, on all ranks: the others give zeros."""
+        if not self.divides:
+            return values
+        # Byte by byte: a float64 has each of them, and zeros change none.
+        mine = list(map(float, values.view(torch.uint8).tolist()))
+        found = self._all_reduce(mine, dist.ReduceOp.MAX, self._sharers, what)
+        return host_tensor(list(map(int, found)), torch.uint8).view(values.dtype)
+
     @property
     def divides(self) -> bool:
         """True if ranks hold different shards, or different parts of the model."""
@@ -281,7 +292,15 @@ class Collectives:
 
 
 class CommitGroup:
-    """The ranks that train one model, all its parts; agreements about files, on a process group of their own."""
+    """The ranks that train one model, all its parts; agreements about files, on a process group of their own.
+
+    One thread at a time uses it. Two threads of one rank would come in another order than those of another rank, whose
+    bytes then meet others. gloo ends a process for bytes of another size.
+    """
+
+    _is_lent = False
+    _borrower: int | None = None
+    """The thread that commits now."""
 
     def __init__(self, group: RankGroup) -> None:
         self._ranks, self._watch = group, group.watch
@@ -289,7 +308,7 @@ class CommitGroup:
         self.column, self.num_columns = group.column, max(len(group.columns), 1)
         """Parts of the model; ranks are numbered column after column."""
         with self._watch.waiting("zo.offload, which all ranks call"):
-            self._group = group.control_group()
+            self._made = group.control_group()
         ascending = sorted(group.run_members)
         self._order = [ascending.index(member) for member in group.run_members]
         """torch's number of each of our ranks."""
@@ -299,6 +318,29 @@ class CommitGroup:
     @property
     def watch(self) -> RankWatch:
         return self._watch
+
+    @property
+    def _group(self) -> Group:
+        is_free = not self._is_lent or self._borrower == threading.get_ident()
+        assert is_free, "a commit that may be under way has this group: wait for it (drain), or ask `Collectives`"
+        return self._made
+
+    def lend(self) -> None:
+        """To the thread of commits, until `take_back`."""
+        self._is_lent = True
+
+    def take_back(self) -> None:
+        """Commits are over."""
+        self._is_lent = False
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Inside a commit runs on this thread, and has the group."""
+        self._borrower = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._borrower = None
 
     def another(self) -> CommitGroup:
         """The same ranks with a group of their own, for a further thread. Collective."""
