@@ -82,6 +82,8 @@ class Hosts:
         self._folder, self._room, self._delay_s, self._rate = folder, room, delay_s, rate
         self._device = "tun0" if delay_s else "eth0"
         self._relay: subprocess.Popen[str] | None = None
+        names = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
     def open(self) -> None:
         for folder in {host.folder for host in self.hosts}:
@@ -171,37 +173,53 @@ class Hosts:
                 "LOCAL_WORLD_SIZE": str(per_host),
                 "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": self._device,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
             }
             outs = [self._folder / f"rank{index * per_host + local}.txt" for local in range(per_host)]
             ranks = " ".join(
                 f'(RANK={index * per_host + local} LOCAL_RANK={local} exec "$@" > {out} 2>&1) & jobs="$jobs $!";'
                 for local, out in enumerate(outs)
             )
-            setup = f"hostname {host.name}; mount --make-rprivate /; mount --bind {host.folder} {self.drive}"
             wait = "for job in $jobs; do wait $job || status=$?; done; exit $status"
-            inside = [
-                "ip",
-                "netns",
-                "exec",
-                host.name,
-                "unshare",
-                "-m",
-                "-u",
-                "-p",
-                "-f",
-                "--kill-child",
-                "--mount-proc",
-            ]
-            command = [*inside, "bash", "-c", f"{setup}; jobs=; status=0; {ranks} {wait}", "_"]
-            command += [sys.executable, "-u", str(program), *map(str, arguments)]
             for out in outs:
                 out.write_text("")
-            process = subprocess.Popen(command, env=os.environ | given | dict(environment or {}))
+            command = [sys.executable, "-u", str(program), *map(str, arguments)]
+            process = self._open(host, f"jobs=; status=0; {ranks} {wait}", command, given | dict(environment or {}))
             started += [Program(process, out) for out in outs]
         return started
+
+    def launch(self, number: int, nnodes: str, *command: object, restarts: int = 0, per_host: int = 1) -> Program:
+        """torchrun's agent on this machine, for a script or `-m` and a module with arguments. All agents of a run give
+        the same; their store is on the first machine. The output of all starts is one file."""
+        out, host = self._folder / f"agent{number}.txt", self.hosts[number]
+        options = {
+            "nnodes": nnodes,
+            "nproc-per-node": per_host,
+            "max-restarts": restarts,
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": f"{self.hosts[0].name}:{PORT}",
+            "rdzv-id": "test",
+            # Seconds that a start waits for more machines than the least, and after which one is gone.
+            "rdzv-conf": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15",
+        }
+        words = [f"--{name}={value}" for name, value in options.items()]
+        torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", *words, *map(str, command)]
+        out.touch()  # an agent that is started again goes on in it
+        # With a shared store, rank 0 tells its address in the first round alone: a later machine waits for it in vain.
+        given = {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        script = f'mount --bind {self._folder / "hosts"} /etc/hosts; exec "$@" >> {out} 2>&1'
+        return Program(self._open(host, script, torchrun, given), out)
+
+    def _open(
+        self, host: Host, script: str, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """The script on this machine, whose processes end with it."""
+        given = {"GLOO_SOCKET_IFNAME": self._device, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        apart = ["unshare", "-m", "-u", "-p", "-f", "--kill-child", "--mount-proc"]
+        setup = f"hostname {host.name}; mount --make-rprivate /; mount --bind {host.folder} {self.drive}"
+        return subprocess.Popen(
+            ["ip", "netns", "exec", host.name, *apart, "bash", "-c", f"{setup}; {script}", "_", *arguments],
+            env=os.environ | given | dict(environment),
+        )
 
 
 @dataclass(frozen=True)
@@ -219,11 +237,18 @@ class Program:
     @property
     def pid(self) -> int:
         """Outside of its machine, as its output file names it."""
+        found = self.pids()
+        assert found, f"no process writes {self.out}"
+        return found[0]
+
+    def pids(self) -> list[int]:
+        """Of all processes that write its output: an agent, then its ranks."""
+        found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if folder.name.isdigit() and (folder / "fd" / "1").readlink() == self.out:
-                    return int(folder.name)
-        raise AssertionError(f"no process writes {self.out}")
+                    found.append(int(folder.name))
+        return sorted(found)
 
     def wait_for(self, text: str, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -235,8 +260,14 @@ class Program:
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
+            ranks = [Program(self.process, out) for out in sorted(self.out.parent.glob("rank*.txt"))]
+            for rank in ranks:
+                with contextlib.suppress(AssertionError):
+                    os.kill(rank.pid, signal.SIGUSR2)  # faulthandler writes the stacks of a rank that runs
+            time.sleep(2)
             self.process.kill()
-            raise AssertionError(f"the program hangs: {self.said}") from None
+            said = "\n".join(f"{rank.out.name}: {rank.said}" for rank in ranks)
+            raise AssertionError(f"the program of {self.out.name}, or another of its machine, hangs: {said}") from None
 
 
 @contextlib.contextmanager
