@@ -82,6 +82,7 @@ class Hosts:
         self._folder, self._room, self._delay_s, self._rate = folder, room, delay_s, rate
         self._device = "tun0" if delay_s else "eth0"
         self._relay: subprocess.Popen[str] | None = None
+        self._started: list[subprocess.Popen[bytes]] = []
         names = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
@@ -120,6 +121,9 @@ class Hosts:
         assert self._relay.stdout is not None and self._relay.stdout.readline() == "open\n"
 
     def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()
@@ -212,14 +216,16 @@ class Hosts:
     def _open(
         self, host: Host, script: str, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """The script on this machine, whose processes end with it."""
+        """The script on this machine, whose processes end with it, or with the network."""
         given = {"GLOO_SOCKET_IFNAME": self._device, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         apart = ["unshare", "-m", "-u", "-p", "-f", "--kill-child", "--mount-proc"]
         setup = f"hostname {host.name}; mount --make-rprivate /; mount --bind {host.folder} {self.drive}"
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["ip", "netns", "exec", host.name, *apart, "bash", "-c", f"{setup}; {script}", "_", *arguments],
             env=os.environ | given | dict(environment),
         )
+        self._started.append(process)
+        return process
 
 
 @dataclass(frozen=True)
@@ -242,13 +248,20 @@ class Program:
         return found[0]
 
     def pids(self) -> list[int]:
-        """Of all processes that write its output: an agent, then its ranks."""
+        """Of all processes that write its output, in the order of their starts."""
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if folder.name.isdigit() and (folder / "fd" / "1").readlink() == self.out:
-                    found.append(int(folder.name))
-        return sorted(found)
+                    # Numbers of processes begin anew at some point, so they do not tell who came first.
+                    start = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+                    found.append((start, int(folder.name)))
+        return [pid for _, pid in sorted(found)]
+
+    def ranks(self) -> list[int]:
+        """Processes that this agent has started."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
 
     def wait_for(self, text: str, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s

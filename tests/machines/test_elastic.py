@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,6 @@ class Start:
 def _allowed() -> None:
     if why := unsupported():
         pytest.skip(why)
-
-
-@pytest.fixture
-def agents() -> Iterator[list[Program]]:
-    """Those that a test has started."""
-    started: list[Program] = []
-    yield started
-    for agent in started:
-        agent.process.kill()
-        agent.process.wait()
 
 
 def starts_of(agent: Program) -> list[Start]:
@@ -97,9 +87,8 @@ def check_losses(agents: Sequence[Program], case: Case, pools: RankPools, meshes
 
 
 @pytest.mark.parametrize("most", [3, 4])
-def test_machines_join_and_leave_a_run_in_one_directory(
-    most: int, agents: list[Program], tmp_path: Path, pools: RankPools
-) -> None:
+def test_machines_join_and_leave_a_run_in_one_directory(most: int, tmp_path: Path, pools: RankPools) -> None:
+    agents: list[Program] = []
     with hosts_of(tmp_path, most, is_shared=True) as hosts:
 
         def launch(number: int) -> None:
@@ -131,10 +120,9 @@ HYBRID = {2: ((0, 1),), 4: ((0, 1), (2, 3))}
 
 
 @pytest.mark.parametrize("stage", ["hybrid", "0"])
-def test_a_machine_with_its_drive_leaves_and_a_twin_goes_on(
-    stage: str, agents: list[Program], tmp_path: Path, pools: RankPools
-) -> None:
+def test_a_machine_with_its_drive_leaves_and_a_twin_goes_on(stage: str, tmp_path: Path, pools: RankPools) -> None:
     """Another machine comes then, with an empty drive."""
+    agents: list[Program] = []
     per_host, meshes = (2, HYBRID) if stage == "hybrid" else (1, None)
     with hosts_of(tmp_path, 3) as hosts:
 
@@ -157,12 +145,12 @@ def test_a_machine_with_its_drive_leaves_and_a_twin_goes_on(
 
 
 def test_a_machine_with_its_drive_leaves_and_the_rest_goes_on_from_what_was_published(
-    agents: list[Program], tmp_path: Path, pools: RankPools
+    tmp_path: Path, pools: RankPools
 ) -> None:
     place = tmp_path / "published"
     with hosts_of(tmp_path, 2) as hosts:
         arguments = [PROGRAM, hosts.drive, MANY, 3, PAUSE_S, place]
-        agents += [hosts.launch(number, "1:2", *arguments, restarts=RESTARTS) for number in (0, 1)]
+        agents = [hosts.launch(number, "1:2", *arguments, restarts=RESTARTS) for number in (0, 1)]
         wait_until(agents[0], lambda starts: trains_on(2)(starts) and len(published_in(place)) > 1)
         agents[1].process.kill()
         wait_until(agents[0], trains_on(1))
@@ -175,15 +163,15 @@ def test_a_machine_with_its_drive_leaves_and_the_rest_goes_on_from_what_was_publ
 
 
 def test_a_machine_with_the_only_drive_of_its_shards_leaves_and_one_error_says_so(
-    agents: list[Program], tmp_path: Path, pools: RankPools
+    tmp_path: Path, pools: RankPools
 ) -> None:
     with hosts_of(tmp_path, 2) as hosts:
 
-        def launch() -> None:
+        def launch() -> list[Program]:
             arguments = [PROGRAM, hosts.drive, MANY, 3, PAUSE_S]
-            agents.extend(hosts.launch(number, "1:2", *arguments, restarts=1) for number in (0, 1))
+            return [hosts.launch(number, "1:2", *arguments, restarts=1) for number in (0, 1)]
 
-        launch()
+        agents = launch()
         wait_until(agents[0], trains_on(2))
         agents[1].process.kill()
         assert agents[0].end(START_S) != 0
@@ -191,8 +179,7 @@ def test_a_machine_with_the_only_drive_of_its_shards_leaves_and_one_error_says_s
         errors = re.findall(r"^(\w+) at [\d.]+: (.*)$", agents[0].said, re.MULTILINE)
         assert len(errors) == 2 and f"which were in {hosts.drive / 'run'} on {hosts.hosts[1].name}" in errors[1][1]
         # With that machine all go on.
-        del agents[:]
-        launch()
+        agents = launch()
         wait_until(agents[0], lambda starts: len(starts) > 1 and trains_on(2)(starts))
         agents[0].process.kill()
         agents[0].process.wait()
