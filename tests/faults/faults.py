@@ -54,6 +54,7 @@ FINETUNE = "tests/integrations/test_finetune.py::"
 HOMES = "tests/crash/test_homes.py::"
 HOMES_THAT_CHANGE = "tests/crash/test_homes_that_change.py::"
 PUBLISH = "tests/crash/test_publish.py::"
+PUBLISH_TOGETHER = "tests/crash/test_publish_together.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
@@ -1680,6 +1681,21 @@ FAULTS = [
         "if each.run == newest.run and place",
         "if place",
         PUBLISH + "test_others_checkpoints_stay",
+    ),
+    fault(
+        "a start goes on from a checkpoint of one model of a commit, while that of the other is not whole",
+        "checkpoint/published.py",
+        "    return [str(each) for each in partners if not each.is_whole(place)]\n",
+        "    return []\n",
+        PUBLISH_TOGETHER + "test_a_kill_at_each_operation_leaves_both_of_one_step",
+    ),
+    fault(
+        "older checkpoints of one model go before those of the other are written",
+        "checkpoint/publisher.py",
+        "                each.publisher._write(generation, mine[1], each.aliases, partners)\n",
+        "                each.publisher._write(generation, mine[1], each.aliases, partners)\n"
+        "                each.publisher._remove_older(mine[1])\n",
+        PUBLISH_TOGETHER + "test_a_kill_at_each_operation_leaves_both_of_one_step",
     ),
     fault(
         "halves of two commits with one number are one generation",

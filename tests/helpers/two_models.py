@@ -55,14 +55,20 @@ def _x(number: int) -> Tensor:
 class Two:
     """Both models, open; those that are not the `only` one are ordinary modules."""
 
-    def __init__(self, where: Path, precision: str, tier: str, *, only: str = "", **settings: Any) -> None:
+    def __init__(
+        self, where: Path, precision: str, tier: str, *, only: str = "", out: Path | None = None, **settings: Any
+    ) -> None:
+        """`out`: where each publishes in a place of its own."""
         pair = build(Pair)
         if precision == "bf16":
             for param in pair.student.parameters():
                 param.data = param.data.bfloat16().float()
         tiers = {"params": tier, "existing": "resume"} | settings
-        student = zo.OffloadConfig(nvme=where / "student", precision=precision, optimizer=tier, **tiers)
-        teacher = zo.OffloadConfig(nvme=where / "teacher", precision="fp32", **tiers)
+        places: list[dict[str, Any]] = [
+            {"nvme": where / each} | ({} if out is None else {"publish": out / each}) for each in ("student", "teacher")
+        ]
+        student = zo.OffloadConfig(precision=precision, optimizer=tier, **places[0], **tiers)
+        teacher = zo.OffloadConfig(precision="fp32", **places[1], **tiers)
         self.student = pair.student if only == "teacher" else zo.offload(pair.student, student)
         self.teacher = pair.teacher if only == "student" else zo.offload(pair.teacher, teacher)
         self.optimizer = zo.AdamW(self.student.parameters(), lr=1e-2)

@@ -99,7 +99,8 @@ class OffloadConfig:
     "auto" is the shortest duration with which commits, as measured, take at most 2% of the time from training.
     """
     publish: str | Path | None = None
-    """Directory that all machines see, or a URL of fsspec, for checkpoints in torch's format beside training."""
+    """Directory that all machines see, or a URL of fsspec, for checkpoints in torch's format beside training. One for
+    each model; those that are committed together are published together."""
     publish_every: int | str = "30min"
     """Between two of them: optimizer steps, or a duration by rank 0's clock."""
     publish_keep: int = 2

@@ -109,7 +109,9 @@ class Publishes(Protocol):
 
     def is_due(self, step: int) -> bool: ...
 
-    def begin(self, number: int, step: int, snapshots: Snapshots, aliases: Mapping[str, Sequence[str]]) -> None: ...
+    def begin(
+        self, number: int, step: int, snapshots: Snapshots, aliases: Mapping[str, Sequence[str]], part: CommitPart
+    ) -> None: ...
 
     def start(self, step: int) -> None: ...
 
@@ -161,6 +163,8 @@ class GenerationKeeper:
         """The generation found, as another home has it."""
         self.publisher: Publishes | None = None
         """Where generations are published."""
+        self.published_as = ""
+        """The checkpoint that the generation found was published as; empty where drives had it."""
         self._base_parts: list[Any] = []
         """Of each rank's manifest in it, the base's part."""
         self.rng: dict[str, Any] | None = None
@@ -540,11 +544,10 @@ class GenerationKeeper:
         with ranks.together():
             if self.homes.is_first:
                 self.files.note_committed(payload[BASE])
-        part.after_point()
-        if publisher is not None and words[0][-1] == "1":
+        if part.after_point(words[0][-1] == "1") and publisher is not None:
             specs = [piece.spec for section in self.layout.sections for piece in section.params]
             aliases = {spec.name: spec.aliases for spec in specs if spec.aliases}
-            publisher.begin(number, record.step, self._store.snapshots, aliases)
+            publisher.begin(number, record.step, self._store.snapshots, aliases, part)
         self._number = number
         self._store.mark_committed(snapshot.slots)
 

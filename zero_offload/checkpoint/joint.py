@@ -3,8 +3,9 @@
 Owns the order of a commit that several models make together. The first one leads: its global manifest is the commit
 point of all. The others have written theirs before, and keep the slots of the generation before until it is there. So
 whatever breaks off leaves all models at one commit; see `History.unfinished`. Each model commits on its own thread.
-Writes nothing itself. The calls: a `JointCommit` when the commit is launched, `part` for each model's commit, `fail`
-where one of them cannot go on.
+The lead's word says whether the generations are published, and its publisher does that for all. Writes nothing itself.
+The calls: a `JointCommit` when the commit is launched, `part` for each model's commit, `fail` where one of them cannot
+go on.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from zero_offload.base.threads import Monitor
 from zero_offload.checkpoint.format import Partner
+
+
+class Releasable(Protocol):
+    """A generation that is held until it is published; see `checkpoint/publisher.py`."""
+
+    def release(self) -> None: ...
+
+
+Publish = Callable[[Sequence[Any]], None]
+"""Publishes generations that are held, and releases them."""
 
 
 class CommitPart:
@@ -31,8 +42,14 @@ class CommitPart:
         """Wait for what has to be there before the global manifest is; `Generation.joint` as the manifest has it."""
         return {}
 
-    def after_point(self) -> None:
-        """The global manifest is there: return once the generation before is not needed any more."""
+    def after_point(self, is_due: bool) -> bool:
+        """The global manifest is there: return once the generation before is not needed any more. True if the
+        generation is to be published, which `is_due` says of this model alone."""
+        return is_due
+
+    def publish(self, held: Releasable, publish: Publish) -> None:
+        """This model's generation is to be published, and held: `publish` does so, with those of the others."""
+        publish([held])
 
     @property
     def is_over(self) -> bool:
@@ -67,6 +84,12 @@ class JointCommit:
         """Home, run and number of the generations under way, by model."""
         self._written: set[int] = set()
         """Models whose manifests are there."""
+        self.is_published = False
+        """True if the generations are to be published, by the lead's word."""
+        self._held: dict[int, Releasable] = {}
+        """Those that wait for the others to be published."""
+        self._publish: Publish | None = None
+        """The lead's."""
         self._error: BaseException | None = None
 
     def part(self, index: int) -> CommitPart:
@@ -79,10 +102,13 @@ class JointCommit:
         return 0 in self._written or self._error is not None
 
     def fail(self, error: BaseException) -> None:
-        """A model cannot go on: every wait of the others raises this."""
+        """A model cannot go on: every wait of the others raises this, and nothing is published."""
         with self._changed.lock:
             self._error = self._error or error
+            held, self._held = self._held, {}
             self._changed.notify()
+        for each in held.values():
+            each.release()
 
     def begin(self, index: int, home: Path, run_id: str, number: int) -> None:
         with self._changed.lock:
@@ -93,6 +119,21 @@ class JointCommit:
         with self._changed.lock:
             self._written.add(index)
             self._changed.notify()
+
+    def publish(self, index: int, held: Releasable, publish: Publish) -> None:
+        with self._changed.lock:
+            if index == 0:
+                self._publish = publish
+            self._held[index] = held
+            every, error = self._held, self._error
+            is_last = len(every) == len(self._models)
+            if is_last or error is not None:
+                self._held = {}
+        if error is not None:
+            held.release()
+        elif is_last:
+            assert self._publish is not None
+            self._publish([every[each] for each in sorted(every)])
 
     def wait_for_begin(self) -> None:
         self._wait(lambda count: len(self._homes) == count)
@@ -135,8 +176,13 @@ class _Lead(CommitPart):
         self._joint.wait_for_others()
         return self._joint.record(self._index)
 
-    def after_point(self) -> None:
+    def after_point(self, is_due: bool) -> bool:
+        self._joint.is_published = is_due
         self._joint.note_written(self._index)
+        return is_due
+
+    def publish(self, held: Releasable, publish: Publish) -> None:
+        self._joint.publish(self._index, held, publish)
 
     @property
     def is_over(self) -> bool:
@@ -153,6 +199,7 @@ class _Other(_Lead):
         self._joint.wait_for_begin()
         return self._joint.record(self._index)
 
-    def after_point(self) -> None:
+    def after_point(self, is_due: bool) -> bool:
         self._joint.note_written(self._index)
         self._joint.wait_for_lead()
+        return self._joint.is_published

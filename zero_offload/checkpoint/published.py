@@ -4,7 +4,8 @@ Owns that format, and its names in the place: a number that counts up, the step,
 are `model.NAME`, masters of trained ones; states of optimizers are `optimizer.state.NAME.STATE`, fp32. The rest of a
 generation is the text `zero_offload`, with a checksum of each part. A part is at most a chunk. Elements that lie in
 memory in another order are flat, `flat.NAME`. A checkpoint is there once `.metadata` is, which torch writes last. Knows
-no thread and no clock. The calls: `PublishPlace.of`; `write_parts` on each rank, `finish` on the first;
+no thread and no clock. Where models were published together, a checkpoint counts if those of all are whole.
+The calls: `PublishPlace.of`; `write_parts` on each rank, `finish` on the first; `find_newest`, and
 `PublishedGeneration.open`, which a run reads as it reads a `SavedGeneration`.
 """
 
@@ -22,7 +23,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ class PublishPlace:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
         return url_to_fs(self.root)[0]
+
+    @property
+    def absolute(self) -> str:
+        """One text for each place."""
+        return self.root.rstrip("/") if self._is_url else os.path.abspath(self.root)
+
+    @property
+    def _kind(self) -> str:
+        return self.root.partition("://")[0] if self._is_url else ""
+
+    def beside(self, other: PublishPlace) -> str:
+        """The way from here to another place; empty where that is of another kind."""
+        mine, theirs = (each.absolute.removeprefix(f"{each._kind}://") for each in (self, other))
+        return os.path.relpath(theirs, mine) if self._kind == other._kind else ""
+
+    def at(self, beside: str) -> PublishPlace:
+        """The place at the end of such a way."""
+        begin = f"{self._kind}://" if self._is_url else ""
+        return PublishPlace(begin + os.path.normpath(f"{self.absolute.removeprefix(begin)}/{beside}"))
 
     def path_of(self, name: object) -> str:
         return f"{self.root.rstrip('/')}/{name}"
@@ -208,6 +228,49 @@ class PublishPlace:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         return FileSystemReader(self.path_of(name))
+
+
+@dataclass(frozen=True)
+class PublishedPartner:
+    """The checkpoint of another model, which was published together with one."""
+
+    place: str
+    beside: str
+    """Its place from that one's, for places that have moved together; empty where there is no such way."""
+    name: str
+
+    @classmethod
+    def of(cls, mine: PublishPlace, place: PublishPlace, name: PublishedName) -> PublishedPartner:
+        return cls(place.absolute, mine.beside(place), str(name))
+
+    def is_whole(self, mine: PublishPlace) -> bool:
+        """`mine`: the place of the checkpoint that it was published with."""
+        name = PublishedName.parse(self.name)
+        near = mine.at(self.beside) if self.beside else None
+        # Of a copy, the recorded place is the original's.
+        place = near if near is not None and near.names() else PublishPlace(self.place)
+        return name is not None and place.is_whole(name)
+
+    def __str__(self) -> str:
+        return f"{self.place.rstrip('/')}/{self.name}"
+
+
+def missing_beside(place: PublishPlace, name: PublishedName) -> list[str]:
+    """Checkpoints of other models that this whole one was published with, and that are not whole."""
+    partners = PublishedGeneration.open(place, name).partners
+    return [str(each) for each in partners if not each.is_whole(place)]
+
+
+def find_newest(place: PublishPlace) -> tuple[PublishedName | None, str]:
+    """The newest checkpoint that is whole, and with it those of the models that it was published with. Of the newest
+    that is left out, what is missing; or empty."""
+    lack = ""
+    for name in filter(place.is_whole, place.names()):
+        missing = missing_beside(place, name)
+        if not missing:
+            return name, lack
+        lack = lack or f"{place.path_of(name)} was published together with {' and '.join(missing)}, which is not whole"
+    return None, lack
 
 
 # Parts
@@ -440,9 +503,10 @@ def finish(
     generation: Generation,
     written: Sequence[Written],
     aliases: Mapping[str, Sequence[str]],
+    partners: Sequence[PublishedPartner],
 ) -> None:
     """All ranks have written: write the text, and what makes the checkpoint whole; read the text back. `aliases`:
-    further names of tied parameters, which lead to the same bytes."""
+    further names of tied parameters, which lead to the same bytes. `partners` are published together with this one."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -465,7 +529,7 @@ def finish(
             crcs.setdefault(key, {}).update(of_key)
     payload = {key: value for key, value in generation.payload.items() if key != HOMES} | {"directories": []}
     ranks = [{"rng": each.rng, BASE: each.base} for each in written]
-    text = json.dumps({"payload": payload, "ranks": ranks, "crcs": crcs})
+    text = json.dumps({"payload": payload, "ranks": ranks, "crcs": crcs, "partners": list(map(asdict, partners))})
     text = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
     index = MetadataIndex(_ENTRY)
     item = WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(text)))
@@ -523,6 +587,12 @@ class PublishedGeneration:
         with reading(where):
             document = json.loads(text)
             return cls(place, name, Generation.parse(document["payload"], where), document, reader)
+
+    @property
+    def partners(self) -> list[PublishedPartner]:
+        """The checkpoints of other models that were published together with it; none of earlier versions."""
+        with reading(self.where):
+            return [PublishedPartner(**each) for each in self._document.get("partners", ())]
 
     def look_in(self, layout: ShardLayout) -> None:
         self.lies_elsewhere = lies_elsewhere(self.generation, layout)

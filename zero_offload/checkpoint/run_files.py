@@ -26,7 +26,7 @@ from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_nam
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.homes import Homes, open_homes
 from zero_offload.checkpoint.pieces import PieceExchange
-from zero_offload.checkpoint.published import PublishedGeneration, PublishedName, PublishPlace
+from zero_offload.checkpoint.published import PublishedGeneration, PublishedName, PublishPlace, find_newest
 from zero_offload.checkpoint.publisher import Publisher, Publishing
 from zero_offload.checkpoint.saved_generation import SavedGeneration, take_directories
 from zero_offload.checkpoint.spread import ShardsLackError, Spread
@@ -119,7 +119,8 @@ class RunFiles:
                 keeper.look(Existing(config.existing))
                 place = _publish_place(config, ranks)
             # A generation that some rank names is one of the drives.
-            may_look = place is not None and not any(ranks.gather(config.generation is not None))
+            looks = config.generation is None and config.existing != Existing.DISCARD.value
+            may_look = place is not None and all(ranks.gather(looks))
             spread, lack = None, None
             try:
                 spread = keeper.spread(config.generation)
@@ -133,7 +134,7 @@ class RunFiles:
             with ranks.together():
                 keeper.choose(config.generation, spread, None if published is None else published.generation)
                 if published is not None and keeper.found is published.generation:
-                    self._published = published
+                    self._published, keeper.published_as = published, published.where
             keeper.agree()
             keeper.gather_base()
             self.keeper = keeper
@@ -329,7 +330,9 @@ def _publish_place(config: OffloadConfig, ranks: CommitGroup) -> PublishPlace | 
             "publish= writes parameters of data-parallel ranks, and this model has DTensors. Leave it out, and save by "
             "torch.distributed.checkpoint"
         )
-    return PublishPlace.of(str(config.publish))
+    place = PublishPlace.of(str(config.publish))
+    Publisher.check_free(place)
+    return place
 
 
 def _look_at(
@@ -342,8 +345,18 @@ def _look_at(
     """The newest published checkpoint, where drives have no generation that is whole: `lack` says why. Collective."""
     text = ""
     with ranks.together():
-        newest = place.newest() if ranks.rank == 0 else None
-        kept = None if spread is None else spread.kept
+        kept, newest, missing = None if spread is None else spread.kept, None, ""
+        if ranks.rank == 0 and kept is not None:
+            newest = place.newest()
+        elif ranks.rank == 0:
+            newest, missing = find_newest(place)
+        if missing and newest is None:
+            raise CheckpointError(
+                f"{'' if lack is None else f'{lack}. '}{missing}, and a start goes on from checkpoints of all models "
+                "of a commit. Put it back; or begin anew, with another publish= or existing='discard'"
+            )
+        if missing:
+            warn_user(f"{missing}: {newest} counts")
         if newest is not None and kept is not None and newest.is_of(kept.run_id) and newest.step > kept.step:
             warn_user(
                 f"{place.path_of(newest)} is newer than {kept.text}, from which the run goes on: the newest that is on "

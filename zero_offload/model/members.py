@@ -48,6 +48,11 @@ class Member(NamedTuple):
         return "" if self.owner.keeper is None else self.owner.keeper.run_id
 
     @property
+    def published_as(self) -> str:
+        """The checkpoint that `found` was published as; empty where drives had it."""
+        return "" if self.owner.keeper is None else self.owner.keeper.published_as
+
+    @property
     def token(self) -> str:
         """Of the commit that `found` is of; empty where it was committed alone."""
         joint = None if self.found is None else self.found.joint
@@ -88,6 +93,12 @@ def check_keep_alike(call: str, members: Sequence[Member]) -> None:
             raise ConfigError(
                 f"{call}(also=...): {kept} makes generations and {lost} makes none, so a resume could not give back "
                 "both. Give each model a directory of its own, by OffloadConfig(nvme=...), and no durability='scratch'"
+            )
+        if each.owner.keeper is not None and (each.owner.config.publish is None) != (lead.owner.config.publish is None):
+            copied, lost = (each, lead) if lead.owner.config.publish is None else (lead, each)
+            raise ConfigError(
+                f"{call}(also=...): {copied} has publish= and {lost} has none, so a start without drives could not go "
+                "on with both. Give each model publish= with a place of its own, or none of them"
             )
         if lead.owner.config.effective_durability is Durability.COMMIT and (
             each.owner.config.effective_durability is not Durability.COMMIT
@@ -181,11 +192,18 @@ def _check_complete(member: Member, members: Sequence[Member]) -> None:
 
 
 def _remedy(lead: Member, other: Member) -> str:
-    for one, there in ((lead, other), (other, lead)):
+    pairs = ((lead, other), (other, lead))
+    for one, there in pairs:
+        if one.published_as and there.found is not None and not there.published_as:
+            return (
+                f"{one.owner.class_name} goes on from {one.published_as}, since no drive has a whole generation of it. "
+                f"To go on with both from there, give {there.owner.class_name} an empty directory in nvme="
+            )
+    for one, there in pairs:
         joint = None if one.found is None else one.found.joint
         partners = [] if joint is None else [*joint.also, *([joint.lead] if joint.lead is not None else [])]
         numbers = [each.number for each in partners if each.run_id == there.run_id]
-        if numbers:
+        if numbers and (there.found is None or there.found.number != numbers[0]):
             return (
                 f"Generation {numbers[0]} of {there} belongs to it, if it is still there: OffloadConfig("
                 f"existing='resume', generation={numbers[0]})"

@@ -16,7 +16,7 @@ from zero_offload.base.errors import ConfigError, IntegrityError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.format import RUN_NAME, History
 from zero_offload.checkpoint.metrics import is_count, read_lines, show
-from zero_offload.checkpoint.published import PublishPlace
+from zero_offload.checkpoint.published import PublishPlace, find_newest
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE, RunDir, read_json, refuse
 from zero_offload.runs.locate import states_home
 from zero_offload.runs.reader import is_positive
@@ -102,7 +102,7 @@ def _check_states(run: RunDir, earlier: Mapping[str, Any], identity: Mapping[str
     # It is there from the start of a run on, before its first commit.
     if not os.path.lexists(home := home / RUN_NAME) and (last_step := _last_step(run)):
         place = identity.get("offload.publish")
-        if place is not None and PublishPlace.of(str(place)).newest() is not None:
+        if place is not None and find_newest(PublishPlace.of(str(place)))[0] is not None:
             return  # it goes on from there
         raise IntegrityError(
             f"the run in {run.path} came to step {last_step}, and {home} is missing, as are its states. Mount or "
