@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import runpy
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from torch.utils.data import DataLoader
 import zero_offload as zo
 from tests.helpers.ranks import RankPools
 from tests.helpers.tools import config, distance, launched, values_of
-from zero_offload.integrations.lightning import OffloadStrategy
+from zero_offload.integrations.lightning import EndBySignal, OffloadStrategy
 
 WIDTH, STEPS = 48, 4
 CLIPPED = 2e-7
@@ -504,6 +506,69 @@ def test_two_ranks(
         alone, loader(), ckpt_path=tmp_path / f"{where}.ckpt", verbose=False
     )
     assert distance(values_of(alone), ours[0][2]) == 0
+
+
+class Signalled(Callback):
+    """Gets a signal, on the last rank, in the second step."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class Saved(Callback):
+    """Saves behind the second step, as ModelCheckpoint does."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self._path)
+
+
+def _end_and_go_on(rank: int, world_size: int, folder: str, accumulate: int, by_signal: bool) -> list[float]:
+    """Losses of two steps, an end by a signal or by `max_steps`, and losses of a third step in another Trainer."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    path, before = Path(folder) / f"{by_signal}.ckpt", signal.getsignal(signal.SIGUSR1)
+    settings: dict[str, Any] = {"devices": world_size, "accumulate_grad_batches": accumulate}
+    with launched(rank, world_size), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        rank_zero_only.rank = rank
+        module = Net()
+        if by_signal:
+            end = [Signalled(), EndBySignal(path, exit_code=75)]
+            with pytest.raises(SystemExit) as stopped:
+                fit("cpu", Path(folder), module, callbacks=end, **settings)
+            assert stopped.value.code == 75
+        else:
+            fit("cpu", Path(folder), module, callbacks=[Saved(path)], max_steps=2, **settings)
+        zo.close(module)
+        again, runner = fit("cpu", Path(folder), ckpt_path=path, callbacks=[EndBySignal(path)], max_steps=3, **settings)
+        zo.close(again)
+    assert runner.global_step == 3 and signal.getsignal(signal.SIGUSR1) == before
+    return module.losses + again.losses
+
+
+@pytest.mark.parametrize(("accumulate", "batches"), [(1, 3), (2, 5)])
+def test_a_signal_to_one_rank_ends_the_fit_of_all_behind_one_step(
+    accumulate: int, batches: int, tmp_path: Path, pools: RankPools
+) -> None:
+    ended, whole = (
+        pools.of(2).succeed(_end_and_go_on, str(tmp_path), accumulate, by_signal) for by_signal in (True, False)
+    )
+    assert ended == whole and [len(each) for each in ended] == [batches] * 2
+
+
+def test_a_signal_ends_a_fit_of_one_process(tmp_path: Path) -> None:
+    path, module = tmp_path / "stopped.ckpt", Net()
+    with pytest.raises(SystemExit) as stopped:
+        fit("nvme", tmp_path, module, callbacks=[Signalled(), EndBySignal(path, exit_code=0, grace="1min")])
+    assert stopped.value.code == 0 and len(module.losses) == 2 and (path / "states").is_dir()
+    zo.close(module)
+    with pytest.raises(zo.ConfigError, match="exit_code=300"):
+        EndBySignal(path, exit_code=300)
 
 
 def test_a_checkpoint_that_is_replaced_leaves_a_users_files(tmp_path: Path) -> None:

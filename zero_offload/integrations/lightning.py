@@ -1,7 +1,8 @@
 """A strategy of Lightning: `Trainer(strategy=OffloadStrategy(config))` trains a LightningModule that is offloaded.
 
-Owns when Lightning's module is offloaded, how its steps enter it, and Lightning's checkpoints as directories. Training
-itself stays Lightning's: loops, precision plugins, clipping by torch's functions.
+Owns when Lightning's module is offloaded, how its steps enter it, Lightning's checkpoints as directories, and the end
+of a fit by a signal (`EndBySignal`). Training itself stays Lightning's: loops, precision plugins, clipping by torch's
+functions.
 
 A checkpoint is a directory: `states` is what `zo.save_checkpoint` writes, `lightning.ckpt` the rest, which is small.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,22 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_config
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.extras import capture_rng, restore_rng
-from zero_offload.model.api import no_sync, runtime_of
+from zero_offload.model.api import need_runtime, no_sync, runtime_of
 from zero_offload.model.checkpoints import load_checkpoint, save_checkpoint
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.offload import offload
+from zero_offload.model.steps import check_end, stopping_of
+from zero_offload.runtime.stop import EXIT_CODE, GRACE_S, StoppedBySignal, complain
 from zero_offload.standins.owners import owner_of
 from zero_offload.storage.files.own_files import STATES_NAME, delete, move_aside, of_kinds
 
 # One package under two names, whose classes differ: the Trainer takes those of its own.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
     from pytorch_lightning.trainer.states import TrainerFn
 else:
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 
@@ -239,3 +244,46 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+class EndBySignal(Callback):
+    """The end of a fit by SIGTERM or SIGUSR1 to any rank, on all ranks behind the same step.
+
+    The step's checkpoint is written to `path`, which all machines see. SystemExit is raised with `exit_code`.
+    `trainer.fit(ckpt_path=path)` goes on from there. `grace` is as in `zo.steps`, and holds for the checkpoint too.
+    While a fit trains, these signals are not Lightning's. Raises ConfigError for arguments that cannot be used.
+    """
+
+    def __init__(self, path: str | Path, *, exit_code: int = EXIT_CODE, grace: float | str = GRACE_S) -> None:
+        self._path, self._end = Path(path), check_end("EndBySignal", exit_code, grace)
+        self._open = ExitStack()
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self._step = trainer.global_step
+        self._stop = self._open.enter_context(stopping_of(need_runtime(pl_module, "EndBySignal"), *self._end))
+        self._stop.doing, self._stop.kept = "the step with its checkpoint", "the last checkpoint"
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *_: Any) -> None:
+        if trainer.global_step == self._step:  # gradients add up
+            return
+        self._step = trainer.global_step
+        stop, owner = self._stop, need_runtime(pl_module, "EndBySignal")
+        # Lightning's own word about signals is rank 0's alone, so ranks agree once more.
+        with stop.agreeing() as notice, owner.together("trainer.fit", notice=notice):
+            pass
+        if not stop.agreed:
+            return
+        trainer.save_checkpoint(self._path)
+        if trainer.is_global_zero:
+            complain(
+                f"stopped by {stop.by} after step {self._step}: trainer.fit(ckpt_path={str(self._path)!r}) goes on "
+                f"with step {self._step + 1}; all ranks end with exit code {stop.exit_code}"
+            )
+        raise StoppedBySignal(stop.exit_code, stop.by)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._open.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self._open.close()

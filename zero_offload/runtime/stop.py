@@ -67,6 +67,8 @@ class StopRequest:
         self.exit_code, self.grace_s = exit_code, grace_s
         self.doing = "the step"
         """The words for what has to end within the grace period."""
+        self.kept = "the last generation"
+        """The words for what stands if it does not."""
         self._watch, self._token = watch, token
         self.agreed = False
         """True if all ranks follow a request, of whichever rank."""
@@ -121,7 +123,7 @@ class StopRequest:
             return
         complain(
             f"{self.doing} has not ended {self.grace_s:g} s after {self.by}: this rank ends at once with exit code "
-            f"{self.exit_code}, and the last generation stands. Give a longer grace=, and the launcher as much time "
+            f"{self.exit_code}, and {self.kept} stands. Give a longer grace=, and the launcher as much time "
             "(torchrun --shutdown-timeout, KillWait of SLURM, terminationGracePeriodSeconds of Kubernetes)"
         )
         if self._watch is not None and not self._watch.is_alone:
