@@ -24,6 +24,8 @@ from torch.distributed.checkpoint import filesystem
 import zero_offload as zo
 from tests.crash.test_homes import ON_DISK, machines, on_machine, train_at
 from tests.helpers import ranks
+from tests.helpers.bases import Adapted, opened, settings, write_base
+from tests.helpers.bases import steps as base_steps
 from tests.helpers.pairwise import in_turn
 from tests.helpers.ranks import Case, Failure, Outcome, RankPools
 from tests.helpers.trainer import fork_server
@@ -169,7 +171,7 @@ def test_updates_wait_for_slots_that_are_read(tmp_path: Path, monkeypatch: pytes
         return read(self, item)
 
     monkeypatch.setattr(published._TensorRows, "resolve_data", slow)
-    case = case_of(tmp_path / "out", tmp_path / "run")
+    case = case_of(tmp_path / "out", tmp_path / "run", publish_keep=9)
     model, optimizer = ranks.start(case)
     commits = need_runtime(model, "the test")._commits
     monkeypatch.setattr(commits, "_may", True)
@@ -374,3 +376,44 @@ def test_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(zo.ConfigError, match=r"fsspec is not installed. Type: pip install fsspec"):
         ranks.start(other)
+
+
+def test_twins_on_two_machines_publish_what_each_has(pools: RankPools, tmp_path: Path) -> None:
+    """Each reads its own drive; parameters are divided among them."""
+    pool, places = pools.of(2), machines(tmp_path, *"ab")
+    case = case_of(tmp_path / "out", stage=0)
+    first = pool.succeed(train_slowly, replace(case, num_steps=2), places)
+    assert names(tmp_path / "out") == ["1", "2"]
+    assert {each.name.split("_")[2] for each in (tmp_path / "out").glob("*/__[01]_*")} == {"0", "1"}
+    found = pool.succeed(train_slowly, replace(case, num_steps=2), machines(tmp_path / "new", *"ab"))
+    assert [each.params.keys() for _, each in found] == [each.params.keys() for _, each in first]
+    for (begin, after), (_, before) in zip(found, first, strict=True):
+        assert begin == 2 and all(torch.equal(after.params[name], before.params[name]) for name in before.params)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_base_in_its_files_is_found_or_missed(changes: bool, tmp_path: Path) -> None:
+    """It is not published. A model that lies otherwise than then could not be pointed at it."""
+    given = {"existing": "resume", "publish": str(tmp_path / "out"), "publish_every": 1}
+    model, optimizer = opened(write_base(tmp_path / "base"), settings(tmp_path / "run", **given))
+    if changes:
+        del model.blocks[0]
+        model.scales = nn.ParameterList(list(model.scales)[1:])
+        zo.offload(model)
+        optimizer = zo.AdamW(model.scales, lr=1e-2)
+    base_steps(model, optimizer, 0, 1)
+    wait_until_published(model)
+    expected = ranks.read_params(model)
+    zo.close(model)
+    with zo.deferred_init(values="skip"):
+        model = Adapted()
+    if changes:
+        del model.blocks[0]
+        model.scales = nn.ParameterList(list(model.scales)[1:])
+        with pytest.raises(zo.IntegrityError, match="rest in files of others are not published"):
+            zo.offload(model, settings(tmp_path / "new", **given))
+        return
+    zo.offload(model, settings(tmp_path / "new", **given))
+    found = ranks.read_params(model)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    zo.close(model)

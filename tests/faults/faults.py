@@ -55,6 +55,7 @@ HOMES = "tests/crash/test_homes.py::"
 HOMES_THAT_CHANGE = "tests/crash/test_homes_that_change.py::"
 PUBLISH = "tests/crash/test_publish.py::"
 PUBLISH_TOGETHER = "tests/crash/test_publish_together.py::"
+PUBLISH_DTENSORS = "tests/crash/test_publish_dtensors.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
@@ -1696,6 +1697,20 @@ FAULTS = [
         "                each.publisher._write(generation, mine[1], each.aliases, partners)\n"
         "                each.publisher._remove_older(mine[1])\n",
         PUBLISH_TOGETHER + "test_a_kill_at_each_operation_leaves_both_of_one_step",
+    ),
+    fault(
+        "tensor-parallel ranks publish and read their parts in the place of the first one's",
+        "checkpoint/published.py",
+        "size * column if at == dim and count > 1 else 0",
+        "0",
+        PUBLISH_DTENSORS + "test_other_meshes_go_on",
+    ),
+    fault(
+        "a start has zeros for values that its published checkpoint lacks",
+        "checkpoint/published.py",
+        "            elif state is None:\n",
+        "            elif False:\n",
+        PUBLISH + "test_a_base_in_its_files_is_found_or_missed",
     ),
     fault(
         "halves of two commits with one number are one generation",

@@ -35,6 +35,7 @@ from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.plan.quantized import COMPUTE_DTYPES, Record
+from zero_offload.plan.tensor_parallel import whole_shape
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest
 
@@ -567,6 +568,8 @@ def reading(where: str) -> Iterator[None]:
 _SECTIONS_MAX = 2**24
 _THAWED = "thawed"
 """The key, in an entry of a parameter, of a section that was frozen at first."""
+_DIVISION = "division"
+"""The key, in an entry of a parameter, of how tensor-parallel ranks divide it."""
 _KINDS = ("shape", "dtype", "trainable")
 """Properties of a parameter, wherever it lies."""
 _PLACE = ("name", "section", "begin")
@@ -584,7 +587,7 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
             "section": section.index,
             "begin": piece.begin,
         }
-        | ({"division": piece.spec.division} if piece.spec.division else {})
+        | ({_DIVISION: piece.spec.division} if piece.spec.division else {})
         | ({"order": list(piece.spec.order)} if piece.spec.order else {})
         | ({"keeps_dtype": True} if piece.spec.keeps_dtype and section.dtype in COMPUTE_DTYPES else {})
         | ({"held_by": piece.spec.held_by} if piece.spec.held_by else {})
@@ -643,6 +646,41 @@ def check_found_by_name(found: Generation, layout: ShardLayout, where: str) -> N
             f"{'; '.join(problems[:_TOLD])}. Build the model as it was when the generation was made, with all that was "
             "adopted, and call zo.offload once; or start over with existing='discard'"
         )
+
+
+def is_divided_otherwise(found: Generation, layout: ShardLayout) -> bool:
+    """True if tensor-parallel ranks had other parts of parameters than those of a layout."""
+    here = {entry["name"]: entry.get(_DIVISION) for entry in fingerprint(layout)}
+    return any(here.get(each["name"], each.get(_DIVISION)) != each.get(_DIVISION) for each in found.params)
+
+
+def check_divided_otherwise(found: Generation, layout: ShardLayout) -> None:
+    """Raise CheckpointError unless the layout has the same parameters, divided otherwise over tensor-parallel ranks,
+    whose values can be told apart."""
+    here, saved = ({each["name"]: each for each in params} for params in (fingerprint(layout), found.params))
+    problems = [f"only one of both models has {name}" for name in sorted(here.keys() ^ saved.keys())]
+    for name in here.keys() & saved.keys():
+        mine, there = (each | {"shape": list(_whole_shape(each))} for each in (here[name], saved[name]))
+        keys = (mine.keys() | there.keys()) - {"section", "begin", _DIVISION, _THAWED}
+        keys -= {"trainable"} if mine.get(_THAWED) else set()
+        problems += [
+            f"{name} has {key}={there.get(key)!r}, and here {mine.get(key)!r}"
+            for key in sorted(keys)
+            if mine.get(key) != there.get(key)
+        ]
+        if mine.get(_DIVISION) != there.get(_DIVISION) and {"order", "record", "held_by"} & keys:
+            problems.append(f"{name} lies in memory in an order of its own")
+    if found.payload.get(BASE):
+        problems.append("frozen values rest in files of others")
+    if problems:
+        raise CheckpointError(
+            f"{found} is of a model that was divided otherwise over tensor-parallel ranks, and does not come into this "
+            f"one: {'; '.join(problems[:_TOLD])}. Start with the mesh and the model that it was published with"
+        )
+
+
+def _whole_shape(entry: Mapping[str, Any]) -> tuple[int, ...]:
+    return whole_shape(entry.get(_DIVISION, ""), entry["shape"])
 
 
 def told_changes(found: Generation) -> str:
@@ -756,7 +794,7 @@ def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
                 numel=numel,
                 dtype=entry["dtype"],
                 trainable=trainable,
-                division=entry.get("division", ""),
+                division=entry.get(_DIVISION, ""),
                 keeps_dtype=dtype not in COMPUTE_DTYPES or bool(entry.get("keeps_dtype")),
                 order=tuple(entry.get("order", ())),
                 held_by=entry.get("held_by", ""),

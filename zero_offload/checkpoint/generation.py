@@ -40,10 +40,12 @@ from zero_offload.checkpoint.format import (
     Generation,
     History,
     StepRecord,
+    check_divided_otherwise,
     check_fingerprint,
     check_found_by_name,
     fingerprint,
     generation_name,
+    is_divided_otherwise,
     lies_elsewhere,
     rank_manifest_name,
     reading,
@@ -263,12 +265,15 @@ class GenerationKeeper:
             )
         with reading(str(self._home.path)):
             self.layout = thawed_as(found, self.layout)
-            self.lies_elsewhere = lies_elsewhere(found, self.layout)
-            if self.lies_elsewhere:
+            is_divided_so = found is not published or not is_divided_otherwise(found, self.layout)
+            self.lies_elsewhere = not is_divided_so or lies_elsewhere(found, self.layout)
+            if not is_divided_so:
+                check_divided_otherwise(found, self.layout)
+            elif self.lies_elsewhere:
                 check_found_by_name(found, self.layout, str(self._home.path))
             else:
                 check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path), found.calls)
-        if found.world_size % self._ranks.num_columns:
+        if found is not published and found.world_size % self._ranks.num_columns:
             raise CheckpointError(
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
                 f"{self._ranks.num_columns} parts, as this run's do. Use the same number of tensor-parallel ranks"

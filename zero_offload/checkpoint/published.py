@@ -3,10 +3,11 @@
 Owns that format, and its names in the place: a number that counts up, the step, the beginning of the run's id. Weights
 are `model.NAME`, masters of trained ones; states of optimizers are `optimizer.state.NAME.STATE`, fp32. The rest of a
 generation is the text `zero_offload`, with a checksum of each part. A part is at most a chunk. Elements that lie in
-memory in another order are flat, `flat.NAME`. A checkpoint is there once `.metadata` is, which torch writes last. Knows
-no thread and no clock. Where models were published together, a checkpoint counts if those of all are whole.
-The calls: `PublishPlace.of`; `write_parts` on each rank, `finish` on the first; `find_newest`, and
-`PublishedGeneration.open`, which a run reads as it reads a `SavedGeneration`.
+memory in another order are flat, `flat.NAME`. Of a DTensor each tensor-parallel rank writes its part of the whole, and
+a start with another mesh finds its own parts there. A checkpoint is there once `.metadata` is, which torch writes last.
+Where models were published together, it counts if those of all are whole. Knows no thread and no clock. The calls:
+`PublishPlace.of`; `write_parts` on each rank, `finish` on the first; `find_newest`, and `PublishedGeneration.open`,
+which a run reads as it reads a `SavedGeneration`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from zero_offload.checkpoint.format import (
     BASE,
     HOMES,
     Generation,
+    is_divided_otherwise,
     lies_elsewhere,
     reading,
     tell_conversion,
@@ -45,6 +47,7 @@ from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.checkpoint.values import master_parts
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
+from zero_offload.plan.tensor_parallel import parts_along
 from zero_offload.storage.files.base_file import BaseSpan
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.memory.heap import HeapTrimmer
@@ -303,13 +306,40 @@ def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
     return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
 
 
-def key_of(piece: ParamSlice, state: Component | None) -> tuple[str, tuple[int, ...]]:
-    """The name of a tensor in a checkpoint, and its shape there."""
-    spec = piece.spec
-    is_plain = not (spec.order or spec.record or spec.held_by) and math.prod(spec.shape) == spec.numel
-    root = "" if is_plain else "flat."
-    shape = tuple(spec.shape) if is_plain else (spec.numel,)
-    return (f"{root}model.{spec.name}" if state is None else f"{root}optimizer.state.{spec.name}.{state}"), shape
+@dataclass(frozen=True)
+class PublishedTensor:
+    """A tensor in a checkpoint, of which a rank holds a part: all of it, unless it is a DTensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+    """The shape of the part."""
+    offsets: tuple[int, ...]
+    """Of the part in the tensor."""
+
+    @classmethod
+    def of(cls, piece: ParamSlice, state: Component | None, column: int) -> PublishedTensor:
+        """`column`: which of the tensor-parallel ranks."""
+        spec = piece.spec
+        is_plain = not (spec.order or spec.record or spec.held_by) and math.prod(spec.shape) == spec.numel
+        root = "" if is_plain else "flat."
+        key = f"{root}model.{spec.name}" if state is None else f"{root}optimizer.state.{spec.name}.{state}"
+        dim, count = parts_along(spec.division, spec.shape)
+        dim, part = (dim, tuple(spec.shape)) if is_plain else (0, (spec.numel,))
+        shape = tuple(size * count if at == dim else size for at, size in enumerate(part))
+        offsets = tuple(size * column if at == dim and count > 1 else 0 for at, size in enumerate(part))
+        return cls(key, shape, part, offsets)
+
+    @property
+    def is_divided(self) -> bool:
+        return self.part != self.shape
+
+    def boxes(self, begin: int, end: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Of boxes whose elements, in order, are [begin, end) of the part: the first element, offsets in the tensor,
+        and sizes."""
+        for offsets, sizes in boxes(self.part, begin, end):
+            at = tuple(first + offset for first, offset in zip(self.offsets, offsets, strict=True))
+            yield begin_of(self.part, offsets), at, sizes
 
 
 @dataclass(frozen=True)
@@ -334,13 +364,15 @@ class TensorPart:
         return math.prod(self.sizes)
 
 
-def parts_of(saved: SavedGeneration, rank: int) -> Iterator[TensorPart]:
-    """The parts that a rank writes of a generation: what its shard has, of sections that take turns among twins."""
-    generation = saved.generation
-    shard, num_twins = rank % generation.num_shards, generation.world_size // generation.num_shards
-    in_base = base_sections(generation)
+def parts_of(saved: SavedGeneration, rank: int, num_columns: int) -> Iterator[TensorPart]:
+    """The parts that a rank writes of a generation: what its shard has, of sections that take turns among twins. So do
+    tensor-parallel ranks for what each has whole."""
+    generation, in_base = saved.generation, base_sections(saved.generation)
+    column, place = divmod(rank, generation.world_size // num_columns)
+    twin, shard = divmod(place, generation.num_shards)
+    num_twins = generation.world_size // num_columns // generation.num_shards
     for section in saved.rank(rank).sections:
-        if section.index in in_base or not section.params or section.index % num_twins != rank // generation.num_shards:
+        if section.index in in_base or not section.params or section.index % num_twins != twin:
             continue
         first = shard * section.shard_numel
         states = [each for each in saved.kept(section, rank) if is_state(each)]
@@ -350,11 +382,15 @@ def parts_of(saved: SavedGeneration, rank: int) -> Iterator[TensorPart]:
                 row = first + low, first + high
                 for piece in section.params:
                     begin, end = max(row[0], piece.begin), min(row[1], piece.end)
-                    if begin < end and not piece.is_gone:
-                        key, shape = key_of(piece, state)
-                        for offsets, sizes in boxes(shape, begin - piece.begin, end - piece.begin):
-                            at = piece.begin + begin_of(shape, offsets) - row[0]
-                            yield TensorPart(key, shape, offsets, sizes, dtype, section.index, state, row, at)
+                    if begin >= end or piece.is_gone:
+                        continue
+                    whole = PublishedTensor.of(piece, state, column)
+                    if whole.is_divided or section.index % num_columns == column:
+                        for at, offsets, sizes in whole.boxes(begin - piece.begin, end - piece.begin):
+                            at += piece.begin - row[0]
+                            yield TensorPart(
+                                whole.key, whole.shape, offsets, sizes, dtype, section.index, state, row, at
+                            )
 
 
 class _TensorRows:
@@ -393,13 +429,14 @@ class Written:
     base: Any
 
 
-def write_parts(place: PublishPlace, name: PublishedName, saved: SavedGeneration, rank: int) -> Written:
-    """Write this rank's parts, and read them back."""
+def write_parts(place: PublishPlace, name: PublishedName, saved: SavedGeneration, who: tuple[int, int]) -> Written:
+    """Write this rank's parts, and read them back. `who`: the rank, and how many columns ranks are numbered in."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
     parts, items, tensors = dict[Any, TensorPart](), [], dict[str, Any]()
-    for part in parts_of(saved, rank):
+    rank, num_columns = who
+    for part in parts_of(saved, rank, num_columns):
         index = MetadataIndex(part.key, torch.Size(part.offsets))
         chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
@@ -556,20 +593,27 @@ class PublishedGeneration:
     """A published checkpoint that a run goes on from; read as a `SavedGeneration` of other ranks is."""
 
     def __init__(
-        self, place: PublishPlace, name: PublishedName, generation: Generation, document: Mapping[str, Any], reader: Any
+        self,
+        place: PublishPlace,
+        name: PublishedName,
+        generation: Generation,
+        document: Mapping[str, Any],
+        reader: Any,
+        column: int,
     ) -> None:
-        """`document`: its text; see `open`."""
+        """`document`: its text; see `open`. `column`: which of the tensor-parallel ranks reads."""
         self.generation = generation
+        self._column = column
         self.where = place.path_of(name)
         self.lies_elsewhere = False
         self._place, self._reader, self._document = place, reader, document
         self._tensors: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-        self._starts: dict[str, list[tuple[int, Any]]] = {}
-        """Of each tensor that was read, where its parts begin, in order."""
+        self._spans: dict[str, list[tuple[int, int, Any]]] = {}
+        """Of each tensor that was read, the first and the last element of its parts, in order."""
         self._last: tuple[str, int, torch.Tensor] | None = None
 
     @classmethod
-    def open(cls, place: PublishPlace, name: PublishedName) -> PublishedGeneration:
+    def open(cls, place: PublishPlace, name: PublishedName, column: int = 0) -> PublishedGeneration:
         """Raises IntegrityError unless its text is what was written."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
         from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -586,7 +630,7 @@ class PublishedGeneration:
             raise IntegrityError(f"{where}: its text is not what was written; delete this directory for the one before")
         with reading(where):
             document = json.loads(text)
-            return cls(place, name, Generation.parse(document["payload"], where), document, reader)
+            return cls(place, name, Generation.parse(document["payload"], where), document, reader, column)
 
     @property
     def partners(self) -> list[PublishedPartner]:
@@ -595,7 +639,7 @@ class PublishedGeneration:
             return [PublishedPartner(**each) for each in self._document.get("partners", ())]
 
     def look_in(self, layout: ShardLayout) -> None:
-        self.lies_elsewhere = lies_elsewhere(self.generation, layout)
+        self.lies_elsewhere = lies_elsewhere(self.generation, layout) or is_divided_otherwise(self.generation, layout)
 
     def tell_conversion(self, layout: ShardLayout) -> None:
         tell_conversion(self.generation, layout)
@@ -617,7 +661,8 @@ class PublishedGeneration:
 
     def states(self, layout: SectionLayout) -> list[Component]:
         """The states of a section of a model that optimizers keep."""
-        keys = ((state, key_of(piece, state)[0]) for state in Component if is_state(state) for piece in layout.params)
+        states = [each for each in Component if is_state(each)]
+        keys = ((each, PublishedTensor.of(piece, each, 0).key) for each in states for piece in layout.params)
         return list(dict.fromkeys(state for state, key in keys if key in self._tensors))
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
@@ -637,29 +682,62 @@ class PublishedGeneration:
         out = host_zeros(end - begin, dtype)
         for piece in layout.params:
             low, high = max(piece.begin, begin), min(piece.end, end)
-            key, shape = key_of(piece, state)
-            if low < high and not piece.is_gone and key in self._tensors:
-                for first, values in self._parts(key, shape, low - piece.begin, high - piece.begin):
-                    at = piece.begin + first
-                    left, right = max(at, low), min(at + values.numel(), high)
-                    out[left - begin : right - begin] = values[left - at : right - at]
+            if low >= high or piece.is_gone:
+                continue
+            tensor = PublishedTensor.of(piece, state, self._column)
+            if tensor.key in self._tensors:
+                self._fill(out[low - begin : high - begin], tensor, low - piece.begin)
+            elif state is None:
+                raise IntegrityError(
+                    f"{self.where} has no {tensor.key}: values that rest in files of others are not published, and the "
+                    "model has changed since. Build it as it was when it was offloaded first, with these files"
+                )
         return out
 
-    def _parts(self, key: str, shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parts with elements [begin, end) of a tensor, and where each begins. Raises IntegrityError."""
-        if key not in self._starts:
-            chunks = ((begin_of(shape, chunk.offsets), chunk) for chunk in self._tensors[key].chunks)
-            self._starts[key] = sorted(chunks, key=lambda each: each[0])
-        position = begin
-        for first, chunk in self._starts[key]:
-            until = first + math.prod(chunk.sizes)
-            if until > position and first < end:
-                if first > position:
-                    break
-                yield first, self._part(key, first, chunk)
-                position = until
-        if position < end:
-            raise IntegrityError(f"{self.where}: elements {position} to {end} of {key} are missing")
+    def _fill(self, out: torch.Tensor, tensor: PublishedTensor, begin: int) -> None:
+        """Fill `out`, (numel,), with elements of this rank's part of a tensor, from `begin` on. Raises
+        IntegrityError."""
+        num_found = 0
+        for first, offsets, sizes in tensor.boxes(begin, begin + out.numel()):
+            target = out[first - begin : first - begin + math.prod(sizes)].view(sizes)
+            for at, chunk in self._chunks(tensor, offsets, sizes):
+                spans = list(zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True))
+                lows = [max(mine, its) for mine, _, its, _ in spans]
+                highs = [min(mine + size, its + its_size) for mine, size, its, its_size in spans]
+                if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                    continue
+                values = self._part(tensor.key, at, chunk).view(tuple(chunk.sizes))
+                mine, its = (
+                    tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, origin, strict=True))
+                    for origin in (offsets, chunk.offsets)
+                )
+                target[mine] = values[its]
+                num_found += target[mine].numel()
+        if num_found != out.numel():
+            raise IntegrityError(
+                f"{self.where}: {out.numel() - num_found} of elements {begin} to {begin + out.numel()} of {tensor.key} "
+                "are missing"
+            )
+
+    def _chunks(
+        self, tensor: PublishedTensor, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Iterator[tuple[int, Any]]:
+        """The parts that may have elements of a box, and where each begins."""
+        shape = tensor.shape
+
+        def span(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+            last = [offset + size - 1 for offset, size in zip(offsets, sizes, strict=True)]
+            return begin_of(shape, offsets), begin_of(shape, last)
+
+        if tensor.key not in self._spans:
+            chunks = ((*span(each.offsets, each.sizes), each) for each in self._tensors[tensor.key].chunks)
+            self._spans[tensor.key] = sorted(chunks, key=lambda each: each[0])
+        begin, end = span(offsets, sizes)
+        for first, last, chunk in self._spans[tensor.key]:
+            if first > end:
+                return
+            if last >= begin:
+                yield first, chunk
 
     def _part(self, key: str, first: int, chunk: Any) -> torch.Tensor:
         from torch.distributed.checkpoint.metadata import MetadataIndex

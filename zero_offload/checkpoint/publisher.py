@@ -194,10 +194,11 @@ class Publisher:
             place.check_there(name)
             engine = open_engine(num_drives=len(self._directories))
             cleanup.callback(engine.close)
-            saved = SavedGeneration(generation, self._directories, engine)
+            column = ranks.column_of(generation.world_size)
+            saved = SavedGeneration(generation, self._directories, engine, column=column)
             cleanup.callback(saved.close)
             cleanup.callback(engine.close)  # before its files
-            mine = write_parts(place, name, saved, ranks.rank)
+            mine = write_parts(place, name, saved, (ranks.rank, ranks.num_columns))
         written = ranks.gather(mine)
         with ranks.together(_WHAT):
             if ranks.rank == 0:

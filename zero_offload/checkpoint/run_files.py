@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.errors import CheckpointError, ConfigError
+from zero_offload.base.errors import CheckpointError
 from zero_offload.base.events import Counters
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
@@ -117,7 +117,7 @@ class RunFiles:
         if durability is not Durability.SCRATCH:
             with ranks.together():
                 keeper.look(Existing(config.existing))
-                place = _publish_place(config, ranks)
+                place = _publish_place(config)
             # A generation that some rank names is one of the drives.
             looks = config.generation is None and config.existing != Existing.DISCARD.value
             may_look = place is not None and all(ranks.gather(looks))
@@ -295,7 +295,7 @@ class RunFiles:
                     )
             record = StepRecord.of(found, keeper.rng)
             keeper.commit(replace(record, resting=found.resting_in(keeper.layout)))
-            if self._lies_elsewhere and ranks.rank == 0:
+            if self._lies_elsewhere and found.changes and ranks.rank == 0:
                 warn_user(f"{found} is of a model that had changed since it was offloaded: {told_changes(found)}")
         self._close_earlier()  # or the disk space of what is deleted now would not be free
         with ranks.together():
@@ -321,15 +321,10 @@ class RunFiles:
                 files.close()
 
 
-def _publish_place(config: OffloadConfig, ranks: CommitGroup) -> PublishPlace | None:
+def _publish_place(config: OffloadConfig) -> PublishPlace | None:
     """Where generations are published. Raises ConfigError."""
     if config.publish is None:
         return None
-    if ranks.num_columns > 1:
-        raise ConfigError(
-            "publish= writes parameters of data-parallel ranks, and this model has DTensors. Leave it out, and save by "
-            "torch.distributed.checkpoint"
-        )
     place = PublishPlace.of(str(config.publish))
     Publisher.check_free(place)
     return place
@@ -370,7 +365,7 @@ def _look_at(
     if name is None or spread is not None:
         return None
     with ranks.together():
-        published = PublishedGeneration.open(place, name)
+        published = PublishedGeneration.open(place, name, ranks.column)
     if ranks.rank == 0 and keeper.resumes:
         why = "no generation is on the drives that are here" if lack is None else str(lack).partition(". Start the")[0]
         warn_user(f"{why}: the run goes on from {published.where}, step {published.generation.step}")

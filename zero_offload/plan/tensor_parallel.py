@@ -7,8 +7,9 @@ takes half a second: a program that has one has imported it.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +52,22 @@ def mesh_of(params: Iterable[Tensor]) -> DeviceMesh | None:
 def division(tensor: Any) -> str:
     """How its parts lie, the same on all ranks of its mesh; empty for a plain tensor."""
     return f"{tensor.placements[0]} of {tensor.device_mesh.size()}" if is_dtensor(tensor) else ""
+
+
+_SHARDED = re.compile(r"S\((-?\d+)\) of (\d+)")
+
+
+def parts_along(division: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The dimension along which the parts of a tensor lie, and their number; (0, 1) where each rank has the whole. By
+    its `division` and the shape of a part."""
+    found = _SHARDED.fullmatch(division)
+    return (0, 1) if found is None else (int(found[1]) % len(shape), int(found[2]))
+
+
+def whole_shape(division: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor of which a part has this one."""
+    dim, count = parts_along(division, shape)
+    return tuple(size * count if at == dim else size for at, size in enumerate(shape))
 
 
 def num_copies(tensor: Any, mesh: DeviceMesh | None) -> int:
