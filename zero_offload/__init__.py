@@ -46,6 +46,7 @@ from zero_offload.model.run_log import RunLog
 from zero_offload.model.steps import steps
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from zero_offload.optim.unitwise.optimizer import unitwise
 from zero_offload.runtime.ranks.join import join
 
 __version__ = "0.1.0"
@@ -95,4 +96,5 @@ __all__ = [
     "save_checkpoint",
     "stats",
     "steps",
+    "unitwise",
 ]

@@ -289,6 +289,11 @@ def logits() -> Names:
     return {**plain(), "hidden": hidden, "self": SimpleNamespace(head=head), "targets": targets, "model": model}
 
 
+def stepped() -> Names:
+    """Before an optimizer is built; a step with it follows."""
+    return {**plain(), "ends_with": step_of}
+
+
 def adapted() -> Names:
     """Before adapters come."""
     from peft import LoraConfig, get_peft_model
@@ -398,6 +403,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
         "Modules that are removed, moved or replaced": (changed,),
     },
     "docs/use/micro-batches.md": {"": (trained,)},
+    "docs/use/optimizers.md": {"Optimizers of others": (stepped,)},
     "docs/use/larger-than-ram.md": {
         "Models larger than memory": (plain,),
         "Activations": (plain,),

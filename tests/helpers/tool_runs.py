@@ -113,6 +113,8 @@ def make(spec: Spec, model: nn.Module | None = None) -> Any:
         "eval_dataset": tools.Tokens(8, seed=2),
         "callbacks": callbacks,
     }
+    if spec.is_plain and "optim" in spec.args:
+        return Trainer(**given)
     if spec.is_plain:
         return Trainer(optimizer_cls_and_kwargs=(zo.AdamW, {"lr": given["args"].learning_rate}), **given)
     config = tools.config("cpu", "") if spec.nvme is None else tools.config("nvme", spec.nvme, existing="resume")

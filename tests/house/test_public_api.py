@@ -56,6 +56,7 @@ PUBLIC_NAMES = {
     "save_checkpoint",
     "stats",
     "steps",
+    "unitwise",
 }
 NN_NAMES = {"TiledLinear", "chunked_cross_entropy"}
 """Of `zo.nn`, which `import *` does not give: it would hide torch's."""

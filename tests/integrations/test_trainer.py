@@ -458,8 +458,8 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(zo.ConfigError, match="bf16_full_eval"):
         runs.make(Spec(tmp_path, args={"bf16_full_eval": True}))
-    with pytest.raises(zo.ConfigError, match="optim='adafactor' has no counterpart"):
-        train(Spec(tmp_path, args={"optim": "adafactor"}))
+    with pytest.raises(zo.ConfigError, match="optim='adalomo' steps inside of backward"):
+        train(Spec(tmp_path, args={"optim": "adalomo"}))
     model = tools.llama()
     torchs = torch.optim.AdamW(model.parameters())
     given = {"args": runs.arguments(tmp_path), "train_dataset": tools.Tokens(8), "offload": zo.OffloadConfig()}
@@ -549,6 +549,17 @@ def test_optimizers_are_those_of_the_arguments(tmp_path: Path, optim: str, kind:
     names = {"adamw_torch": ("betas", "eps"), "sgd": ("momentum",), "lion_32bit": ("betas",)}.get(optim, ())
     assert all(decayed[name] == expected[name] for name in names)
     zo.close(trainer.model)
+
+
+@pytest.mark.parametrize(("optim", "where"), [("adafactor", "nvme"), ("rmsprop", "cpu")])
+def test_optimizers_of_others_train_as_the_plain_model_and_go_on(tmp_path: Path, optim: str, where: str) -> None:
+    args = UNCLIPPED | {"optim": optim}
+    plain = train(Spec(tmp_path / "plain", args=args, is_plain=True))
+    assert without_norms(train(spec(tmp_path, where, args=args))) == without_norms(plain)
+    of = {"args": args, "die_at": ("on_step_begin", 3)}
+    assert in_processes(1, train, Spec(tmp_path / "killed", tmp_path / "killed_nvme", **of))[0] is None
+    resumed = in_processes(1, train, Spec(tmp_path / "killed", tmp_path / "killed_nvme", args=args))[0]
+    assert without_norms(resumed) == without_norms(plain)
 
 
 def test_numbers_of_the_library_are_logged(tmp_path: Path) -> None:

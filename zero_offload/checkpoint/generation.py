@@ -70,7 +70,7 @@ _log = logging.getLogger("zero_offload")
 
 
 def _records(slot: Mapping[Component, Extent]) -> dict[str, Any]:
-    return {component.value: extent_record(extent) for component, extent in slot.items()}
+    return {component: extent_record(extent) for component, extent in slot.items()}
 
 
 def read_rank_manifest(home: RunDirectory, generation: Generation, rank: int) -> dict[str, Any]:

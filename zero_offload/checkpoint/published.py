@@ -51,7 +51,7 @@ from zero_offload.plan.tensor_parallel import parts_along
 from zero_offload.storage.files.base_file import BaseSpan
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.memory.heap import HeapTrimmer
-from zero_offload.storage.shards.shard import Component, component_dtype, encode_array, is_state
+from zero_offload.storage.shards.shard import Component, component_dtype, encode_array, is_state, named_states
 from zero_offload.storage.shards.store import ChunkSource
 
 NAME = re.compile(r"(\d{6})-step-(\d+)-([0-9a-f]{8})")
@@ -661,8 +661,7 @@ class PublishedGeneration:
 
     def states(self, layout: SectionLayout) -> list[Component]:
         """The states of a section of a model that optimizers keep."""
-        states = [each for each in Component if is_state(each)]
-        keys = ((each, PublishedTensor.of(piece, each, 0).key) for each in states for piece in layout.params)
+        keys = ((each, PublishedTensor.of(piece, each, 0).key) for each in named_states() for piece in layout.params)
         return list(dict.fromkeys(state for state, key in keys if key in self._tensors))
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:

@@ -53,14 +53,18 @@ from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.manifest import read_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile
 from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.shards.rows import Rows, lay, room
 from zero_offload.storage.shards.shard import (
     Component,
+    array_range,
     block_sizes,
     component_dtype,
     decode_array,
     encode_array,
+    in_order,
     is_state,
     master_components,
+    shard_bytes,
 )
 from zero_offload.storage.shards.store import ChunkSource
 
@@ -254,6 +258,8 @@ class SavedGeneration:
         self._names: dict[str, tuple[int, int]] = {}
         """Where parameters are: section, and element of it. Empty where they are where the model has them."""
         self._base = BaseFiles()
+        self._last_rows: tuple[int, Rows | None] = -1, None
+        """The rows that were read last, by the section of the model."""
 
     @classmethod
     def read_for(cls, path: Path, layout: ShardLayout, ranks: CommitGroup, use: Callable[[SavedGeneration], T]) -> T:
@@ -374,8 +380,8 @@ class SavedGeneration:
     ) -> Iterator[tuple[tuple[int, Component], Extent]]:
         entry = self.payload(rank)["sections"][section.index]
         for component in self.kept(section, rank):
-            name = f"section {section.index} {component.value}.{entry.get('slot')}"
-            record = entry["components"].get(component.value)
+            name = f"section {section.index} {component}.{entry.get('slot')}"
+            record = entry["components"].get(component)
             (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
             yield (section.index, component), extent
 
@@ -385,7 +391,7 @@ class SavedGeneration:
             kept = set(map(Component, self.payload(rank)["sections"][section.index]["components"]))
         if section.index in self._in_base or not section.params:
             return []
-        return [each for each in Component if each in kept or each in master_components(section)]
+        return [*in_order({*kept, *master_components(section)})]
 
     @property
     def _any_rank(self) -> int:
@@ -404,7 +410,57 @@ class SavedGeneration:
         indices = {self._names[name][0] for name in names} if self._names else {layout.index}
         rank = self._any_rank
         kept = (each for index in sorted(indices) for each in self.kept(self.sections[index], rank))
-        return list(dict.fromkeys(each for each in kept if is_state(each)))
+        named = dict.fromkeys(each for each in kept if is_state(each) and not each.is_rows)
+        rows = self._rows_of(layout)
+        return [*named, *([Component.rows(room(rows.sizes()), len(layout.chunks()))] if rows is not None else [])]
+
+    def _rows_of(self, layout: SectionLayout) -> Rows | None:
+        """The rows of a section of a model, of all of its ranks."""
+        if self._last_rows[0] == layout.index:
+            return self._last_rows[1]
+        places = {
+            piece.begin: self._names[piece.spec.name] if self._names else (layout.index, piece.begin)
+            for piece in layout.params
+            if not piece.is_gone
+        }
+        read = {index: self._read_rows(self.sections[index]) for index in {index for index, _ in places.values()}}
+        found = {
+            begin: (rows, first)
+            for begin, (index, first) in places.items()
+            if (rows := read[index]) is not None and first in rows
+        }
+        rows = None
+        if found:
+            sizes = {begin: rows.sizes()[first] for begin, (rows, first) in found.items()}
+            rows = lay(host_reserved([room(sizes)], torch.uint8), sizes)
+            for begin, (saved, first) in found.items():
+                rows[begin].copy_(saved[first])
+        self._last_rows = layout.index, rows
+        return rows
+
+    def _read_rows(self, section: SectionLayout) -> Rows | None:
+        """The rows of a saved section, which one rank has whole."""
+        component = next((each for each in self.kept(section, self._any_rank) if each.is_rows), None)
+        if component is None:
+            return None
+        if self.generation.num_shards > 1:
+            raise CheckpointError(f"{self.generation} has rows of states that ranks divide, which this version has not")
+        files, sectors = self.rank(self._rank_of(0)), component.chunk_bytes
+        saved = files.sections[section.index]
+        array = host_reserved([shard_bytes(saved, [component])], torch.uint8)
+        for row in range(len(saved.chunks())):
+            extent, region = files.extents[section.index, component], Arena(0).allocate(sectors)
+            array[row * sectors : (row + 1) * sectors] = files.swap.read_block(extent, row, torch.uint8, region)
+        return Rows.read(array, f"section {section.index} of {self.generation}")
+
+    def _rows_chunk(self, layout: SectionLayout, component: Component, begin: int, end: int) -> torch.Tensor:
+        """A chunk's part of the rows of a section of a model, in an array of as much room as `component` has."""
+        part, rows = array_range(layout, component, begin, end), self._rows_of(layout)
+        chunk = host_zeros(part.stop - part.start, torch.uint8)
+        if rows is not None:
+            mine = rows.array[part.start : part.stop]
+            chunk[: mine.numel()].copy_(mine)
+        return chunk
 
     def read(self, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
         """Fill `out` with elements of a section from `begin` on; what was never saved becomes zero: padding, and states
@@ -448,7 +504,7 @@ class SavedGeneration:
             rank, row = self._rank_of(shard), offset // CHUNK_NUMEL
             first = row * CHUNK_NUMEL
             until = min(end, begin - offset + min(first + CHUNK_NUMEL, shard_numel))
-            piece = Piece(rank, index, component.value, row, offset - first, offset - first + until - begin)
+            piece = Piece(rank, index, component, row, offset - first, offset - first + until - begin)
             is_kept = component in self.kept(self.sections[index], rank)
             yield begin, until, piece if is_kept else None
             begin = until
@@ -473,6 +529,8 @@ class SavedGeneration:
         offset = shard_index * layout.shard_numel
 
         def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            if component.is_rows:
+                return self._rows_chunk(layout, component, begin, end)
             if self._exchange is not None:
                 self._fetch_pieces(self._exchange, layout, component, offset + begin, offset + end)
             values = self._elements(layout, component, offset + begin, offset + end)

@@ -12,14 +12,17 @@ import torch
 from zero_offload.base.host import host_empty, host_reserved, host_zeros
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
+from zero_offload.storage.shards.rows import Row, Rows, read_directory
 from zero_offload.storage.shards.shard import (
     Component,
     Shard,
     array_numel,
+    array_range,
     component_dtype,
     decode_array,
     encode_array,
     master_components,
+    shard_bytes,
 )
 from zero_offload.storage.shards.store import ChunkSource, ShardStore
 
@@ -71,10 +74,11 @@ def master_part(layout: SectionLayout) -> dict[str, torch.dtype]:
     """The component that completes a trainable shard's value to the master, and its dtype. It is "residual" beside
     bf16, "master" beside fp16, nothing beside fp32.
     """
-    return {
-        torch.bfloat16: {Component.RESIDUAL.value: torch.int16},
-        torch.float16: {Component.MASTER.value: torch.float32},
-    }.get(layout.dtype, {})
+    parts: dict[torch.dtype, dict[str, torch.dtype]] = {
+        torch.bfloat16: {Component.RESIDUAL: torch.int16},
+        torch.float16: {Component.MASTER: torch.float32},
+    }
+    return parts.get(layout.dtype, {})
 
 
 def read_master_part(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch.Tensor:
@@ -99,8 +103,8 @@ def completed(
     """The fp32 master of elements `span` whose `master_part` was `part`; None where that was of another dtype."""
     dtype = shard.layout.dtype
     if dtype == torch.float16:
-        return part.get(Component.MASTER.value)
-    residual = part.get(Component.RESIDUAL.value)
+        return part.get(Component.MASTER)
+    residual = part.get(Component.RESIDUAL)
     if dtype != torch.bfloat16 or residual is None:
         return None
     half = read_values(store, shard, span)
@@ -130,6 +134,42 @@ def read_state(
         return decode_array(layout, component, store.read_chunk(shard, component, row), end - begin)
 
     return _gather(layout, span, torch.float32, read)
+
+
+def read_rows(store: ShardStore, shard: Shard) -> Rows | None:
+    """The rows of a shard, a copy; None where it has none."""
+    if shard.rows is None:
+        return None
+    return Rows.read(_read_bytes(store, shard, 0, shard_bytes(shard.layout, [shard.rows])), _where(shard))
+
+
+def rows_directory(store: ShardStore, shard: Shard) -> dict[int, Row]:
+    """The directory of a shard's rows."""
+    if shard.rows is None:
+        return {}
+    nbytes = shard_bytes(shard.layout, [shard.rows])
+    return read_directory(lambda begin, end: _read_bytes(store, shard, begin, end), nbytes, _where(shard))
+
+
+def read_row(store: ShardStore, shard: Shard, key: int) -> torch.Tensor | None:
+    """The row of a parameter, by its first element, a copy; None where there is none."""
+    row = rows_directory(store, shard).get(key)
+    return None if row is None else _read_bytes(store, shard, row.begin, row.begin + row.nbytes)
+
+
+def _read_bytes(store: ShardStore, shard: Shard, begin: int, end: int) -> torch.Tensor:
+    """Bytes [begin, end) of a shard's rows, a copy."""
+    rows, out = shard.rows, host_reserved([end - begin], torch.uint8)
+    assert rows is not None
+    for number in range(begin // rows.chunk_bytes, -(-end // rows.chunk_bytes)):
+        first = number * rows.chunk_bytes
+        low, high = max(first, begin), min(first + rows.chunk_bytes, end)
+        out[low - begin : high - begin] = store.read_chunk(shard, rows, number)[low - first : high - first]
+    return out
+
+
+def _where(shard: Shard) -> str:
+    return f"section {shard.layout.index}"
 
 
 def _gather(
@@ -193,7 +233,7 @@ class ComponentSource:
 
 Edits = dict[Component, list[tuple[int, int, torch.Tensor]]]
 """Elements [begin, end) of a shard, and their new values. For a state they are fp32, (end - begin,) or one for all. For
-a part of the master they are as the component has them.
+a part of the master they are as the component has them. Rows are replaced whole: all elements, and the new array.
 """
 
 
@@ -238,6 +278,9 @@ class Edited:
     def _array(self, component: Component, begin: int, end: int) -> torch.Tensor:
         """A copy of a chunk's array as it is. Where all of it changes it is memory alone, unless a state is packed."""
         layout, numel = self._shard.layout, array_numel(self._shard.layout, component, end - begin)
+        if component.is_rows and component in self._edits:
+            ((_, _, rows),) = self._edits[component]
+            return rows[array_range(layout, component, begin, end)]
         is_whole = any(low <= begin and end <= high for low, high in self.spans(component))
         if is_whole and numel == end - begin:
             return host_reserved([numel], component_dtype(layout, component))
@@ -252,6 +295,8 @@ class Edited:
             needed = self._edits if self._store.writes_in_place(self._shard, row) else self._shard.components
             self._arrays = {each: self._array(each, begin, end) for each in needed}
         array = self._arrays[component]
+        if component.is_rows:
+            return array
         for low, high, values in self._edits.get(component, ()):
             first, last = max(low, begin), min(high, end)
             if first < last:

@@ -197,7 +197,7 @@ def _bad_block(
         offset=int(extent.blocks[row]["offset"]),
         nbytes=int(extent.blocks[row]["nbytes"]),
         section=index,
-        component=component.value,
+        component=component,
         params=tuple(piece.spec.name for piece in section.params if piece.begin < end and begin < piece.end),
         problem=str(error),
     )

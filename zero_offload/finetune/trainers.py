@@ -150,7 +150,7 @@ class FinetuneMixin(OffloadMixin):
             for decays, weight_decay in ((True, self.args.weight_decay), (False, 0.0))
         ]
         kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer: Any = kind(groups, **settings)
+        self.optimizer: Any = self.taken(kind(groups, **settings))
         return self.optimizer
 
     # The order of a start and of a step

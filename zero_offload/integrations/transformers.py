@@ -54,7 +54,9 @@ from zero_offload.model.checkpoints import keep, load_checkpoint, resume, save_c
 from zero_offload.model.offload import offload as offload_model
 from zero_offload.model.run_log import RunLog
 from zero_offload.model.steps import check_end, end_stopped, stopping_of
+from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import SGD, Adagrad, AdamW, Lion
+from zero_offload.optim.unitwise.optimizer import unitwise
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.stop import GRACE_S, StopRequest
 from zero_offload.storage.files.own_files import (
@@ -223,7 +225,7 @@ class OffloadMixin(_Base):  # type: ignore[misc]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Ours, where the mathematics is that of `args.optim`."""
+        """Ours, where the mathematics is that of `args.optim`; else Trainer's, which steps unit by unit."""
         if args.optim in _ADAMS or args.optim in _LIONS:
             betas = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
             return (AdamW, {**betas, "eps": args.adam_epsilon}) if args.optim in _ADAMS else (Lion, betas)
@@ -231,13 +233,25 @@ class OffloadMixin(_Base):  # type: ignore[misc]
             OptimizerNames.SGD: SGD,
             OptimizerNames.ADAGRAD: Adagrad,
         }
-        if args.optim not in ours:
+        if "layerwise" in args.optim.value or args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
             raise ConfigError(
-                f"optim={str(args.optim.value)!r} has no counterpart for offloaded models; use one of "
-                f"{', '.join(each.value for each in (*_ADAMS, *_LIONS, *ours))}. In the place of 8-bit optimizers pass "
-                "OffloadConfig(precision=zo.Precision(states='compact'))"
+                f"optim={str(args.optim.value)!r} steps inside of backward, where offloaded parameters have no "
+                "gradients yet; use another, such as 'adamw_torch', and OffloadConfig(overlap='backward') to save the "
+                "memory of gradients"
             )
-        return ours[args.optim], Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return ours.get(args.optim, kind), settings
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. An optimizer that is not ours steps unit by unit (`zo.unitwise`)."""
+        was_given = self.optimizer is not None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer if was_given else self.taken(optimizer)
+
+    @staticmethod
+    def taken(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """An optimizer that this trainer has built, as it steps offloaded parameters."""
+        return optimizer if isinstance(optimizer, FusedOptimizer) else unitwise(optimizer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with nullcontext() if self.accelerator.sync_gradients else no_sync(self.model):

@@ -30,14 +30,19 @@ from zero_offload.checkpoint.values import (
     master_parts,
     read_master,
     read_master_part,
+    read_row,
+    read_rows,
     read_state,
     read_values,
+    rows_directory,
 )
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.model.commits import Commits
 from zero_offload.model.foundation import Foundation
 from zero_offload.optim.state import BESIDE, Entry, count_of, settled
+from zero_offload.optim.unitwise.packing import keep_states
+from zero_offload.optim.unitwise.state_rows import unpack
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.quantized import is_wrapper, tensors_of
@@ -59,7 +64,7 @@ from zero_offload.standins.sources import ParamPlaces, ParamSource, StateSource,
 from zero_offload.standins.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.standins.state_tensor import STEP, StateTensor
 from zero_offload.storage.memory.arena import A_BUFFER
-from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
+from zero_offload.storage.shards.shard import Component, Shard, shard_bytes, unplanned_bytes
 
 
 @dataclass(frozen=True)
@@ -292,9 +297,11 @@ class ModelStates(StateSource):
     def blank(self, places: Iterable[ParamPlace]) -> None:
         """These have had no updates, and have states of zeros."""
         for of_section in by_section(places):
-            zeros, section = host_zeros(1, torch.float32), of_section[0].section
-            edits = [(*place.span(self._shard_index), zeros) for place in of_section]
-            self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
+            zeros, shard = host_zeros(1, torch.float32), of_section[0].section.shard
+            spans = [(*place.span(self._shard_index), zeros) for place in of_section]
+            edits = dict.fromkeys((each for each in shard.states if not each.is_rows), spans)
+            none = {place.piece.begin: (None, "") for place in of_section}
+            self._edit(of_section[0], edits | self._rows_with(of_section[0], none))
             for place in of_section:
                 self.param_steps[place.name] = self._loaded_steps[place.name] = 0
                 self.begun.discard(place.name)
@@ -428,6 +435,49 @@ class ModelStates(StateSource):
         if name in master_part(shard.layout):
             return read_master_part(self._store, shard, span).view(piece.spec.shape)
         return read_state(self._store, shard, Component(name), span).view(piece.spec.shape)
+
+    def _rows_with(self, place: ParamPlace, states: Mapping[int, tuple[Any, str]]) -> Edits:
+        """The edit by which rows of a section have these states, as `keep_states` takes them, after updates under way.
+        There is room for them then. `place`: any of the section."""
+        place.unit.wait_for_update()
+        shard = place.section.shard
+        rows, layout = read_rows(self._store, shard), shard.layout
+        array = keep_states(rows, states)
+        if array is None and rows is None:
+            return {}
+        array = rows.array if array is None and rows is not None else array
+        assert array is not None
+        component = shard.rows
+        if component is None or array.numel() > shard_bytes(layout, [component]):
+            component = Component.rows(array.numel(), len(layout.chunks()))
+            self.ensure([(shard, [component])])
+        whole = host_reserved([shard_bytes(layout, [component])], torch.uint8)
+        whole[: array.numel()].copy_(array)
+        return {component: [(0, layout.shard_numel, whole)]}
+
+    def has_row(self, param: nn.Parameter) -> bool:
+        if self.step_of(param) is None:
+            return False
+        place = self._places[param]
+        place.unit.wait_for_update()
+        return place.piece.begin in rows_directory(self._store, place.section.shard)
+
+    def read_row(self, param: nn.Parameter, packages: Collection[str]) -> Any:
+        self.check_usable()
+        if self.step_of(param) is None:
+            return None
+        place = self._places[param]
+        place.unit.wait_for_update()
+        row = read_row(self._store, place.section.shard, place.piece.begin)
+        return None if row is None else unpack(row, packages)
+
+    def write_row(self, param: nn.Parameter, state: Any, kind: str) -> None:
+        self.zero_stale()
+        place = self._places[param]
+        self.readers.before_replacing([param], {STEP, Entry.state_name})
+        self.change()
+        self._edit(place, self._rows_with(place, {place.piece.begin: (state, kind)}))
+        self._count_steps(place.name, self.param_steps[place.name], has_states=bool(state))
 
     def create(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Make states as a step of zero gradients with a learning rate of 0 does, without counting a step."""

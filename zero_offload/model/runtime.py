@@ -24,7 +24,7 @@ from torch import nn
 from zero_offload.base.alike import Compared
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, ZeroOffloadError
-from zero_offload.base.problems import warn_user
+from zero_offload.base.problems import list_problems, warn_user
 from zero_offload.base.spans import Track
 from zero_offload.base.stats import Stats
 from zero_offload.base.types import Durability, Tier, format_bytes
@@ -52,10 +52,11 @@ from zero_offload.model.thaw import (
     install_section,
     thaw_section,
 )
-from zero_offload.model.updates import check_holds_grads, failing
+from zero_offload.model.updates import Sections, check_holds_grads, failing
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.optimizers import ours_for
 from zero_offload.optim.param_groups import Names
+from zero_offload.optim.unitwise.optimizer import Unitwise
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.plan.quantized import is_wrapper, offloaded_tensors
@@ -67,7 +68,7 @@ from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.standins.guard import unguard
 from zero_offload.standins.owners import live_owners, not_adopted, owner_of, register, unregister
-from zero_offload.standins.sources import LossScaler, Owner, Trainer
+from zero_offload.standins.sources import LossScaler, Owner, ParamTensors, Trainer, UnitStep
 from zero_offload.storage.files.base_file import BaseSpan, missing_text
 from zero_offload.storage.memory.arena import Need
 from zero_offload.storage.shards.shard import Shard
@@ -186,7 +187,20 @@ class ModelRuntime(Owner):
         return self.grad_access.unscale(scaler.get_scale(), overflowed)
 
     def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        return None if isinstance(optimizer, FusedOptimizer) else ours_for(optimizer)
+        return None if isinstance(optimizer, FusedOptimizer | Unitwise) else ours_for(optimizer)
+
+    def check_unitwise(self, call: str) -> None:
+        problems = []
+        if self.ranks.world_size > 1:
+            problems.append(f"the model is divided over {self.ranks.world_size} ranks; one rank steps it so far")
+        if self._in_backward is not None:
+            problems.append('overlap="backward" updates while gradients come; offload with overlap="forward"')
+        if self.config.publish is not None:
+            problems.append("publish= writes no states of such optimizers yet; leave it out")
+        if any(shard.on_device for shard in self.store.shards):
+            problems.append('states rest on the GPU (optimizer="device"); place them on "cpu" or "nvme"')
+        if problems:
+            raise ConfigError(list_problems(f"{call} cannot step {self.model_name}", problems))
 
     # Parameters beside the offloaded ones
 
@@ -615,21 +629,40 @@ class ModelRuntime(Owner):
         self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
     ) -> None:
         """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
+        self._step(hypers, groups, optimizer, hypers)
+
+    def walk(self, params: Collection[nn.Parameter], stepper: UnitStep, optimizer: Trainer) -> None:
+        zeroed = self.grads.ledger.zeroed.intersection(params)
+        if zeroed and stepper.is_still and not self.grads.ledger.any_held(None):
+            self._begin_rows(zeroed, stepper)
+            return
+        self._step(dict.fromkeys(params), stepper.records(), optimizer, stepper)
+
+    def _step(
+        self,
+        params: Mapping[nn.Parameter, object],
+        groups: Sequence[dict[str, Any]],
+        optimizer: Trainer,
+        by: Mapping[nn.Parameter, Hyper] | UnitStep,
+    ) -> None:
+        """One step of `optimizer`, whose parameters of this model are `params`, by a rule or by a walk."""
         spans = self.store.counters.spans
         opened = spans.open(Track.STEP, "")
         self._drop_deleted_states()
         if self.watched_buffers:
             self._warn_of_narrow_buffers()
-        if self.grads.ledger.zeroed:
-            self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
-        is_made = self._in_backward is not None and self._in_backward.confirm_step(hypers)
+        is_made = False
+        if not isinstance(by, UnitStep):
+            if self.grads.ledger.zeroed:
+                self._begin_states({param: hyper for param, hyper in by.items() if param in self.grads.ledger.zeroed})
+            is_made = self._in_backward is not None and self._in_backward.confirm_step(by)
         self._has_new_grads = False
         self.tracker.recover()
         if is_made:
-            self._count(hypers, groups, optimizer)
+            self._count(params, groups, optimizer)
             if names := self._in_backward.take_skipped() if self._in_backward is not None else ():
                 self._count_skipped(names, "units with such gradients stay as they are, others are updated")
-        elif not self._update_held(hypers, groups, optimizer):
+        elif not self._update_held(params, groups, optimizer, by):
             return
         spans.close(opened, str(self.step_count))
         if spans.on:
@@ -678,39 +711,59 @@ class ModelRuntime(Owner):
                 "offload with overlap='forward'"
             )
 
-    def _count(
-        self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
-    ) -> None:
+    def _begin_rows(self, params: Collection[nn.Parameter], stepper: UnitStep) -> None:
+        """As `_begin_states`, for an optimizer of others: its states, of zero gradients, and no other value."""
+        for param in params:
+            if not self._states.has_row(param):
+                master = self.access.read_value(param, master=True).to("cpu", torch.float32)
+                given = ParamTensors(master, torch.zeros_like(master), None)
+                self._states.write_row(param, stepper.step({param: given})[param], stepper.kind)
+        self.grads.drop(params)
+
+    def _count(self, params: Iterable[nn.Parameter], groups: Sequence[dict[str, Any]], optimizer: Trainer) -> None:
         if self.iterations.is_over:
             self.groups = list(groups)  # of several optimizers the first one's, unless `zo.commit` is given another
-        self.iterations.note_step(optimizer, map(self.places.name_of, hypers))
+        self.iterations.note_step(optimizer, map(self.places.name_of, params))
 
     def _update_held(
-        self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]], optimizer: Trainer
+        self,
+        params: Mapping[nn.Parameter, object],
+        groups: Sequence[dict[str, Any]],
+        optimizer: Trainer,
+        by: Mapping[nn.Parameter, Hyper] | UnitStep,
     ) -> bool:
         """Update with the gradients that are held; False if there are none."""
         grads = self.grads
         grads.reduce_waiting()
         if grads.ledger.zeroed:
-            self.grad_access.hold_zeros(hypers)
+            self.grad_access.hold_zeros(params)
         # An overflow concerns the whole model.
-        taken = None if grads.ledger.overflowed else hypers
+        taken = None if grads.ledger.overflowed else params
         if not grads.ledger.any_held(taken):
             return False
         finite = taken is not None and grads.norms.all_finite(taken)
-        counts, sections = dict(self._states.param_steps), []
+        counts = dict(self._states.param_steps)
+        sections: Sections = []
+        stepper = by if isinstance(by, UnitStep) else None
         if finite:
             self._states.readers.before_step()
-            sections = self._updates.sections_of(hypers, grads.ledger.sections, self.prefetcher.step_order(), counts)
+            held, order = grads.ledger.sections, self.prefetcher.step_order()
+            if isinstance(by, UnitStep):
+                sections = self._updates.walked_of(params, held, order, counts)
+            else:
+                sections = self._updates.sections_of(by, held, order, counts)
             self._updates.prepare(sections)
+        begins = self.iterations.is_over
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with failing(self.errors) if finite else nullcontext():
-            self._count(hypers, groups, optimizer)
+            self._count(params, groups, optimizer)
             if finite:
                 self._states.param_steps = counts
                 if self._updates.overlaps(sections):
                     self._stats.cut()
-                self._updates.launch(hypers, sections)
+                self._updates.launch(params, sections, stepper)
+                if begins and stepper is not None:
+                    self.groups = stepper.records()  # with the numbers that the step has changed
             else:
                 names = grads.norms.non_finite(taken)
                 grads.drop(taken, to=GradState.TAKEN)

@@ -7,7 +7,7 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -28,8 +28,12 @@ from zero_offload.model.foundation import Foundation
 from zero_offload.model.params import ModelStates
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
+from zero_offload.optim.unit_pass import UnitPass, WalkedParam, WalkedSection
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.grads.section import GradSection
+from zero_offload.standins.sources import UnitStep
+
+Sections = Sequence[SectionUpdate] | Sequence[WalkedSection]
 
 
 class Updates:
@@ -49,6 +53,7 @@ class Updates:
         self._shard_index = base.shard_index
         self._pipeline = UpdatePipeline(base.store)
         self._device_pass = DevicePass(base.store, base.device)
+        self._unit_pass = UnitPass(base.store, lambda shard, rows: states.ensure([(shard, [rows])]))
 
     def sections_of(
         self,
@@ -79,6 +84,35 @@ class Updates:
         busy = {unit for unit, updates in found.items() if any(update.segments for update in updates)}
         return [update for unit in order if unit in busy for update in found[unit]]
 
+    def walked_of(
+        self,
+        params: Collection[nn.Parameter],
+        sections: Iterable[GradSection],
+        order: Sequence[int],
+        param_steps: dict[str, int],
+    ) -> list[WalkedSection]:
+        """As `sections_of`, for an optimizer of others that steps `params`. Sections without one of these take no part:
+        the values that they deliver stay as they are."""
+        found: dict[int, list[WalkedSection]] = {}
+        for section in sections:
+            walked = []
+            for index in sorted(index for index in section.holding if section.params[index] in params):
+                piece = section.layout.params[index]
+                param_steps[piece.spec.name] += 1
+                walked.append(WalkedParam(section.params[index], piece, section.store.factors.get(index, 1.0)))
+            update = WalkedSection(
+                unit=section.unit.index,
+                name=section.unit.name,
+                position=section.unit.sections.index(section.section),
+                shard=section.section.shard,
+                grads=section.store,
+                params=walked,
+                loss_scale=self._grads.ledger.loss_scale,
+            )
+            found.setdefault(update.unit, []).append(update)
+        busy = {unit for unit, updates in found.items() if any(update.params for update in updates)}
+        return [update for unit in order if unit in busy for update in found[unit]]
+
     def _segments(
         self, hypers: Mapping[nn.Parameter, Hyper], section: GradSection, param_steps: dict[str, int]
     ) -> dict[Rule, list[Segment]]:
@@ -100,13 +134,16 @@ class Updates:
             found.setdefault(hyper.rule, []).append(segment)
         return found
 
-    def overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
-        """True if the update runs beside compute: pointless where both are arithmetic on the same cores."""
+    def overlaps(self, sections: Sections) -> bool:
+        """True if the update runs beside compute: pointless where both are arithmetic on the same cores. A walk may
+        take room for states, and does not."""
+        if any(isinstance(section, WalkedSection) for section in sections):
+            return False
         if self._overlap == UpdateOverlap.AUTO:
             return not self._device.is_host or any(each.shard.on_disk or each.grads.on_disk for each in sections)
         return self._overlap != UpdateOverlap.NONE
 
-    def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
+    def prepare(self, sections: Sections, *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `wait_for_worker` itself, once."""
         self._errors.check()
         self._store.read_lazy()
@@ -114,7 +151,8 @@ class Updates:
             if self._units[unit].update is not None:
                 self._units[unit].wait_for_update()
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
-        self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
+        fused = [section for section in sections if isinstance(section, SectionUpdate)]
+        self.states.ensure((section.shard, STATES[rule]) for section in fused for rule in section.segments)
         here = not self.overlaps(sections) or any(section.shard.on_device for section in sections)
         if here and not in_backward:
             self.wait_for_worker()
@@ -129,11 +167,17 @@ class Updates:
             self._worker.drain()
 
     def launch(
-        self, params: Iterable[nn.Parameter], sections: Sequence[SectionUpdate], *, in_backward: bool = False
+        self,
+        params: Iterable[nn.Parameter],
+        sections: Sections,
+        stepper: UnitStep | None = None,
+        *,
+        in_backward: bool = False,
     ) -> Mapping[int, UnitUpdate]:
         """Update the sections, all of a unit together, in order; the gradients of `params` are theirs from now on.
 
-        `in_backward`: of a backward that goes on, and is done with these units. Returns the future of each unit.
+        `stepper`: of a walk. `in_backward`: of a backward that goes on, and is done with these units. Returns the
+        future of each unit.
         """
         params = list(params)
         self._grads.end_exposed(params)
@@ -158,7 +202,7 @@ class Updates:
         self._grads.clear(params)
         # Between here and the next record nothing says which step the states are of.
         self.commits.forget_record()
-        self._run(sections, updates)
+        self._run(sections, updates, stepper)
         if not in_backward:
             self._prefetcher.refresh_kept()
             for unit in (self._units[index] for index in units):
@@ -166,18 +210,23 @@ class Updates:
                     unit.wait_for_update()
         return updates
 
-    def _run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate]) -> None:
+    def _run(self, sections: Sections, updates: Mapping[int, UnitUpdate], stepper: UnitStep | None) -> None:
+        walked = [section for section in sections if isinstance(section, WalkedSection)]
+        fused = [section for section in sections if isinstance(section, SectionUpdate)]
         beside = self.overlaps(sections)
         threads = update_threads(kernel_threads(), beside, self._device.is_host)
-        on_host = [section for section in sections if not section.shard.on_device]
+        on_host = [section for section in fused if not section.shard.on_device]
         if beside and on_host:
             self._worker.submit(partial(self._pipeline.run, on_host, updates, threads))
         elif not beside:
             with self._store.counters.waiting(Cause.UPDATE):
-                self._pipeline.run(on_host, updates, threads)
+                if stepper is not None:
+                    self._unit_pass.run(walked, updates, stepper)
+                else:
+                    self._pipeline.run(on_host, updates, threads)
             self._prefetcher.gatherer.end_update()
-        if len(on_host) < len(sections):
-            on_device = [section for section in sections if section.shard.on_device]
+        if len(on_host) < len(fused):
+            on_device = [section for section in fused if section.shard.on_device]
             with self._store.counters.waiting(Cause.UPDATE):
                 self._device_pass.run(on_device, updates)
 

@@ -181,7 +181,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 met.enter_context(owner.together_in_step(f"{type(self).__name__}.step"))
             hypers = self.hypers()
             ordinary = self._ordinary_with_grads(hypers)
-            groups = self._check_step(owners)
+            check_step(owners)
+            groups = group_records(self) if any(owner.makes_generations for owner in owners) else []
             for owner in owners:
                 owner.compare("optimizer", self.compared)
         if owners and others:
@@ -206,19 +207,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     found.append((param, hyper, group))
         check_adopted(f"{type(self).__name__}.step", (param for param, _, _ in found))
         return found
-
-    def _check_step(self, owners: Mapping[Owner, Sequence[nn.Parameter]]) -> list[dict[str, Any]]:
-        """Raise for a step that offloaded models cannot make; returns the param groups for their generations."""
-        if owners and torch._C._current_graph_task_id() != -1:
-            raise ZeroOffloadError(
-                "a step inside of backward finds no gradients of offloaded parameters yet. Call step after backward. "
-                "A step in hooks saves memory for gradients, and these leave memory by themselves as they come"
-            )
-        groups = group_records(self) if any(owner.makes_generations for owner in owners) else []
-        for owner, params in owners.items():
-            owner.check_step()
-            owner.places.check_frozen(params)
-        return groups
 
     def compared(self) -> Compared:
         """Facts that ranks must have alike: this class, the parameters of its groups, and their hyperparameters."""
@@ -259,14 +247,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Drop gradients. Without `set_to_none` they become zeros, also those that a step has used, as in torch. A
         parameter that gets none afterwards still moves then, by its states and its weight decay.
         """
-        owners, ordinary = self._by_owner()
-        for owner, params in owners.items():
-            (owner.access.drop_grads if set_to_none else owner.access.zero_grads)(params)
-        for param in ordinary:
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
+        zero_grads(self._params(), set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """As that of torch's optimizer. States of offloaded parameters are tensors that are read from their tiers when
@@ -437,6 +418,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(param)
         if param.dtype == torch.bfloat16:
             self._versions[param] = param._version
+
+
+def check_step(owners: Mapping[Owner, Sequence[nn.Parameter]]) -> None:
+    """Raise for a step that offloaded models cannot make, of these parameters."""
+    if owners and torch._C._current_graph_task_id() != -1:
+        raise ZeroOffloadError(
+            "a step inside of backward finds no gradients of offloaded parameters yet. Call step after backward. "
+            "A step in hooks saves memory for gradients, and these leave memory by themselves as they come"
+        )
+    for owner, params in owners.items():
+        owner.check_step()
+        owner.places.check_frozen(params)
+
+
+def zero_grads(params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+    """Drop gradients of parameters, offloaded or not; or let them be zeros."""
+    for owner, owned in by_owner(params).items():
+        if owner is not None:
+            (owner.access.drop_grads if set_to_none else owner.access.zero_grads)(owned)
+            continue
+        for param in owned:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
 
 
 def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -291,12 +291,12 @@ class Lion(FusedOptimizer):
 
 
 def ours_for(optimizer: torch.optim.Optimizer) -> str:
-    """The call that makes our optimizer of the same kind with the same arguments; all of ours for another kind."""
+    """The call that makes our optimizer of the same kind with the same arguments, or lets this one step."""
     ours = {each.__name__: each for each in (AdamW, Adam, Adagrad, SGD, Lion)}
     given: dict[str, Any] = optimizer.defaults
     name = "AdamW" if given.get("decoupled_weight_decay") else type(optimizer).__name__
     if name not in ours:
-        return f"one of {', '.join(f'zo.{each}' for each in ours)}"
+        return "zo.unitwise(optimizer)"
     own = inspect.signature(ours[name]).parameters.items()
     arguments = [f"{key}={given[key]!r}" for key, each in own if key in given and given[key] != each.default]
-    return f"zo.{name}({', '.join(['model.parameters()', *arguments])})"
+    return f"zo.{name}({', '.join(['model.parameters()', *arguments])}), or let this one: zo.unitwise(optimizer)"

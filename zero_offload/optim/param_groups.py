@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,29 @@ from zero_offload.base.alike import word_of
 from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.standins.owners import is_removed, owner_of
 
-_NOT_HYPER = ("params", "optimizer")
+_NUMBERS = "numbers"
+_NOT_HYPER = ("params", "optimizer", _NUMBERS)
+
+
+class PackedNumbers:
+    """An optimizer whose groups may have values of any kind: a generation has them packed, and those that are plain
+    beside, to be read."""
+
+    def packed_numbers(self) -> str:
+        """All of its groups' values, and its own numbers."""
+        raise NotImplementedError
+
+    def restore_numbers(self, packed: str) -> None:
+        """Take what `packed_numbers` gave."""
+        raise NotImplementedError
 
 
 def group_records(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Every group: the optimizer's class, its hyperparameters, and the names of its parameters."""
-    return [_record(optimizer, group) for group in _groups(optimizer)]
+    records = [_record(optimizer, group) for group in _groups(optimizer)]
+    if isinstance(optimizer, PackedNumbers) and records:
+        records[0][_NUMBERS] = optimizer.packed_numbers()
+    return records
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -34,7 +52,9 @@ def _record(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
     }
     for name, value in group.items():
         if name not in _NOT_HYPER:
-            record[name] = plain(name, value)
+            # Values of other kinds are among the packed numbers.
+            with suppress(ConfigError) if isinstance(optimizer, PackedNumbers) else nullcontext():
+                record[name] = plain(name, value)
     return record
 
 
@@ -126,6 +146,9 @@ def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str
 def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
     """Put a generation's hyperparameters into `optimizer`. Raises CheckpointError when its groups differ."""
     check_groups(optimizer, records, where)
+    if isinstance(optimizer, PackedNumbers) and records:
+        optimizer.restore_numbers(records[0][_NUMBERS])
+        return
     for group, record in zip(_groups(optimizer), records, strict=True):
         for name, value in record.items():
             if name in _NOT_HYPER:

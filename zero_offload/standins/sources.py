@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -278,6 +278,19 @@ class StateSource(ABC):
         it. Those that rest there already are not moved."""
 
     @abstractmethod
+    def has_row(self, param: nn.Parameter) -> bool:
+        """True if an optimizer of others has made a state of the parameter."""
+
+    @abstractmethod
+    def read_row(self, param: nn.Parameter, packages: Collection[str]) -> Any:
+        """A copy of a parameter's state that an optimizer of others has made; None where there is none. Its classes may
+        be of these `packages`."""
+
+    @abstractmethod
+    def write_row(self, param: nn.Parameter, state: Any, kind: str) -> None:
+        """Replace it, by the state of an optimizer of this class; None drops it. Raises CapacityError."""
+
+    @abstractmethod
     def reset(self, params: Iterable[nn.Parameter]) -> None:
         """Drop the states of these parameters: their next step is the first."""
 
@@ -292,6 +305,34 @@ class PartSource(ABC):
     @abstractmethod
     def of(self, param: nn.Parameter, name: str, dtype: torch.dtype, holder: Holder) -> Part:
         """Of a parameter's "value", or of what `StateSource` keeps of it; `holder` shows it to the program."""
+
+
+class ParamTensors(NamedTuple):
+    """A parameter as an optimizer gets it."""
+
+    master: torch.Tensor
+    """Of the parameter's shape and strides, fp32, host; the step changes it in place."""
+    grad: torch.Tensor
+    """A copy, fp32."""
+    state: Any
+    """As the last step left it, its tensors views of where it rests; None before the first."""
+
+
+class UnitStep(NamedTuple):
+    """An optimizer that steps some of its parameters at a time."""
+
+    kind: str
+    """Its class: module and name. A state of another class is not its own."""
+    packages: Collection[str]
+    """Packages whose classes its states may have."""
+    step: Callable[[Mapping[nn.Parameter, ParamTensors]], Mapping[nn.Parameter, Any]]
+    """Steps these parameters; their new states, None for those that have none."""
+    records: Callable[[], list[dict[str, Any]]]
+    """The param groups for generations, as the step leaves them."""
+    is_still: bool
+    """True if all learning rates are 0."""
+    steps_all: bool
+    """True if it steps all parameters of a model at once."""
 
 
 class LossScaler(Protocol):
@@ -370,6 +411,10 @@ class Owner(ABC):
         """The next call that all ranks make compares this too; they raise where they differ. Where there are others."""
 
     @abstractmethod
+    def check_unitwise(self, call: str) -> None:
+        """Raise ConfigError where no optimizer of others can step this model, for `call`."""
+
+    @abstractmethod
     def check_step(self) -> None:
         """Raise where no step can be made now."""
 
@@ -382,6 +427,10 @@ class Owner(ABC):
 
         A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
         """
+
+    @abstractmethod
+    def walk(self, params: Collection[nn.Parameter], stepper: UnitStep, optimizer: Trainer) -> None:
+        """As `update`, at once, by an optimizer of others that steps some of its parameters at a time."""
 
     @abstractmethod
     def train_with(self, optimizer: Trainer, params: Iterable[nn.Parameter]) -> None:

@@ -21,7 +21,7 @@ from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.standins.sources import GradLife, GradSource
-from zero_offload.storage.shards.grad_store import Product, multiply
+from zero_offload.storage.shards.grad_store import as_used
 
 _NOWHERE = (None, 0)
 
@@ -190,9 +190,7 @@ class GradAccess(GradSource):
         self.ledger.change(section, ())
         found = section.store.view(index).to(device, torch.float32, copy=True)
         (count,) = section.counts([index])
-        if self.ledger.loss_scale != 1.0 and isinstance(count, Product):
-            return multiply(found, count).div_(self.ledger.loss_scale)
-        return multiply(found, count / self.ledger.loss_scale if self.ledger.loss_scale != 1.0 else count)
+        return as_used(found, count, self.ledger.loss_scale)
 
     def write_part(self, param: nn.Parameter, values: torch.Tensor, what: str) -> None:
         self.ledger.write(param, values, what)

@@ -74,6 +74,15 @@ def multiply(values: torch.Tensor, factor: float) -> torch.Tensor:
     return values
 
 
+def as_used(values: torch.Tensor, factor: float, loss_scale: float) -> torch.Tensor:
+    """Gradients at rest as a step uses them, in place: times their factor, without the loss scale."""
+    if loss_scale == 1.0:
+        return multiply(values, factor)
+    if isinstance(factor, Product):
+        return multiply(values, factor).div_(loss_scale)
+    return multiply(values, factor / loss_scale)
+
+
 Wait = Callable[[], object]
 """Returns when gradients on their way to host memory are there."""
 

@@ -11,6 +11,8 @@ A trainable shard is whole in its optimizer components; they alone make a genera
     exp_avg, ...   (shard_numel,) fp32: states of the optimizers of its parameters, by torch's names. They exist from
                 the first optimizer on (`ShardStore.add_states`); with several optimizers, all of theirs.
                 They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
+    rows_N      (chunks * N,) uint8: states of any other kind, packed parameter by parameter (`rows.py`). A step that
+                needs more room gives the shard rows of another N.
 
 A frozen shard has a value and nothing else. If files of a base model hold all of it, byte for byte, they are its
 `base`. Then it is read from there, has no slot, and generations name the files, until a write ends that. `memory` has
@@ -25,7 +27,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import ClassVar
 
 import torch
 
@@ -42,15 +44,71 @@ from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 
 
-class Component(StrEnum):
-    VALUE = "value"
-    RESIDUAL = "residual"
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    MAX_EXP_AVG_SQ = "max_exp_avg_sq"
-    SUM = "sum"
-    MOMENTUM_BUFFER = "momentum_buffer"
+class Component(str):
+    """An array of a shard, by its name. Raises ValueError for another name."""
+
+    VALUE: ClassVar[Component]
+    RESIDUAL: ClassVar[Component]
+    MASTER: ClassVar[Component]
+    EXP_AVG: ClassVar[Component]
+    EXP_AVG_SQ: ClassVar[Component]
+    MAX_EXP_AVG_SQ: ClassVar[Component]
+    SUM: ClassVar[Component]
+    MOMENTUM_BUFFER: ClassVar[Component]
+
+    chunk_bytes: int
+    """Of rows, the bytes that each chunk of the shard has of them; else 0."""
+
+    def __new__(cls, name: str) -> Component:
+        if (known := _NAMED.get(name)) is not None:
+            return known
+        size = name.removeprefix(_ROWS)
+        if size == name or not size.isdecimal() or not 0 < int(size) <= _ROWS_MAX or f"{_ROWS}{int(size)}" != name:
+            raise ValueError(f"{name!r} is not an array of a shard")
+        return cls._made(name, int(size))
+
+    @classmethod
+    def _made(cls, name: str, chunk_bytes: int) -> Component:
+        made = super().__new__(cls, name)
+        made.chunk_bytes = chunk_bytes
+        return made
+
+    @classmethod
+    def named(cls, name: str) -> Component:
+        """An array of its own name, which is the same object each time."""
+        return _NAMED.setdefault(name, cls._made(name, 0))
+
+    @classmethod
+    def rows(cls, nbytes: int, num_chunks: int) -> Component:
+        """Rows with room for so many bytes in a shard of so many chunks."""
+        return cls(f"{_ROWS}{whole_sectors(-(-nbytes // num_chunks))}")
+
+    @property
+    def is_rows(self) -> bool:
+        return self.chunk_bytes > 0
+
+
+_NAMED: dict[str, Component] = {}
+_ROWS, _ROWS_MAX = "rows_", 1 << 40
+Component.VALUE = Component.named("value")
+Component.RESIDUAL = Component.named("residual")
+Component.MASTER = Component.named("master")
+Component.EXP_AVG = Component.named("exp_avg")
+Component.EXP_AVG_SQ = Component.named("exp_avg_sq")
+Component.MAX_EXP_AVG_SQ = Component.named("max_exp_avg_sq")
+Component.SUM = Component.named("sum")
+Component.MOMENTUM_BUFFER = Component.named("momentum_buffer")
+
+
+def in_order(components: Iterable[Component]) -> tuple[Component, ...]:
+    """Each once, in the order in which extents lie and messages name them: rows come last."""
+    wanted = set(components)
+    return (*(each for each in _NAMED.values() if each in wanted), *sorted(each for each in wanted if each.is_rows))
+
+
+def named_states() -> tuple[Component, ...]:
+    """The states that have names of their own."""
+    return tuple(each for each in _NAMED.values() if is_state(each))
 
 
 ADAM_STATES = (Component.EXP_AVG, Component.EXP_AVG_SQ)
@@ -89,7 +147,7 @@ def is_state(component: Component) -> bool:
 
 def is_packed(layout: SectionLayout, component: Component) -> bool:
     """True if its array is bytes: codes and scales."""
-    return layout.state_format is StateFormat.COMPACT and is_state(component)
+    return layout.state_format is StateFormat.COMPACT and is_state(component) and not component.is_rows
 
 
 def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
@@ -101,13 +159,15 @@ def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
             return torch.int8 if layout.state_format is StateFormat.COMPACT else torch.int16
         case Component.MASTER:
             return torch.float32
-    if is_packed(layout, component):
+    if component.is_rows or is_packed(layout, component):
         return torch.uint8
     return torch.bfloat16 if layout.state_format is StateFormat.BF16 else torch.float32
 
 
 def array_numel(layout: SectionLayout, component: Component, numel: int) -> int:
     """Elements of the array that a chunk of `numel` elements has."""
+    if component.is_rows:
+        return component.chunk_bytes
     if not is_packed(layout, component):
         return numel
     return whole_sectors(numel + num_scales(layout.state_format, numel) * 4)
@@ -120,6 +180,9 @@ def array_bytes(layout: SectionLayout, components: Iterable[Component], numel: i
 
 def array_range(layout: SectionLayout, component: Component, begin: int, end: int) -> slice:
     """Where neighbouring chunks, elements [begin, end), are in the array of a whole shard."""
+    if component.is_rows:
+        first, last = begin // CHUNK_NUMEL, -(-end // CHUNK_NUMEL)
+        return slice(first * component.chunk_bytes, last * component.chunk_bytes)
     if not is_packed(layout, component):
         return slice(begin, end)
     packed = array_numel(layout, component, CHUNK_NUMEL)
@@ -145,22 +208,22 @@ def block_sizes(layout: SectionLayout, component: Component) -> list[int]:
 
 def encode_array(layout: SectionLayout, component: Component, values: torch.Tensor) -> torch.Tensor:
     """A chunk's array of what is nearest to `values`, (numel,) fp32, host; of fp32 states `values` itself."""
-    if layout.state_format is StateFormat.FP32:
+    if layout.state_format is StateFormat.FP32 or component.is_rows:
         return values
     numel = array_numel(layout, component, values.numel())
     array = host_zeros(numel, component_dtype(layout, component))
     codes, scales = _parts(layout, component, array, values.numel())
-    encode_states(layout.state_format, values.contiguous(), codes, scales, signed=component.value in SIGNED)
+    encode_states(layout.state_format, values.contiguous(), codes, scales, signed=component in SIGNED)
     return array
 
 
 def decode_array(layout: SectionLayout, component: Component, array: torch.Tensor, numel: int) -> torch.Tensor:
     """(numel,) fp32, host, that a chunk's array stands for; of fp32 states the array itself."""
-    if layout.state_format is StateFormat.FP32:
+    if layout.state_format is StateFormat.FP32 or component.is_rows:
         return array
     values = host_empty(numel, torch.float32)
     codes, scales = _parts(layout, component, array, numel)
-    decode_states(layout.state_format, codes, scales, values, signed=component.value in SIGNED)
+    decode_states(layout.state_format, codes, scales, values, signed=component in SIGNED)
     return values
 
 
@@ -171,7 +234,7 @@ def _parts(
     count = num_scales(layout.state_format, numel)
     if not count:
         return array, None
-    codes = array[:numel].view(state_dtype(layout.state_format, signed=component.value in SIGNED))
+    codes = array[:numel].view(state_dtype(layout.state_format, signed=component in SIGNED))
     return codes, array[numel : numel + 4 * count].view(torch.float32)
 
 
@@ -275,7 +338,7 @@ class Shard:
     on_device: bool = False
     """See `plan.buffers.is_on_device`."""
     states: tuple[Component, ...] = ()
-    """The states that optimizers keep, in the order of `Component`."""
+    """The states that optimizers keep, as `in_order` has them."""
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)
     slots: tuple[dict[Component, Extent], ...] = ()
     base: InBase | None = None
@@ -303,7 +366,7 @@ class Shard:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """All that it has, in the order of `Component`."""
+        """All that it has, as `in_order` has them."""
         return master_components(self.layout) + self.states
 
     def array(self, component: Component, row: int) -> torch.Tensor:
@@ -314,6 +377,11 @@ class Shard:
     def memory_tier(self) -> Tier:
         """The tier that its bytes in memory count as."""
         return Tier.DEVICE if self.on_device else Tier.CPU
+
+    @property
+    def rows(self) -> Component | None:
+        """The rows among its states."""
+        return next((each for each in self.states if each.is_rows), None)
 
     def keeps(self, states: Iterable[str]) -> bool:
         """True if it has all of these."""

@@ -7,7 +7,7 @@ nothing. The calls, and what makes them:
     `grow`                                     when further parameters are offloaded (offload);
     `lay_anew`, then `retire`                  when a section is trained from now on, or frozen again (thaw);
     `vacate`                                   when the model has none of a section's parameters any more (offload);
-    `add_states`, `drop_states`                when an optimizer says what it keeps, and when none of it is wanted;
+    `add_states`, `drop_states`                when an optimizer says what it keeps, and when it is not wanted;
     `launch_fetch`, `launch_fetch_parts`       parameters for forward and backward (runtime);
     `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
@@ -51,6 +51,7 @@ from zero_offload.storage.shards.shard import (
     array_range,
     block_sizes,
     component_dtype,
+    in_order,
     master_components,
     shard_bytes,
 )
@@ -79,6 +80,8 @@ class OpenChunks:
     reads: list[Transfer] = field(default_factory=list)
     copied: list[Callable[[], None]] = field(default_factory=list)
     """The waits for a commit that still needs what is in memory."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Memory that writes need until they are complete."""
 
     def wait(self) -> None:
         """Return when the chunks may be read and changed. Raises StorageError or IntegrityError."""
@@ -344,7 +347,7 @@ class ShardStore:
         components = [Component(name) for name in records]
         lacking = sorted(set(master_components(layout)) - set(components))
         if lacking or not 0 <= slot < 2:
-            problem = f"has no {lacking[0].value} of" if lacking else f"names slot {slot}, which does not exist, for"
+            problem = f"has no {lacking[0]} of" if lacking else f"names slot {slot}, which does not exist, for"
             raise IntegrityError(
                 f"a manifest {problem} section {layout.index}; load a checkpoint, or start over with existing='discard'"
             )
@@ -355,7 +358,7 @@ class ShardStore:
         for origin, found in known.items():
             together = range(count) if layout.trainable else [origin]
             for component in components:
-                where = together.index(origin), found[component.value]
+                where = together.index(origin), found[component]
                 extents = self.disk.restore_copies(*_named(layout, component, together), *where)
                 for number, extent in zip(together, extents, strict=True):
                     slots[number][component] = extent
@@ -408,7 +411,8 @@ class ShardStore:
             ) from error
 
     def add_states(self, shard: Shard, states: Iterable[Component]) -> None:
-        """Add these states, all zero, where the optimizer's states rest; after updates and commits under way.
+        """Add these states, all zero, where the optimizer's states rest; after updates and commits under way. Rows take
+        the place of the rows that there are, which go.
 
         Raises CapacityError, and has none of them, where there is no room.
         """
@@ -418,6 +422,7 @@ class ShardStore:
         self.snapshots.wait_for_slots()
         shard.wait_for_writes()
         rested_in_memory = not shard.on_disk
+        replaced = [shard.rows] if shard.rows is not None and any(each.is_rows for each in missing) else []
         try:
             # Memory first: a manifest names every extent that a slot has, and a resume takes memory for each.
             self._take_memory(shard, missing)
@@ -432,22 +437,26 @@ class ShardStore:
             self._fill_slot(shard)
         if shard.on_device:
             self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
+        if replaced:
+            self.drop_states(shard, replaced)
         self._size_staging()
 
-    def drop_states(self, shard: Shard) -> None:
-        """Give up the room of all states; the master stays. After updates and commits under way."""
+    def drop_states(self, shard: Shard, dropped: Iterable[Component] | None = None) -> None:
+        """Give up the room of states, by default of all; the master stays. After updates and commits under way."""
         self.snapshots.wait_for_slots()
         shard.wait_for_writes()
         if shard.on_device:
             self._device.mark().synchronize()  # an update on the device may be under way
-        for component in shard.states:
+        gone = set(shard.states if dropped is None else dropped)
+        for component in gone:
             shard.memory.pop(component, None)
             extents = [slot.pop(component) for slot in shard.slots if component in slot]
             if extents and component in shard.uncommitted:
                 self.disk.free(extents)
             else:
                 self._retire(extents)
-        shard.states, shard.dirty, shard.uncommitted = (), True, frozenset()
+        shard.states, shard.dirty = tuple(each for each in shard.states if each not in gone), True
+        shard.uncommitted -= gone
         self._size_staging()
 
     def _fill_slot(self, shard: Shard) -> None:
@@ -459,7 +468,7 @@ class ShardStore:
 
     def _keep(self, shard: Shard, states: Iterable[Component]) -> None:
         """There is room for them."""
-        shard.states = tuple(each for each in Component if each in {*shard.states, *states})
+        shard.states = in_order([*shard.states, *states])
         shard.dirty = True
 
     def place_replica(self, shard: Shard) -> None:
@@ -606,11 +615,12 @@ class ShardStore:
         """
         return not (shard.on_disk or shard.cache is not None or shard.on_device or self.snapshots.needs(shard))
 
-    def open_chunks(self, shard: Shard, rows: range, staging: int) -> OpenChunks:
-        """Make chunks addressable, one unless `may_open_all`; what rests on disk is read into `staging`
-        (`state_staging_bytes` long). To be used after `OpenChunks.wait`.
+    def open_chunks(self, shard: Shard, rows: range, staging: int, nbytes: int | None = None) -> OpenChunks:
+        """Make chunks addressable; what rests on disk is read into `staging`, `nbytes` long (without it, the
+        `state_staging_bytes` of one chunk). To be used after `OpenChunks.wait`.
         """
-        opened, end = OpenChunks(shard, rows, *shard.layout.elements(rows), {}), staging + self.state_staging_bytes
+        opened = OpenChunks(shard, rows, *shard.layout.elements(rows), {})
+        end = staging + (self.state_staging_bytes if nbytes is None else nbytes)
         for component in shard.components:
             if component in shard.memory:
                 array = shard.memory[component][array_range(shard.layout, component, opened.begin, opened.end)]
@@ -621,7 +631,8 @@ class ShardStore:
                 extent = shard.slots[shard.current][component]
                 opened.reads.append(self.swap.launch_read(extent, _slice(rows), staging))
                 opened.addresses[component] = staging
-                staging += array_bytes(shard.layout, [component], opened.end - opened.begin)
+                part = array_range(shard.layout, component, opened.begin, opened.end)
+                staging += (part.stop - part.start) * component_dtype(shard.layout, component).itemsize
         assert staging <= end, f"section {shard.layout.index}: chunks take {staging - end} bytes more than staging has"
         self.counters.read(Tier.CPU, opened.memory_bytes)
         asked = (self.snapshots.ask(shard, row) for row in rows)
@@ -881,7 +892,7 @@ def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: D
 
 def _named(layout: SectionLayout, component: Component, slots: Sequence[int]) -> tuple[list[str], list[int]]:
     """The names of a component's extents, and the bytes of the blocks of each."""
-    names = [f"section {layout.index} {component.value}.{slot}" for slot in slots]
+    names = [f"section {layout.index} {component}.{slot}" for slot in slots]
     return names, block_sizes(layout, component)
 
 
@@ -890,7 +901,7 @@ def _check_array(shard: Shard, component: Component, values: torch.Tensor, numel
     dtype, size = component_dtype(shard.layout, component), array_numel(shard.layout, component, numel)
     if (values.dtype, values.numel(), values.device.type) != (dtype, size, "cpu"):
         raise ZeroOffloadError(
-            f"unit {shard.layout.unit}: {component.value} is {size} elements of {dtype} on cpu, and was to be replaced "
+            f"unit {shard.layout.unit}: {component} is {size} elements of {dtype} on cpu, and was to be replaced "
             f"by {values.numel()} of {values.dtype} on {values.device}; nothing was written there. This is an error of "
             "zero_offload: please report it with this message"
         )

@@ -1,0 +1,480 @@
+"""`unitwise`: an optimizer of others steps offloaded parameters, unit by unit.
+
+Owns the optimizer as the program sees it: the same object, of a subclass whose steps are walks. A twin (`twin.py`)
+steps whole parameters of one section after the other, with the bits of one joint step. States rest as rows of shards,
+and `optimizer.state` reads and writes them there.
+"""
+
+from __future__ import annotations
+
+import base64
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zero_offload.base.alike import Compared
+from zero_offload.base.errors import CheckpointError, ConfigError
+from zero_offload.base.host import host_reserved
+from zero_offload.base.inputs import check_optimizer
+from zero_offload.base.problems import warn_user
+from zero_offload.optim.optimizer import FusedOptimizer, check_step, fill_group, zero_grads
+from zero_offload.optim.param_groups import PackedNumbers, group_records
+from zero_offload.optim.unitwise import grades
+from zero_offload.optim.unitwise.check import UnitCheck
+from zero_offload.optim.unitwise.shared_numbers import from_outline, outlined
+from zero_offload.optim.unitwise.state_rows import pack, packages_of, packed_bytes, unpack
+from zero_offload.optim.unitwise.twin import Twin
+from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.standins.sources import Owner, ParamTensors, UnitStep
+
+_WALK = "_zo_walker"
+"""The attribute of an optimizer that holds its `_Walker`."""
+
+
+UNITS = ("each", "all")
+
+
+def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.optim.Optimizer:
+    """Let an optimizer of torch or of another library step offloaded parameters; returns it, the same object.
+
+        optimizer = zo.unitwise(torch.optim.Muon(model.parameters(), lr=1e-3))
+
+    Schedulers, Trainer, accelerate and `GradScaler` go on with it; call this before a scheduler is built. In a step the
+    optimizer gets fp32 masters, gradients and states of a few parameters at a time. In fp32 the weights have the bits
+    of the same optimizer on plain parameters. With bf16 or fp16 they have those of a loop over fp32 masters. States
+    rest where `optimizer=` of `OffloadConfig` places them, and generations and checkpoints keep them. `optimizer.state`
+    shows copies: a change is assigned back.
+
+    The class is tested first, on tiny parameters: whether steps of units are those of one joint step. The test takes up
+    to 10 s of processor time, once for each class and its numbers. Where a period of the optimizer is longer than the
+    test, a warning says so. Then copies of two units are compared in the run, at growing intervals and at that period.
+    `units="all"` steps all parameters at once, for optimizers whose parameters depend on each other. Masters, gradients
+    and states are all in memory then.
+
+    Raises ConfigError, with what differed, for an optimizer that cannot be stepped unit by unit. So it does for an
+    optimizer of `zero_offload`, which needs no such call, where parameters are not offloaded, and on several ranks.
+    The same holds for overlap="backward", `publish=`, and states on a GPU (optimizer="device").
+    """
+    call = "zo.unitwise"
+    optimizer = check_optimizer(call, optimizer)
+    if units not in UNITS:
+        raise ConfigError(f"{call}(units={units!r}): use 'each' or 'all'")
+    if isinstance(optimizer, Unitwise):
+        return optimizer
+    _check_optimizer(call, optimizer)
+    owners = _owners_of(call, optimizer)
+    for owner in owners:
+        owner.check_unitwise(call)
+    _check_made_at_build(call, optimizer)
+    check = None if units == "all" else _tested(call, optimizer)
+    kind, before = type(optimizer), optimizer.state
+    held = {param: state for param, state in before.items() if isinstance(param, nn.Parameter)}
+    vars(optimizer)["state"] = defaultdict(dict, _shared_of(optimizer))
+    try:
+        walker = _Walker(optimizer, kind, check)
+    except BaseException:
+        vars(optimizer)["state"] = before
+        raise
+    optimizer.__class__ = _class_of(cast(Any, kind))
+    vars(optimizer)[_WALK] = walker
+    for owner, params in owners.items():
+        owner.states.add(params, ())
+        owner.train_with(cast(Unitwise, optimizer), params)
+    for param, state in held.items():
+        if param not in optimizer.state:  # else a generation has it, which the program goes on from
+            optimizer.state[param] = state
+    return optimizer
+
+
+def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, FusedOptimizer):
+        raise ConfigError(f"{call}: zo.{name} steps offloaded parameters as it is; leave the call out")
+    if callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"{call}: train() and eval() of {name} change every weight, and no walk makes them so far. Use another "
+            "optimizer, such as zo.AdamW"
+        )
+    if "step" in vars(optimizer):
+        raise ConfigError(
+            f"{call}: a scheduler, or other code, has replaced step of this {name} already; call {call}(optimizer) "
+            "first, and build the scheduler then"
+        )
+
+
+def _owners_of(call: str, optimizer: torch.optim.Optimizer) -> dict[Owner, list[nn.Parameter]]:
+    """The offloaded models of an optimizer's parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in filter(is_dropped, params):
+        raise dropped_error(param)
+    check_adopted(call, params)
+    owners = by_owner(params)
+    if ordinary := owners.pop(None, []):
+        raise ConfigError(
+            f"{call}: {len(ordinary)} of {len(params)} parameters are not offloaded (the first has shape "
+            f"{tuple(ordinary[0].shape)}). Call zo.offload(model, config) before the optimizer is built, and give "
+            "other parameters an optimizer of their own"
+        )
+    return {owner: owned for owner, owned in owners.items() if owner is not None}
+
+
+def _check_made_at_build(call: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for states of a number other than 0 that were made beside 16-bit parameters. The number was rounded there,
+    and beside fp32 masters it is not."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(state, Mapping) and isinstance(param, nn.Parameter) else ():
+            if not isinstance(value, Tensor) or value.dtype != param.dtype or value.dtype == torch.float32:
+                continue
+            if value.numel() > 1 and (first := value.flatten()[0].item()) and bool((value == first).all()):
+                raise ConfigError(
+                    f"{call}: {type(optimizer).__name__} has filled {name} with {first:g} when it was built, in "
+                    f"{value.dtype}; a loop over fp32 masters has the number in fp32. Build it without that number, "
+                    "or offload with precision='fp32'"
+                )
+
+
+def _shared_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Entries of `state` whose keys are no parameters."""
+    return {key: state for key, state in optimizer.state.items() if not isinstance(key, nn.Parameter)}
+
+
+def _tested(call: str, optimizer: torch.optim.Optimizer) -> UnitCheck:
+    """Raise for a class that cannot be stepped unit by unit. Returns the check of a run."""
+    name, verdict = type(optimizer).__name__, grades.grade(optimizer, seconds=grades.SECONDS)
+    if verdict.grade is grades.Grade.UNPROVEN and optimizer.state:
+        # States of steps on plain parameters say nothing of tiny ones.
+        content: Any = vars(optimizer)
+        held, content["state"] = content["state"], defaultdict(dict, _shared_of(optimizer))
+        try:
+            verdict = grades.grade(optimizer, seconds=grades.SECONDS)
+        finally:
+            content["state"] = held
+    if not verdict.may_walk:
+        raise ConfigError(
+            f"{call}: {name} cannot be stepped unit by unit: {verdict.describe()}. Use another optimizer, or "
+            f"{call}(optimizer, units='all') where masters, gradients and states of the whole model fit into memory"
+        )
+    if verdict.beyond:
+        warn_user(
+            f"{call}: steps of {name} unit by unit are unproven beyond step {verdict.steps} ({verdict.beyond}). Copies "
+            "of two units are compared in the run then"
+        )
+    return UnitCheck(optimizer, verdict)
+
+
+@cache
+def _class_of(kind: Any) -> Any:
+    """The class by which an optimizer of this class steps unit by unit: its subclass, and of the same name."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (Unitwise, kind), names)
+
+
+class Unitwise(PackedNumbers, torch.optim.Optimizer):
+    """The methods of an optimizer that `unitwise` has taken."""
+
+    @property
+    def _walker(self) -> _Walker:
+        walker: _Walker = vars(self)[_WALK]
+        return walker
+
+    @torch.optim.Optimizer.profile_hook_step
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient, unit by unit; their gradients are used up."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._walker.step(f"{type(self).__name__}.step")
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `zo.AdamW.zero_grad`."""
+        zero_grads(self._walker.params(), set_to_none=set_to_none)
+
+    @property
+    def state(self) -> Any:
+        """The states of each parameter: copies of what rests on its tier. A change is assigned back."""
+        return self._walker.states
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if given is not self._walker.states:
+            self._walker.states.replace(given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of the optimizer on plain parameters. All states are in memory then."""
+        self._walker.states.check_unchanged()
+        found = super().state_dict()
+        found["state"] = {key: _plain(state) for key, state in found["state"].items()}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict` of this class: groups, and the states of each parameter as they are."""
+        self._walker.load(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, for parameters of offloaded models."""
+        super().add_param_group(param_group)
+        if (walker := vars(self).get(_WALK)) is not None:
+            walker.add_group(self.param_groups[-1])
+
+    def packed_numbers(self) -> str:
+        return self._walker.packed_numbers()
+
+    def restore_numbers(self, packed: str) -> None:
+        self._walker.restore_numbers(packed)
+
+    def compared(self) -> Compared:
+        return Compared.of({"the optimizer": type(self).__name__})
+
+    def hypers(self) -> Mapping[nn.Parameter, Any]:
+        return {}
+
+
+class _Walker:
+    """Twin, states and check of an optimizer that `unitwise` has taken."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: type, check: UnitCheck | None) -> None:
+        """`check`: None for steps of all parameters at once."""
+        self._check = check
+        self._reference = weakref.ref(optimizer)
+        self._class = kind
+        self.kind = f"{kind.__module__}.{kind.__qualname__}"
+        self.packages = packages_of(kind)
+        self.states = RowStates(self)
+        self._params = self.params()
+        self._twin = Twin(optimizer, self._params, kind=kind)
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._reference()
+
+    @property
+    def shared(self) -> dict[Any, Any]:
+        """Entries of `state` whose keys are no parameters."""
+        kept: dict[Any, Any] = vars(self._optimizer)["state"]
+        return kept
+
+    def params(self) -> list[nn.Parameter]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def step(self, call: str) -> None:
+        self.states.check_unchanged()
+        owners = _owners_of(call, self._optimizer)
+        with ExitStack() as met:
+            for owner in owners:
+                met.enter_context(owner.together_in_step(call))
+            check_step(owners)
+        twin = self._current_twin()
+        numbers = {param: number for number, param in enumerate(self._params)}
+        captured = twin.capture()
+        checking = None if self._check is None else self._check.begin(partial(self._new_twin), captured)
+        with twin.step(captured) as walk:
+
+            def step(given: Mapping[nn.Parameter, ParamTensors]) -> dict[nn.Parameter, Any]:
+                unit = {numbers[param]: tuple(each) for param, each in given.items()}
+                if checking is not None:
+                    checking.look(unit)
+                states = walk.unit(unit)
+                return {self._params[number]: state for number, state in states.items()}
+
+            def records() -> list[dict[str, Any]]:
+                twin.publish(walk)
+                makes_generations = any(owner.makes_generations for owner in owners)
+                return group_records(self._optimizer) if makes_generations else []
+
+            is_still = all(not group.get("lr", 1.0) for group in self._optimizer.param_groups)
+            stepper = UnitStep(self.kind, self.packages, step, records, is_still, self._check is None)
+            for owner, params in owners.items():
+                owner.walk(params, stepper, self._optimizer)
+        twin.publish(walk)
+
+    def _current_twin(self) -> Twin:
+        """The twin, anew where the param groups have other parameters."""
+        if self._params != (params := self.params()):
+            self._params, self._twin = params, self._new_twin(params)
+        return self._twin
+
+    def _new_twin(self, params: Sequence[nn.Parameter] | None = None) -> Twin:
+        return Twin(self._optimizer, self._params if params is None else params, kind=self._class)
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        try:
+            owners = _owners_of("add_param_group", self._optimizer)
+            for owner in owners:
+                owner.check_unitwise("add_param_group")
+        except BaseException:
+            self._optimizer.param_groups.pop()
+            raise
+        mine = set(group["params"])
+        for owner, params in owners.items():
+            if new := [param for param in params if param in mine]:
+                owner.states.add(new, ())
+                owner.train_with(self._optimizer, new)
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        given = dict(state_dict)
+        for hook in vars(self._optimizer).get("_optimizer_load_state_dict_pre_hooks", {}).values():
+            given = hook(self._optimizer, given) or given
+        groups, own = given["param_groups"], self._optimizer.param_groups
+        sizes, mine = [len(each["params"]) for each in groups], [len(each["params"]) for each in own]
+        if sizes != mine:
+            raise ConfigError(
+                f"{self._class.__name__}.load_state_dict: the state dict has param groups of {sizes} parameters, this "
+                f"optimizer has {mine}"
+            )
+        by_key = dict(zip((key for each in groups for key in each["params"]), self.params(), strict=True))
+        states = {by_key.get(key, key): state for key, state in given["state"].items()}
+        self.states.replace(states)
+        for mine_group, theirs in zip(own, groups, strict=True):
+            params = mine_group["params"]
+            mine_group.update({key: tree_map(_copied, each) for key, each in theirs.items() if key != "params"})
+            mine_group["params"] = params
+            fill_group(mine_group, self._optimizer.defaults)
+        for hook in vars(self._optimizer).get("_optimizer_load_state_dict_post_hooks", {}).values():
+            hook(self._optimizer)
+
+    def packed_numbers(self) -> str:
+        found = outlined(self._current_twin().capture().values)
+        row = host_reserved([packed_bytes(found)], torch.uint8)
+        pack(found, row)
+        return base64.b64encode(row.numpy().tobytes()).decode()
+
+    def restore_numbers(self, packed: str) -> None:
+        data = bytearray(base64.b64decode(packed))
+        row = host_reserved([len(data)], torch.uint8)
+        row.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        try:
+            self._current_twin().restore(from_outline(unpack(row, self.packages)))
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._class.__name__} has no place for a number of the generation ({error!r}): another version of "
+                "its package has written it. Install that one, or export the weights and start over from them"
+            ) from error
+
+
+class RowStates(MutableMapping[Any, Any]):
+    """`optimizer.state` of parameters whose states rest as rows: entries are copies, and are assigned to be changed."""
+
+    def __init__(self, walker: _Walker) -> None:
+        self._walker = walker
+        self._shown: list[tuple[weakref.ref[Tensor], int, nn.Parameter]] = []
+        """Tensors that the program has, and their versions then."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """An entry; empty where there is no state yet, as torch's is."""
+        if not isinstance(key, nn.Parameter) or (owner := owner_of(key)) is None:
+            return self._walker.shared[key]
+        state = owner.states.read_row(key, self._walker.packages)
+        return Shown({} if state is None else tree_map(partial(self._show, key), state))
+
+    def _show(self, param: nn.Parameter, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._shown = [each for each in self._shown if each[0]() is not None]
+            self._shown.append((weakref.ref(value), value._version, param))
+        return value
+
+    def check_unchanged(self) -> None:
+        """Raise where the program has changed a copy: no step would see it."""
+        for reference, version, param in self._shown:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                owner = owner_of(param)
+                name = "a parameter" if owner is None else owner.places.name_of(param)
+                raise ConfigError(
+                    f"a tensor of optimizer.state of {name} was changed in place. It is a copy of what rests on its "
+                    "tier, and the change would be lost. Assign it: entry = dict(optimizer.state[param]); change "
+                    "entry; optimizer.state[param] = entry"
+                )
+
+    def __setitem__(self, key: Any, state: Any) -> None:
+        if not isinstance(key, nn.Parameter):
+            self._walker.shared[key] = state
+            return
+        if (owner := owner_of(key)) is None:
+            raise ConfigError(
+                f"optimizer.state of a parameter of shape {tuple(key.shape)}: an optimizer that zo.unitwise has taken "
+                "keeps states of offloaded parameters there"
+            )
+        owner.states.write_row(key, _as_master(key, _plain(state)), self._walker.kind)
+        self._shown = [each for each in self._shown if each[2] is not key]
+
+    def replace(self, given: Mapping[Any, Any]) -> None:
+        """Carry out `optimizer.state = given`."""
+        kept = {key: _plain(state) for key, state in given.items()}
+        for param in self._walker.params():
+            if param in kept:
+                self[param] = kept.pop(param)
+            elif param in self:
+                del self[param]
+        for key, state in kept.items():
+            self[key] = state
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if not isinstance(key, nn.Parameter):
+            del self._walker.shared[key]
+            return
+        owner = owner_of(key)
+        assert owner is not None
+        owner.states.reset([key])
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, nn.Parameter):
+            return key in self._walker.shared
+        owner = owner_of(key)
+        return owner is not None and owner.states.has_row(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(self._walker.shared)
+        yield from (param for param in self._walker.params() if param in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<states of {len(self)} parameters, which rest elsewhere>"
+
+
+class Shown(dict[Any, Any]):
+    """An entry of `optimizer.state`: a copy, which refuses changes that would be lost."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            "optimizer.state[param] is a copy of what rests on its tier, and this change would be lost. Assign the "
+            "whole entry: entry = dict(optimizer.state[param]); change entry; optimizer.state[param] = entry"
+        )
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
+
+    __ior__: Any = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+
+def _plain(state: Any) -> Any:
+    return dict(state) if isinstance(state, Mapping) else state
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _as_master(param: nn.Parameter, state: Any) -> Any:
+    """A state that was made beside a 16-bit parameter, as it is made beside its fp32 master."""
+
+    def wide(value: Any) -> Any:
+        is_narrow = isinstance(value, Tensor) and value.dtype == param.dtype != torch.float32
+        return value.float() if is_narrow and value.shape == param.shape else value
+
+    return tree_map(wide, state)
