@@ -1,7 +1,8 @@
 """program.py DRIVE STEPS STAGE [PAUSE [PUBLISH]]: trains on this machine's own drive, with a pause after each step.
 
 Prints a line for each step, and how it ends. STAGE may be "hybrid": stage 3 inside of each machine, of which each has
-all parameters. Each third step is published.
+all parameters. Each third step is published. With DIE_AT="RANK STEP NUMBER" in the environment that rank ends in this
+step, before its file operation of this number. Number 0 is none of them: it says how many there were.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch.distributed as dist
 
 import zero_offload as zo
 from tests.helpers import ranks
+from tests.helpers.disk import drain
 from tests.helpers.ranks import Case
+from tests.helpers.two_models import die_at
 
 
 def say(line: str) -> None:
@@ -45,12 +48,17 @@ def main(drive: str, num_steps: int, stage: str, pause_s: float, publish: str) -
     mesh = tuple(range(size)[i : i + per_host] for i in range(0, size, per_host)) if stage == "hybrid" else None
     case = Case(settings, num_steps=num_steps, max_norm=1.0, mesh=mesh)
     model, optimizer = ranks.start(case)
-    last = None
+    last = count = None
+    victim, struck, operation = map(int, os.environ.get("DIE_AT", "-1 -1 0").split())
     for number in zo.steps(model, optimizer, num_steps, exit_code=75):
         step = number - 1
         if last is None:
             say(f"first {step} of {size} rank {rank}")
         last = step
+        if step == struck:
+            drain(model)  # the commit of the step before is over
+            if rank == victim:
+                count = die_at(operation)
         loss = model(ranks.rows_of(step, rank, size))
         loss.backward()
         zo.clip_grad_norm_(model, 1.0)
@@ -59,6 +67,8 @@ def main(drive: str, num_steps: int, stage: str, pause_s: float, publish: str) -
         say(f"step {step} {loss.item().hex()} rank {rank}")
         time.sleep(pause_s)
     zo.close(model)
+    if count is not None:
+        say(f"operations {count()}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -17,8 +17,8 @@ from tests.machines.hosts import Hosts, Program, hosts_of, unsupported
 START_S = 300
 """For torchrun to notice, and a start of Python, beside other tests."""
 STEPS = "100000"
-COMMON = ("--steps", STEPS, "--commit-every", "1", "--batch", "2", "--seq", "32")
-RESUMED = "resuming from step"
+COMMON = ("--steps", STEPS, "--commit-every", "1", "--batch", "2")
+RESUMED = "resuming from "
 
 Row = tuple[int, float]
 
@@ -36,13 +36,13 @@ def words_of(command: str, folder: Path) -> list[object]:
     if command == "train":
         data = folder / "text.txt"
         data.write_text("".join(f"{number} and {number * 7 % 91} are numbers.\n" for number in range(3000)))
-        return ["train", "--model", "tiny", "--data", data, "--eval-every", STEPS, *COMMON]
+        return ["train", "--model", "tiny", "--seq", 32, "--data", data, "--eval-every", STEPS, *COMMON]
     pytest.importorskip("transformers")
     import tests.helpers.tools  # noqa: F401  # before transformers
     from tests.helpers import folders
 
     model, data = folders.write_folder(folder / "model"), folders.write_instructions(folder / "chat.jsonl", 60)
-    return ["finetune", model, "--data", data, "--lora", 4, "--precision", "fp32", *COMMON]
+    return ["finetune", model, "--data", data, "--seq", 96, "--lora", 4, "--precision", "fp32", *COMMON]
 
 
 def rows_of(out: Path) -> list[Row]:
