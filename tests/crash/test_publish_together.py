@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 
 import zero_offload as zo
 from tests.crash.test_publish import OPERATIONS, names, wait_until_published
 from tests.helpers.disk import runtime
+from tests.helpers.models import build
 from tests.helpers.pairwise import in_turn
 from tests.helpers.ranks import RankPools
 from tests.helpers.two_models import Two, plain
@@ -79,6 +80,47 @@ def test_other_ranks_go_on_with_both(pools: RankPools, tmp_path: Path) -> None:
     assert steps(tmp_path / "out") == [["1", "2"]] * 2
     begin, found = train(open_two(tmp_path, "new"), 3)
     assert begin == 2 and equal(found, plain(3, "fp32"))
+
+
+def _pair(where: Path, nvme: str) -> list[tuple[nn.Module, zo.AdamW]]:
+    """A generator and a critic."""
+    pairs = []
+    for name in ("generator", "critic"):
+        model = build(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+        places = {"nvme": where / nvme / name, "publish": where / f"out {nvme[0]}" / name}
+        tiers = {"params": "nvme", "optimizer": "nvme", "precision": "fp32", "existing": "resume"}
+        zo.offload(model, zo.OffloadConfig(**places, **tiers, publish_every=1))
+        pairs.append((model, zo.AdamW(model.parameters(), lr=1e-2)))
+    return pairs
+
+
+def _adversarial(where: Path, nvme: str, num: int) -> tuple[list[int], list[Tensor]]:
+    """Steps made here; parameters and states of both. The critic makes two steps in an iteration."""
+    generator, critic = pairs = _pair(where, nvme)
+    made = []
+    for step in zo.steps(*generator, num, also=[critic]):
+        for model, _ in pairs:
+            wait_until_published(model)
+        made.append(step)
+        for part, (model, optimizer) in enumerate((critic, critic, generator)):
+            model(torch.full((2, 4), float(step + part))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [param.detach().clone() for model, _ in pairs for param in model.parameters()]
+    found += [optimizer.state[param]["exp_avg"].clone() for model, optimizer in pairs for param in model.parameters()]
+    for model, _ in pairs:
+        zo.close(model)
+    return made, found
+
+
+def test_two_trained_models_in_a_loop_in_one_line(tmp_path: Path) -> None:
+    _adversarial(tmp_path, "a", 3)
+    published_steps = [names(tmp_path / "out a" / each) for each in ("generator", "critic")]
+    assert published_steps[0] == published_steps[1] and published_steps[0][-1] in ("2", "3")
+    made, found = _adversarial(tmp_path, "a again", 5)
+    _, whole = _adversarial(tmp_path, "whole", 5)
+    assert made == list(range(int(published_steps[0][-1]) + 1, 6))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, whole, strict=True))
 
 
 def snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> int:
