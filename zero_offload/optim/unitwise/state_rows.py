@@ -18,6 +18,7 @@ import json
 import math
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -200,6 +201,9 @@ class _Outline:
         if kind in (set, frozenset):
             # Sets have no order: the same set has the same bytes.
             return [kind.__name__, *sorted((self._node(each, where) for each in value), key=json.dumps)]
+        if kind is deque:
+            length = [] if value.maxlen is None else [self._number(value.maxlen)]
+            return ["deque", length, *(self._node(each, (*where, at)) for at, each in enumerate(value))]
         if kind is list:
             return ["list", *(self._node(each, (*where, at)) for at, each in enumerate(value))]
         if kind is dict:
@@ -272,7 +276,7 @@ def _unknown(value: Any, where: Place) -> ConfigError:
     kind = type(value)
     return ConfigError(
         f"optimizer state: {_told(where)} is a {kind.__module__}.{kind.__qualname__}, which no row can keep; tensors, "
-        "numbers, texts, enums, dicts, lists, tuples, sets and objects of module-level classes with these can be kept"
+        "numbers, texts, enums, dicts, lists, tuples, sets, deques and objects of module-level classes with these can be kept"
     )
 
 
@@ -302,6 +306,7 @@ class _Reader:
             "numpy": lambda dtype, value: np.dtype(dtype).type(value),
             "list": lambda *items: list(map(self.value, items)),
             "tuple": lambda *items: tuple(map(self.value, items)),
+            "deque": lambda length, *items: deque(map(self.value, items), *length),
             "set": lambda *items: set(map(self.value, items)),
             "frozenset": lambda *items: frozenset(map(self.value, items)),
             "enum": lambda name, member: self._class(name, enum.Enum)[member],

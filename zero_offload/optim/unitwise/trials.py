@@ -11,6 +11,7 @@ import copy
 import enum
 import math
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -332,7 +333,7 @@ def differences(one: Any, other: Any, place: str = "") -> Iterator[tuple[str, An
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in (*one, *(key for key in other if key not in one)):
             yield from differences(one.get(key, ABSENT), other.get(key, ABSENT), f"{place}[{key!r}]")
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+    elif isinstance(one, list | tuple | deque) and type(one) is type(other) and len(one) == len(other):
         for at, pair in enumerate(zip(one, other, strict=True)):
             yield from differences(*pair, f"{place}[{at}]")
     elif type(one) is Tensor and type(other) is Tensor:

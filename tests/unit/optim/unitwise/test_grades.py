@@ -337,7 +337,7 @@ def test_every_class_of_torch_has_a_verdict() -> None:
 
 def test_periods_that_do_not_fit_are_said() -> None:
     found = verdict(lambda params: Plain(params, warmup=30, interval=10**7), seconds=1.0)
-    assert found.grade is Grade.ELEMENTWISE and found.steps >= 32
+    assert found.grade is Grade.SEPARABLE and found.steps >= 32 and "within its periods" in found.reason
     assert found.beyond == "param_groups[0]['interval'] = 10000000"
     assert f"unproven beyond step {found.steps} (param_groups[0]['interval'] = 10000000)" in found.describe()
 

@@ -6,6 +6,7 @@ import enum
 import math
 import struct
 import zlib
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,8 @@ VALUES: list[Any] = [
     {3, 1, "a"},
     frozenset({(1, 2)}),
     Mode.ONE,
+    deque([1, (2,)]),
+    deque([{"x": 1}], 5),
 ]
 
 
