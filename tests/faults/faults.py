@@ -59,6 +59,9 @@ PUBLISH_DTENSORS = "tests/crash/test_publish_dtensors.py::"
 ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
+TWIN = "tests/unit/optim/unitwise/test_twin.py::"
+ROWS = "tests/unit/optim/unitwise/test_state_rows.py::"
+GRADES = "tests/unit/optim/unitwise/test_grades.py::"
 LIVE = "tests/parity/test_live_blocks.py::"
 DROPPED = "tests/parity/test_dropped_masters.py::"
 GATHERED = "tests/models/test_gathered.py::"
@@ -2145,6 +2148,118 @@ FAULTS = [
         "return found.number == lead.number and ",
         "return False and ",
         "tests/crash/test_also.py::test_a_number_that_was_given_again_is_another_commit",
+    ),
+    fault(
+        "numbers of a foreign optimizer count once per unit",
+        "optim/unitwise/twin.py",
+        "            if changed:\n                self._tree.write(before, now)\n",
+        "",
+        TWIN + "test_numbers_count_once_a_step_and_are_published",
+    ),
+    fault(
+        "units that leave different numbers of a foreign optimizer go on",
+        "optim/unitwise/twin.py",
+        "            if not is_same(one, other):\n",
+        "            if False:\n",
+        TWIN + "test_units_that_leave_different_numbers_are_refused_by_name",
+    ),
+    fault(
+        "a foreign optimizer steps with a rate that was set after its step began",
+        "optim/unitwise/twin.py",
+        "            self._tree.write(numbers.values)\n",
+        "            self._tree.write(self._users().read())\n",
+        TWIN + "test_hyperparameters_are_those_of_the_capture",
+    ),
+    fault(
+        "a result that a foreign optimizer puts elsewhere is lost",
+        "optim/unitwise/twin.py",
+        "            value.copy_(data)\n",
+        "            pass\n",
+        TWIN + "test_dropped_gradients_views_and_other_memory",
+    ),
+    fault(
+        "a counter of a group that a foreign state has too goes back with the group",
+        "optim/unitwise/shared_numbers.py",
+        "            known = self._tensors.get(path)\n",
+        "            known = old if isinstance(old, Tensor) else None\n",
+        TWIN + "test_a_counter_that_a_state_has_too",
+    ),
+    fault(
+        "a state that a foreign optimizer's constructor has made is forgotten",
+        "optim/unitwise/twin.py",
+        "                state = self.first_state(number) if state is None else state\n",
+        "",
+        TWIN + "test_states_of_the_constructor_are_a_parameters_first",
+    ),
+    fault(
+        "hooks of a foreign optimizer run for each unit",
+        "optim/unitwise/optimizer_copies.py",
+        "        step = step.__wrapped__\n",
+        "        break\n",
+        TWIN + "test_hooks_run_for_no_unit",
+    ),
+    fault(
+        "tensors of a foreign state are copied where they lie in their row",
+        "optim/unitwise/memory_regions.py",
+        "        return self.address == row.data_ptr() + begin + self.at and self.strides == self.source.stride()\n",
+        "        return False\n",
+        ROWS + "test_values_at_their_place_are_not_copied",
+    ),
+    fault(
+        "tensors of a foreign state that change places in their row write over each other",
+        "optim/unitwise/state_rows.py",
+        "region.source.clone() if region.intersects(row) else region.source",
+        "region.source",
+        ROWS + "test_values_of_the_row_that_have_changed_places",
+    ),
+    fault(
+        "a transposed tensor of a foreign state comes back in another order of memory",
+        "optim/unitwise/memory_regions.py",
+        "    for dim in sorted(range(len(shape)), key=steps.__getitem__):\n",
+        "    for dim in reversed(range(len(shape))):\n",
+        ROWS + "test_gaps_are_left_out_and_the_order_stays",
+    ),
+    fault(
+        "a row of a foreign state grows with its counters",
+        "optim/unitwise/state_rows.py",
+        "        self._room += _NUMBER_CHARS - length if length <= _NUMBER_CHARS else -length % _NUMBER_CHARS\n",
+        "",
+        ROWS + "test_numbers_that_grow_do_not_change_the_length",
+    ),
+    fault(
+        "a row of a foreign state makes objects of any package",
+        "optim/unitwise/state_rows.py",
+        '        if module.partition(".")[0] not in self._packages:\n',
+        "        if False:\n",
+        ROWS + "test_classes_of_other_packages_are_not_made",
+    ),
+    fault(
+        "a foreign optimizer that couples above a norm passes its test",
+        "optim/unitwise/grades.py",
+        "SCALES = (1.0, 1e3, 1e-6)\n",
+        "SCALES = (1.0, 1e-6)\n",
+        GRADES + "test_traps",
+    ),
+    fault(
+        "the test of a foreign optimizer ends before its periods",
+        "optim/unitwise/grades.py",
+        "        return max([STEPS_MIN, *short, *past])\n",
+        "        return STEPS_MIN\n",
+        GRADES + "test_traps",
+    ),
+    fault(
+        "the test of a foreign optimizer has units in the order of its groups alone",
+        "optim/unitwise/trials.py",
+        "            if outcome.draws and not self._in_order:\n",
+        "            if False:\n",
+        GRADES + "test_traps",
+    ),
+    fault(
+        "a test in which no weight of a foreign optimizer moved proves something",
+        "optim/unitwise/grades.py",
+        "        if still := [",
+        "        if False and [",
+        GRADES + "test_traps",
     ),
     fault(
         "a student goes on without its teacher",

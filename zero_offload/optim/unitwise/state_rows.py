@@ -275,8 +275,8 @@ def _class_name(value: Any, where: Place) -> str:
 def _unknown(value: Any, where: Place) -> ConfigError:
     kind = type(value)
     return ConfigError(
-        f"optimizer state: {_told(where)} is a {kind.__module__}.{kind.__qualname__}, which no row can keep; tensors, "
-        "numbers, texts, enums, dicts, lists, tuples, sets, deques and objects of module-level classes with these can be kept"
+        f"optimizer state: {_told(where)} is a {kind.__module__}.{kind.__qualname__}, which no row can keep. Use "
+        "tensors, numbers, texts, enums, dicts, lists, tuples, sets, deques, or objects of module-level classes"
     )
 
 
