@@ -6,7 +6,7 @@ region copies its bytes into a row unless they lie there already. `view_of` make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +61,7 @@ class RowRegion:
 
 
 def regions_of(
-    tensors: Sequence[Tensor], where: Sequence[str]
+    tensors: Sequence[Tensor], where: Callable[[int], str]
 ) -> tuple[list[RowRegion], list[tuple[int, Strides]], int]:
     """Regions of these tensors; each tensor's place and strides in the row; and the length of all.
 
@@ -73,7 +73,7 @@ def regions_of(
     for number, tensor in enumerate(tensors):
         if tensor.numel() and _overlaps_itself(tensor):
             raise ConfigError(
-                f"optimizer state: {where[number]} is a tensor whose elements share memory (shape "
+                f"optimizer state: {where(number)} is a tensor whose elements share memory (shape "
                 f"{tuple(tensor.shape)}, strides {tensor.stride()}), which no row can keep; clone it"
             )
     for numbers in _overlapping(tensors):

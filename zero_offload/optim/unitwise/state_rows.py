@@ -2,8 +2,9 @@
 
 The outline is JSON: containers, numbers, texts, and where each tensor lies. A tensor keeps its order of memory, because
 a product of a transposed matrix rounds otherwise; gaps between its elements are left out. Tensors that overlap keep
-their memory as it is. `packed_bytes`, `pack` and `unpack` come in this order; `packages_of` says whose classes a state
-may have, and `copy_of` goes the whole way. No bytes are run as code, and nothing here knows where rows rest.
+their memory as it is. `packed_bytes`, `pack` and `unpack` come in this order; `StateOutline` is the first two at once.
+`packages_of` says whose classes a state may have, and `copy_of` goes the whole way. No bytes are run as code, and
+nothing here knows where rows rest.
 
 [Note: kinds of outlines]
 Numbers, texts, None and dicts whose keys are texts are those of JSON. The rest is a list whose first item is its kind:
@@ -53,33 +54,15 @@ def packed_bytes(state: Any) -> int:
 
     Tensors without memory (meta and fake ones) count as others do. Raises ConfigError for a value that no row can have.
     """
-    return _Outline(state).end
+    return StateOutline(state).nbytes
 
 
-@torch.no_grad()
 def pack(state: Any, row: Tensor) -> None:
     """Write a state into `row`, which is uint8, at least `packed_bytes` long, and aligned to 64 bytes.
 
     Tensors that lie at their place in the row are not copied.
     """
-    outline = _Outline(state)
-    begin = outline.begin
-    _check_row(row, outline.end)
-    moved = [region for region in outline.regions if not region.lies_in(row, begin)]
-    # A place that is written may be the source of another value, so sources within the row are copied first.
-    sources = [region.source.clone() if region.intersects(row) else region.source for region in moved]
-    at = begin
-    for start, nbytes in (*((begin + region.at, region.nbytes) for region in outline.regions), (outline.end, 0)):
-        if start > at:
-            row[at:start].zero_()
-        at = start + nbytes
-    for region, source in zip(moved, sources, strict=True):
-        region.write(source, row, begin)
-    head = bytearray(begin)
-    text = outline.text
-    _HEADER.pack_into(head, 0, _MAGIC, _VERSION, zlib.crc32(text), len(text), begin)
-    head[_HEADER.size : _HEADER.size + len(text)] = text
-    row[:begin].copy_(torch.frombuffer(head, dtype=torch.uint8))
+    StateOutline(state).write(row)
 
 
 def unpack(row: Tensor, packages: Iterable[str] = ("torch",)) -> Any:
@@ -102,11 +85,12 @@ def copy_of(state: Any, packages: Iterable[str] = ("torch",)) -> Any:
 
 def packed(state: Any) -> Tensor:
     """A new row that has this state."""
-    nbytes = packed_bytes(state)
+    outline = StateOutline(state)
+    nbytes = outline.nbytes
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % ALIGNMENT
     row = memory[begin : begin + nbytes]
-    pack(state, row)
+    outline.write(row)
     return row
 
 
@@ -146,8 +130,9 @@ def _bytes_of(row: Tensor) -> bytes:
     return row.cpu().numpy().tobytes()
 
 
-class _Outline:
-    """A state, described: the JSON text, and the regions of its tensors."""
+class StateOutline:
+    """A state, described: the JSON text, and the regions of its tensors. It saves the second description where both the
+    length of a state and its row are wanted."""
 
     def __init__(self, state: Any) -> None:
         self._tensors: list[Tensor] = []
@@ -163,12 +148,33 @@ class _Outline:
             raise ConfigError(
                 "optimizer state: its containers are nested without end, which no row can keep"
             ) from error
-        self.regions, places, nbytes = regions_of(self._tensors, [_told(where) for where in self._where])
+        self._regions, places, nbytes = regions_of(self._tensors, lambda number: _told(self._where[number]))
         for tensor_node, (at, strides) in zip(self._nodes, places, strict=True):
-            tensor_node += [self._number(at), [self._number(stride) for stride in strides]]
-        self.text = json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
-        self.begin = aligned(_HEADER.size + len(self.text) + self._room)
-        self.end = aligned(self.begin + nbytes)
+            tensor_node += [self._number(at), list(map(self._number, strides))]
+        self._text = json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
+        self._begin = aligned(_HEADER.size + len(self._text) + self._room)
+        self.nbytes = aligned(self._begin + nbytes)
+
+    @torch.no_grad()
+    def write(self, row: Tensor) -> None:
+        """Write the state into `row`, as `pack` does."""
+        begin = self._begin
+        _check_row(row, self.nbytes)
+        moved = [region for region in self._regions if not region.lies_in(row, begin)]
+        # A place that is written may be the source of another value, so sources within the row are copied first.
+        sources = [region.source.clone() if region.intersects(row) else region.source for region in moved]
+        at = begin
+        for start, nbytes in (*((begin + region.at, region.nbytes) for region in self._regions), (self.nbytes, 0)):
+            if start > at:
+                row[at:start].zero_()
+            at = start + nbytes
+        for region, source in zip(moved, sources, strict=True):
+            region.write(source, row, begin)
+        head = bytearray(begin)
+        text = self._text
+        _HEADER.pack_into(head, 0, _MAGIC, _VERSION, zlib.crc32(text), len(text), begin)
+        head[_HEADER.size : _HEADER.size + len(text)] = text
+        row[:begin].copy_(torch.frombuffer(head, dtype=torch.uint8))
 
     def _number(self, value: float) -> float:
         """A number, with room to grow."""
@@ -239,7 +245,7 @@ class _Outline:
                 "which no row can keep; use dense ones"
             )
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
-        node = [kind, str(tensor.dtype).removeprefix("torch."), [self._number(size) for size in tensor.shape]]
+        node = [kind, str(tensor.dtype).removeprefix("torch."), list(map(self._number, tensor.shape))]
         self._tensors.append(tensor)
         self._where.append(where)
         self._nodes.append(node)
@@ -250,7 +256,7 @@ class _Outline:
             raise _unknown(tensor, where)
         names, context = tensor.__tensor_flatten__()
         parts = {name: self._node(getattr(tensor, name), (*where, name)) for name in names}
-        shape = [[self._number(each) for each in sizes] for sizes in (tensor.shape, tensor.stride())]
+        shape = [list(map(self._number, sizes)) for sizes in (tensor.shape, tensor.stride())]
         return ["wrapper", _class_name(tensor, where), *shape, parts, self._node(context, where)]
 
     def _object(self, value: Any, where: Place) -> list[Any]:

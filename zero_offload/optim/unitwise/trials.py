@@ -29,7 +29,7 @@ from zero_offload.optim.unitwise.optimizer_copies import (
     plain_step,
 )
 from zero_offload.optim.unitwise.shared_numbers import ABSENT, NumberTree, changes, is_same, told
-from zero_offload.optim.unitwise.state_rows import pack, packages_of, packed, packed_bytes, unpack
+from zero_offload.optim.unitwise.state_rows import StateOutline, packages_of, packed, unpack
 from zero_offload.optim.unitwise.twin import Twin
 
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -225,14 +225,15 @@ class UnitTrial:
         if state is None:
             self._rows[at] = _EMPTY
             return
-        if self._rows[at].numel() == packed_bytes(state):
-            pack(state, self._rows[at])
+        outline = StateOutline(state)
+        if self._rows[at].numel() == outline.nbytes:
+            outline.write(self._rows[at])
         else:
             self._rows[at] = packed(state)
 
     def _difference_of_state(self, at: int, counters: list[Any]) -> str:
         state, walked = self._joint.state.get(self._params[at]), self._state(at)
-        if state and self._rows[at].numel() == packed_bytes(state) and torch.equal(packed(state), self._rows[at]):
+        if state and torch.equal(packed(state), self._rows[at]):
             return ""
         place = difference_of_states(state or {}, walked or {}, counters)
         return place and f"{place} of a parameter of shape {self._tinies[at].shape}"
