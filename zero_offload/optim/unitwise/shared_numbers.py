@@ -102,7 +102,7 @@ class NumberTree:
         for path, value in self.read().items():
             if isinstance(value, Tensor):
                 self._tensors[path] = self._parent(path)[path[-1]]
-        self._kept = {(id(container), key) for container, key in self._of_params}
+        self._kept = {(id(container), key): _text(key, container[key], params) for container, key in self._of_params}
 
     def read(self) -> Values:
         """All numbers by value."""
@@ -143,6 +143,13 @@ class NumberTree:
         """
         new = [(container, key) for container, key in self._of_params if (id(container), key) not in self._kept]
         return [(key, container.pop(key)) for container, key in new]
+
+    def entries_of_params(self) -> Iterator[tuple[Any, Any, bool]]:
+        """Entries that name parameters and were there at first: key, value, and whether it is another value now."""
+        for container, key in self._of_params:
+            if (id(container), key) in self._kept:
+                text = _text(key, container[key], self._params)
+                yield key, container[key], text != self._kept[id(container), key]
 
     def _tops(self) -> Iterator[tuple[Path, Any]]:
         for number, group in enumerate(self._roots[GROUPS]):
@@ -324,6 +331,11 @@ def told(path: Path) -> str:
     else:
         begin, rest = "state", path[1:]
     return begin + "".join(f"[{key!r}]" for key in rest)
+
+
+def _text(key: Any, value: Any, params: Collection[int]) -> str:
+    """A value of one parameter, whose number shows a change; nothing of lists of parameters."""
+    return repr(value) if id(key) in params and id(value) not in params else ""
 
 
 def _is_leaf(value: Any) -> bool:

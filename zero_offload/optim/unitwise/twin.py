@@ -83,6 +83,9 @@ class Twin:
         ids = {id(stand_in) for stand_in in self._stand_ins}
         self._tree = NumberTree(self._groups, vars(self._copy), self._copy.state, ids, self._packages)
         self._walking = False
+        for key, value, _ in self._tree.entries_of_params():
+            if any(id(tensor) not in ids for tensor in _tensors_in(value)):
+                raise self._refused(f"it keeps tensors of parameters beside `state` ({_named(key)})")
 
     def capture(self) -> Numbers:
         """Take the numbers of the program's object, which may change from here on."""
@@ -221,8 +224,10 @@ class Twin:
         for key, value in self._tree.drop_entries_of_params():
             for tensor in _tensors_in(value):
                 if tensor.untyped_storage().data_ptr() not in memory:
-                    name = key if isinstance(key, str) else f"an entry of shape {tuple(tensor.shape)}"
-                    raise self._refused(f"it keeps tensors of parameters beside `state` ({name})")
+                    raise self._refused(f"it keeps tensors of parameters beside `state` ({_named(key)})")
+        for key, _, is_changed in self._tree.entries_of_params():
+            if is_changed:
+                raise self._refused(f"it keeps numbers of parameters beside `state` ({_named(key)})")
 
     def _refused(self, reason: str) -> NotByUnitsError:
         return NotByUnitsError(self.kind, reason)
@@ -283,6 +288,10 @@ class Walk:
 
     def _value(self, values: Values, path: Path) -> Any:
         return values[path] if path in values else self._numbers.values.get(path, ABSENT)
+
+
+def _named(key: Any) -> str:
+    return f"of a parameter of shape {tuple(key.shape)}" if isinstance(key, Tensor) else f"in {key}"
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

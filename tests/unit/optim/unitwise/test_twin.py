@@ -344,6 +344,40 @@ def test_what_a_row_would_not_have_is_refused(kind: Any, told: str) -> None:
         run.step(1)
 
 
+class CountsBeside(Sgd):
+    """Numbers of parameters that no state has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = {param: {"steps": 0} for param in params}
+        self.all_params = list(params)
+        self.names = {param: f"name {number}" for number, param in enumerate(params)}
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        assert self.names[param].startswith("name")
+        if param.dim() == 1:
+            self.counts[param]["steps"] += 1
+        super().update(group, param)
+
+
+def test_numbers_of_parameters_beside_their_states_are_refused_once_they_change() -> None:
+    run = Run(lambda params: CountsBeside(params))
+    run.step(1, [[0], [1, 3]])
+    with pytest.raises(zo.ConfigError, match=r"keeps numbers of parameters beside `state` \(of a .* shape \(4,\)\)"):
+        run.step(2, [[0], [1, 2, 3]])
+
+
+class MadeBeside(Beside):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.momentum = {param: torch.zeros_like(param) for param in params}
+
+
+def test_tensors_of_parameters_beside_their_states_are_refused() -> None:
+    with pytest.raises(zo.ConfigError, match="MadeBeside .*keeps tensors of parameters beside `state`"):
+        Run(lambda params: MadeBeside(params))
+
+
 class Holds(Sgd):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
