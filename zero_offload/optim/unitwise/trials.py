@@ -34,12 +34,15 @@ from zero_offload.optim.unitwise.twin import Twin
 
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()),
-    1: ((24,), (40,), (4352,)),
+    1: ((24,), (40,), (136,)),
     2: ((24, 40), (40, 24), (128, 136)),
     3: ((6, 8, 5), (8, 4, 7), (16, 16, 18)),
     4: ((8, 4, 3, 3), (4, 6, 3, 3), (32, 16, 3, 3)),
 }
-"""By the number of dimensions: wide and tall ones, and one of enough elements for those that pass small ones over."""
+"""By the number of dimensions: wide and tall ones, and one of enough elements for classes that pass small ones over.
+
+Vectors are short, since some classes have a matrix for each.
+"""
 _GROUPS_MAX = 6
 """Groups of different kinds that a trial has at most."""
 _TRIAL_LR = 1e-3
@@ -148,8 +151,7 @@ class UnitTrial:
                 outcome.difference = DRAWS
         if outcome.draws:
             outcome.flat_difference = DRAWS
-        elif not outcome.flat_difference:
-            outcome.flat_difference = self._step_flat(grads)
+        outcome.flat_difference = outcome.flat_difference or self._own_shape() or self._step_flat(grads)
         for number, (param, value) in enumerate(zip(self._params, self._begin, strict=True)):
             if number not in outcome.moved and not torch.equal(param, value):
                 outcome.moved.add(number)
@@ -242,6 +244,14 @@ class UnitTrial:
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return NumberTree(optimizer.param_groups, vars(optimizer), optimizer.state, ids, self._packages)
 
+    def _own_shape(self) -> str:
+        """A state that does not go with the elements of its parameter; of a flat one it might be of any size."""
+        for param, tiny in zip(self._params, self._tinies, strict=True):
+            for place, tensor in _tensors_of(self._joint.state.get(param)):
+                if tensor.numel() not in (0, 1, param.numel()):
+                    return f"state{place} of a parameter of shape {tiny.shape} has shape {tuple(tensor.shape)}"
+        return ""
+
     def _step_flat(self, grads: list[Tensor]) -> str:
         """Step flat parts of all parameters, apart; return the first difference from the joint step."""
         try:
@@ -306,6 +316,18 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
         and one.dtype == other.dtype
         and bool(((one == other) | (one.isnan() & other.isnan())).all())
     )
+
+
+def _tensors_of(state: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a state with their places."""
+    if isinstance(state, Tensor):
+        yield place, state
+    elif isinstance(state, list | tuple | deque):
+        for at, each in enumerate(state):
+            yield from _tensors_of(each, f"{place}[{at}]")
+    elif isinstance(state, Mapping) or (hasattr(state, "__dict__") and not isinstance(state, type | enum.Enum)):
+        for key, value in (state if isinstance(state, Mapping) else vars(state)).items():
+            yield from _tensors_of(value, f"{place}[{key!r}]")
 
 
 def _is_number(value: Any) -> bool:

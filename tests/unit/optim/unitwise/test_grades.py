@@ -222,6 +222,16 @@ class Normalizes(Plain):
         param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
 
 
+class Outer(Plain):
+    """A matrix for each vector, and for each row and column: a flat parameter would have a matrix that fits nowhere."""
+
+    def update(self, group: dict[str, Any], param: Any, step: int) -> None:
+        size = param.numel() if param.dim() == 1 else sum(param.shape)
+        assert size < 1000
+        self.state[param].setdefault("outer", torch.zeros((size, size), dtype=torch.float32, device="cpu"))
+        super().update(group, param, step)
+
+
 class Idle(Plain):
     def update(self, group: dict[str, Any], param: Any, step: int) -> None: ...
 
@@ -247,6 +257,7 @@ TRAPS: dict[str, tuple[Make, Grade, str]] = {
     "in states only": (Hidden, Grade.COUPLED, r"state\['seen'\] of a parameter of shape"),
     "a counter in the first state": (Mirrors, Grade.ELEMENTWISE, ""),
     "elements of a parameter": (Normalizes, Grade.SEPARABLE, "weights of flat parts"),
+    "a matrix for each vector": (Outer, Grade.SEPARABLE, r"state\['outer'\] .* has shape \(64, 64\)"),
     "nothing moves": (Idle, Grade.UNPROVEN, "no weight of shape"),
     "an error": (Fails, Grade.UNPROVEN, "fails on tiny parameters .*no shards"),
 }
