@@ -134,7 +134,7 @@ def periods_of(optimizer: torch.optim.Optimizer, kind: type[Any]) -> list[tuple[
     ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
     # `defaults` are those of a group to come.
     content = {name: value for name, value in content.items() if name != "defaults"}
-    values = NumberTree(optimizer.param_groups, content, content["state"], ids, packages_of(kind)).read()
+    values = NumberTree(optimizer.param_groups, content, content.get("state", {}), ids, packages_of(kind)).read()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in packages_of(kind) - {"torch"}:
             values.update({(ATTRIBUTES, name): value for name, value in vars(base).items()})
@@ -165,7 +165,7 @@ def _key_of(optimizer: torch.optim.Optimizer, kind: type[Any], seconds: float) -
         )
         for group in optimizer.param_groups
     )
-    has_states = any(isinstance(key, Tensor) for key in vars(optimizer)["state"])
+    has_states = any(isinstance(key, Tensor) for key in vars(optimizer).get("state", ()))
     return kind, tuple(versions), groups, tuple(periods_of(optimizer, kind)), seconds, has_states
 
 

@@ -27,6 +27,8 @@ def copied(optimizer: torch.optim.Optimizer, kind: type[Any], params: Sequence[t
     """A copy of class `kind` that has, for the first parameter of each pair, the second; and no parameter's state."""
     made: Any = object.__new__(kind)
     content: Any = vars(optimizer)
+    if "state" not in content:
+        raise NotByUnitsError(kind, "it has no `state` of its own, as an optimizer around another one")
     state: Any = defaultdict(dict)
     memo: dict[int, Any] = {id(optimizer): made, id(content["state"]): state}
     memo.update({id(param): other for param, other in params})

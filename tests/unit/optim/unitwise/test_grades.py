@@ -232,6 +232,14 @@ class Outer(Plain):
         super().update(group, param, step)
 
 
+class Around(Plain):
+    """An optimizer around another, whose states it shows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        del self.__dict__["state"]
+
+
 class Idle(Plain):
     def update(self, group: dict[str, Any], param: Any, step: int) -> None: ...
 
@@ -258,6 +266,7 @@ TRAPS: dict[str, tuple[Make, Grade, str]] = {
     "a counter in the first state": (Mirrors, Grade.ELEMENTWISE, ""),
     "elements of a parameter": (Normalizes, Grade.SEPARABLE, "weights of flat parts"),
     "a matrix for each vector": (Outer, Grade.SEPARABLE, r"state\['outer'\] .* has shape \(64, 64\)"),
+    "around another": (Around, Grade.COUPLED, "no `state` of its own"),
     "nothing moves": (Idle, Grade.UNPROVEN, "no weight of shape"),
     "an error": (Fails, Grade.UNPROVEN, "fails on tiny parameters .*no shards"),
 }

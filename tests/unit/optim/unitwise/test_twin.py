@@ -390,6 +390,15 @@ class HoldsModel(Sgd):
         self.model = nn.Linear(2, 2)
 
 
+class Around(Sgd):
+    """Shows the states of another optimizer as its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = [torch.optim.SGD(params)]
+        del self.__dict__["state"]
+
+
 class Captures(Sgd):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -407,6 +416,7 @@ class Locks(Sgd):
     [
         (Holds, "its base is a SGD"),
         (HoldsModel, "its model is a Linear"),
+        (Around, "it has no `state` of its own"),
         (Captures, "its function is a function that holds the optimizer"),
         (Locks, "its lock has something that cannot be copied"),
     ],
