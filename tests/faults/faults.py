@@ -2313,8 +2313,8 @@ FAULTS = [
     fault(
         "an optimizer of others gets gradients without the factor of a clip",
         "optim/unit_pass.py",
-        "            grad = as_used(grads[part], factor, section.loss_scale)\n",
-        "            grad = grads[part]\n",
+        "            grad = as_used(_part_of(grads, piece), factor, section.loss_scale)\n",
+        "            grad = _part_of(grads, piece)\n",
         "tests/parity/test_unitwise.py::test_16_bits_are_a_loop_over_fp32_masters",
     ),
     fault(

@@ -253,6 +253,45 @@ def test_states_that_grow_leave_those_of_other_parameters(tiers: str, tmp_path: 
     zo.close(model)
 
 
+class Shifted(nn.Module):
+    """Parameters whose gradient is one tensor, in two sections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(600, 600)
+        self.first, self.second = (nn.Parameter(torch.ones(600, 600)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.first + self.second).square().mean()
+
+
+class Spending(torch.optim.SGD):
+    """Changes gradients in place before it steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"]):
+            param.grad.mul_(param.abs().mean()).add_(param)
+        super().step()
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_an_optimizer_may_change_gradients(tiers: str, tmp_path: Path) -> None:
+    """They are no copies where they rest in memory, and a parameter's change is not another's."""
+    x, plain = torch.randn(600, 600), build(Shifted)
+    theirs = Spending(plain.parameters(), 0.1)
+    model = build(Shifted)
+    zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32", durability="scratch", **TIERS[tiers]))
+    ours = zo.unitwise(Spending(model.parameters(), 0.1))
+    for _ in range(3):
+        for each, optimizer in ((plain, theirs), (model, ours)):
+            each(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(read_masters(model), {name: param.detach() for name, param in plain.named_parameters()})
+    zo.close(model)
+
+
 class Normalized(torch.optim.Optimizer):
     """Momentum, whose step is divided by the norm of all gradients together: at once, or in each step of a period."""
 

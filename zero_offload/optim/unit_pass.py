@@ -30,7 +30,7 @@ from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.standins.sources import ParamTensors, UnitStep
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Need, Region
-from zero_offload.storage.shards.grad_store import GradStore, as_used
+from zero_offload.storage.shards.grad_store import GradPiece, GradStore, as_used
 from zero_offload.storage.shards.rows import Rows
 from zero_offload.storage.shards.shard import Component, Shard, component_dtype, shard_bytes
 from zero_offload.storage.shards.store import OpenChunks, ShardStore
@@ -150,8 +150,8 @@ class UnitPass:
         opened = self._spans.open(Track.UPDATE, "wait for reads")
         chunks.wait()
         self._spans.close(opened)
-        arrays, (grads, masters) = _arrays(chunks, task.staging), buffers.of(section)
-        self._copy_grads(section, grads)
+        arrays, masters = _arrays(chunks, task.staging), buffers.masters(section)
+        grads = self._grads_of(section, buffers)
         task.master = master = _master_of(arrays, masters)
         task.rows = rows = _rows_of(section.shard, arrays)
         given = dict[nn.Parameter, ParamTensors]()
@@ -160,7 +160,7 @@ class UnitPass:
             if rows is not None and piece.begin in rows:
                 _check_kind(rows, piece, stepper.kind)
                 state = unpack(rows[piece.begin], stepper.packages)
-            grad = as_used(grads[part], factor, section.loss_scale)
+            grad = as_used(_part_of(grads, piece), factor, section.loss_scale)
             given[param] = ParamTensors(piece.spec.view(master[part]), piece.spec.view(grad), state)
         return given
 
@@ -181,11 +181,17 @@ class UnitPass:
         self._store.finish_update(section.shard)
         section.grads.release()
 
-    def _copy_grads(self, section: WalkedSection, out: torch.Tensor) -> None:
-        """Write the section's gradients to `out`, (shard_numel,) fp32."""
+    def _grads_of(self, section: WalkedSection, buffers: _Buffers) -> list[GradPiece]:
+        """The section's gradients, fp32, in host memory that the optimizer may change; copies, unless they rest so."""
         grads, layout = section.grads, section.shard.layout
         together = not (grads.on_disk or grads.on_device)
         count = len(layout.chunks())
+        if together and grads.dtype == torch.float32 and grads.may_change:
+            pieces, waits = grads.chunks(range(count))
+            for wait in waits:
+                wait()
+            return pieces
+        out = buffers.grads(section)
         for rows in [range(count)] if together else [range(row, row + 1) for row in range(count)]:
             pieces, waits = grads.chunks(rows, None if together else self._staging_of_grads())
             for wait in waits:
@@ -193,6 +199,7 @@ class UnitPass:
             begin, _ = layout.elements(rows)
             for piece in pieces:
                 out[begin + piece.begin : begin + piece.end].copy_(piece.grad)
+        return [GradPiece(0, layout.shard_numel, out)]
 
     def _keep_states(self, task: _SectionStep, chunks: OpenChunks, states: Mapping[int, tuple[Any, str]]) -> None:
         """Write new states to the rows; in rows with more room, where the old ones do not fit."""
@@ -260,25 +267,34 @@ class UnitPass:
 
 
 class _Buffers:
-    """Memory of fp32 gradients and, where a residual completes values, of masters."""
+    """Memory of fp32 gradients and masters that are copies: of one section at a time, or of all."""
 
     def __init__(self, sections: Sequence[WalkedSection], *, shared: bool) -> None:
         """`shared`: one section at a time."""
-        layouts = [section.shard.layout for section in sections]
-        self._grads_numel = max((each.shard_numel for each in layouts), default=0)
-        halves = [each.shard_numel for each in layouts if each.dtype == torch.bfloat16]
-        self._masters_numel = max(halves, default=0)
-        self._shared = self._new(self._grads_numel, self._masters_numel) if shared else None
+        self._numel = max((section.shard.layout.shard_numel for section in sections), default=0)
+        self._shared: dict[str, torch.Tensor] | None = {} if shared else None
 
-    def _new(self, grads: int, masters: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return host_reserved([grads], torch.float32), host_reserved([masters], torch.float32)
+    def _of(self, use: str, numel: int) -> torch.Tensor:
+        if self._shared is None:
+            return host_reserved([numel], torch.float32)
+        if use not in self._shared:
+            self._shared[use] = host_reserved([self._numel], torch.float32)
+        return self._shared[use][:numel]
 
-    def of(self, section: WalkedSection) -> tuple[torch.Tensor, torch.Tensor]:
-        """(shard_numel,) fp32 each, of gradients and of masters; the latter are empty where they are not needed."""
+    def grads(self, section: WalkedSection) -> torch.Tensor:
+        """(shard_numel,) fp32."""
+        return self._of("grads", section.shard.layout.shard_numel)
+
+    def masters(self, section: WalkedSection) -> torch.Tensor:
+        """(shard_numel,) fp32; empty where masters rest as fp32."""
         layout = section.shard.layout
-        numel, half = layout.shard_numel, layout.shard_numel * (layout.dtype == torch.bfloat16)
-        grads, masters = self._new(numel, half) if self._shared is None else self._shared
-        return grads[:numel], masters[:half]
+        return self._of("masters", layout.shard_numel * (layout.dtype == torch.bfloat16))
+
+
+def _part_of(grads: Sequence[GradPiece], piece: ParamSlice) -> torch.Tensor:
+    """(numel,) of a parameter's gradient, which is whole in one of these."""
+    held = next(each for each in grads if each.begin <= piece.begin and piece.end <= each.end)
+    return held.grad[piece.begin - held.begin : piece.end - held.begin]
 
 
 def _tasks(sections: Sequence[WalkedSection]) -> list[_SectionStep]:

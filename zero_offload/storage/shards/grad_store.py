@@ -131,6 +131,11 @@ class GradStore:
     comes_by_staging = False
     """True if `chunks` may have to copy gradients to staging memory."""
 
+    @property
+    def may_change(self) -> bool:
+        """True if they are in host memory that nothing else sees: an update that uses them up may change them."""
+        return False
+
     def __init__(self, memory: GradMemory, layout: SectionLayout, tier: Tier, unit: str, *, sums_up: bool) -> None:
         """`layout` says how long the array is: a section cut into one shard has it whole. `unit` is the unit's name.
         Without `sums_up` no sums of squares are kept."""
@@ -386,6 +391,10 @@ class HostGrads(GradStore):
         if self._left and not self.held:
             self._detach_left_array()
         super().write(index, values)
+
+    @property
+    def may_change(self) -> bool:
+        return not (self.shown or self._left)  # each gradient that autograd has accumulated has memory of its own
 
     def leave(self, index: int, *, keeps: bool) -> None:
         if index in self._adopted:
