@@ -188,7 +188,7 @@ class Run:
         found = self.keeper.found
         record = ["extra"] if found is not None and found.payload["extra"] != {"step": self.step} else []
         return record + [
-            f"rank {self.rank} section {shard.layout.index} {component.value}"
+            f"rank {self.rank} section {shard.layout.index} {component}"
             for shard in self.store.shards
             for component in shard.components
             if not self._is_right(shard, component)

@@ -63,7 +63,7 @@ def train(config: zo.OffloadConfig) -> tuple[dict[str, Any], list[tuple[dict[str
 def _states(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     store = runtime_of(model).store
     return {
-        str(shard.layout.index): {each.value: store.read_component(shard, each).clone() for each in shard.components}
+        str(shard.layout.index): {str(each): store.read_component(shard, each).clone() for each in shard.components}
         for shard in store.shards
     }
 
