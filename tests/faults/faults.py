@@ -2345,4 +2345,11 @@ FAULTS = [
         "    if False:\n",
         "tests/parity/test_unitwise.py::test_coupled_parameters_are_refused_or_step_all_together",
     ),
+    fault(
+        "eval of a schedule-free optimizer leaves its mode as it was",
+        "optim/unitwise/optimizer.py",
+        "                        owner.states.write_row(param, after, self.kind)\n        twin.publish(walk)\n",
+        "                        owner.states.write_row(param, after, self.kind)\n",
+        "tests/parity/test_unitwise.py::test_train_and_eval_walk_over_parameters",
+    ),
 ]

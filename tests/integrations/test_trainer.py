@@ -460,6 +460,12 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
         runs.make(Spec(tmp_path, args={"bf16_full_eval": True}))
     with pytest.raises(zo.ConfigError, match="optim='adalomo' steps inside of backward"):
         train(Spec(tmp_path, args={"optim": "adalomo"}))
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(zo.ConfigError, match="optim='adamw_bnb_8bit' of Trainer keeps states of embeddings in 32 bits"):
+        train(Spec(tmp_path, args={"optim": "adamw_bnb_8bit"}))
+
+
+def test_an_optimizer_of_torchs_that_is_given_is_refused(tmp_path: Path) -> None:
     model = tools.llama()
     torchs = torch.optim.AdamW(model.parameters())
     given = {"args": runs.arguments(tmp_path), "train_dataset": tools.Tokens(8), "offload": zo.OffloadConfig()}

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,9 +91,9 @@ class Written:
         self.masters = [nn.Parameter(param.detach().clone()) for param in self.model.parameters()]
         self.model.to(DTYPES[precision])
         self.optimizer = MAKERS[name](groups_of(self.masters))
-        self._round()
+        self.round()
 
-    def _round(self) -> None:
+    def round(self) -> None:
         for param, master in zip(self.model.parameters(), self.masters, strict=True):
             rounded = nearest_bf16(master) if self.precision == "bf16" else master.detach().to(param.dtype)
             param.data.copy_(rounded)
@@ -116,7 +117,7 @@ class Written:
             for master, grad in zip(self.masters, sums.values(), strict=True):
                 master.grad = grad.float().mul_(factor)
             self.optimizer.step()
-            self._round()
+            self.round()
         return losses
 
     def named(self) -> dict[str, Tensor]:
@@ -250,6 +251,75 @@ def test_states_that_grow_leave_those_of_other_parameters(tiers: str, tmp_path: 
     model = build(TinyLM)
     zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32", durability="scratch", **TIERS[tiers]))
     assert steps(model, [*map(zo.unitwise, both(model))]) == expected
+    zo.close(model)
+
+
+class Averaged(torch.optim.Optimizer):
+    """SGD whose weights are an average between `eval` and `train`, in the way of schedule-free optimizers."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": True})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._move(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._move(True, 1 - 0.9)
+
+    def _move(self, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not mode:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight)
+                group["train_mode"] = mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                param.lerp_(z, 1 / group["k"])
+                z.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tiers", TIERS)
+def test_train_and_eval_walk_over_parameters(tiers: str, precision: str, tmp_path: Path) -> None:
+    """A generation holds the mode."""
+    written = Written("SGD", precision)
+    written.optimizer = Averaged(groups_of(written.masters))
+    expected = written.train(0, 2)
+    written.optimizer.eval()
+    averages = {name: value.clone() for name, value in written.named().items()}
+    written.optimizer.train()
+    written.round()
+    expected += written.train(2, 4)
+
+    def opened() -> tuple[nn.Module, Any]:
+        model = build(TinyLM)
+        zo.offload(model, zo.OffloadConfig(nvme=tmp_path, existing="resume", precision=precision, **TIERS[tiers]))
+        optimizer = zo.unitwise(Averaged(groups_of([*model.parameters()])))
+        zo.resume(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = opened()
+    losses = train(model, optimizer, 0, 2)
+    optimizer.eval()
+    optimizer.eval()
+    assert_same(read_masters(model), averages)
+    zo.commit(model, optimizer)
+    zo.close(model)
+    model, optimizer = opened()
+    assert optimizer.param_groups[0]["train_mode"] is False
+    assert_same(read_masters(model), averages)
+    optimizer.train()
+    assert losses + train(model, optimizer, 2, 4) == expected
+    assert_same(read_masters(model), written.named())
     zo.close(model)
 
 
@@ -529,6 +599,10 @@ def test_refusals_name_the_way(tmp_path: Path) -> None:
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     with pytest.raises(zo.ConfigError, match="build the scheduler then"):
         zo.unitwise(scheduled)
+    managed: Any = torch.optim.NAdam(model.parameters())
+    managed.mng = SimpleNamespace(pid2config={1: {"optim_bits": 32}})
+    with pytest.raises(zo.ConfigError, match="GlobalOptimManager has settings of single parameters"):
+        zo.unitwise(managed)
     optimizer = torch.optim.NAdam(model.parameters())
     model(tokens_of(0)).backward()
     with pytest.raises(zo.ZeroOffloadError, match=r"torch's NAdam cannot step .* zo\.unitwise\(optimizer\)"):

@@ -240,6 +240,12 @@ class OffloadMixin(_Base):  # type: ignore[misc]
                 "memory of gradients"
             )
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if "bitsandbytes" in str(kind) and settings.get("optim_bits") == 8:
+            raise ConfigError(
+                f"optim={str(args.optim.value)!r} of Trainer keeps states of embeddings in 32 bits, by settings of "
+                "single parameters, which no step unit by unit finds; use 'adamw_torch_8bit', or 8-bit states of "
+                "zo.AdamW by OffloadConfig(precision=zo.Precision(states='compact'))"
+            )
         return ours.get(args.optim, kind), settings
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NoReturn, cast
 
 import torch
@@ -29,7 +29,7 @@ from zero_offload.optim.param_groups import PackedNumbers, group_records
 from zero_offload.optim.unitwise import grades
 from zero_offload.optim.unitwise.check import UnitCheck
 from zero_offload.optim.unitwise.shared_numbers import from_outline, outlined
-from zero_offload.optim.unitwise.state_rows import pack, packages_of, packed_bytes, unpack
+from zero_offload.optim.unitwise.state_rows import pack, packages_of, packed, packed_bytes, unpack
 from zero_offload.optim.unitwise.twin import Twin
 from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
 from zero_offload.standins.sources import Owner, ParamTensors, UnitStep
@@ -39,6 +39,8 @@ _WALK = "_zo_walker"
 
 
 UNITS = ("each", "all")
+MODES = ("train", "eval")
+"""Methods of schedule-free optimizers, which change every parameter."""
 
 
 def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.optim.Optimizer:
@@ -97,10 +99,12 @@ def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
         raise ConfigError(f"{call}: zo.{name} steps offloaded parameters as it is; leave the call out")
-    if callable(getattr(optimizer, "eval", None)):
+    manager = getattr(optimizer, "mng", None)  # of bitsandbytes
+    if any(getattr(manager, each, None) for each in ("pid2config", "index2config", "module_weight_config_triple")):
         raise ConfigError(
-            f"{call}: train() and eval() of {name} change every weight, and no walk makes them so far. Use another "
-            "optimizer, such as zo.AdamW"
+            f"{call}: bitsandbytes' GlobalOptimManager has settings of single parameters, which it finds by their ids "
+            f"and places. A step unit by unit would use others. Leave them out, or give those parameters a {name} of "
+            "their own with other arguments"
         )
     if "step" in vars(optimizer):
         raise ConfigError(
@@ -147,13 +151,14 @@ def _shared_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 def _tested(call: str, optimizer: torch.optim.Optimizer) -> UnitCheck:
     """Raise for a class that cannot be stepped unit by unit. Returns the check of a run."""
-    name, verdict = type(optimizer).__name__, grades.grade(optimizer, seconds=grades.SECONDS)
+    name = type(optimizer).__name__
+    verdict = grades.grade(_in_training(optimizer), seconds=grades.SECONDS)
     if verdict.grade is grades.Grade.UNPROVEN and optimizer.state:
         # States of steps on plain parameters say nothing of tiny ones.
         content: Any = vars(optimizer)
         held, content["state"] = content["state"], defaultdict(dict, _shared_of(optimizer))
         try:
-            verdict = grades.grade(optimizer, seconds=grades.SECONDS)
+            verdict = grades.grade(_in_training(optimizer), seconds=grades.SECONDS)
         finally:
             content["state"] = held
     if not verdict.may_walk:
@@ -169,11 +174,35 @@ def _tested(call: str, optimizer: torch.optim.Optimizer) -> UnitCheck:
     return UnitCheck(optimizer, verdict)
 
 
+def _in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer; of those with `train`, a copy that trains. It has no state, so no parameter changes."""
+    kind: Any = type(optimizer)
+    if not callable(getattr(kind, "train", None)):
+        return optimizer
+    made: Any = object.__new__(kind)
+    groups = [dict(group) for group in optimizer.param_groups]
+    vars(made).update(vars(optimizer) | {"param_groups": groups, "state": defaultdict(dict)})
+    made.train()
+    return cast(torch.optim.Optimizer, made)
+
+
 @cache
 def _class_of(kind: Any) -> Any:
     """The class by which an optimizer of this class steps unit by unit: its subclass, and of the same name."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names |= {name: _walked(kind, name) for name in MODES if callable(getattr(kind, name, None))}
     return type(kind.__name__, (Unitwise, kind), names)
+
+
+def _walked(kind: Any, name: str) -> Any:
+    """A method of an optimizer's class that changes its parameters, as a walk."""
+    method = getattr(kind, name)
+
+    @wraps(method)
+    def walked(self: Unitwise, *args: Any, **kwargs: Any) -> None:
+        vars(self)[_WALK].change(f"{kind.__name__}.{name}", lambda made: method(made, *args, **kwargs))
+
+    return walked
 
 
 class Unitwise(PackedNumbers, torch.optim.Optimizer):
@@ -295,6 +324,24 @@ class _Walker:
             stepper = UnitStep(self.kind, self.packages, step, records, is_still, self._check is None)
             for owner, params in owners.items():
                 owner.walk(params, stepper, self._optimizer)
+        twin.publish(walk)
+
+    def change(self, call: str, method: Callable[[Any], object]) -> None:
+        """Let a method of the class change parameters between steps, one after the other."""
+        self.states.check_unchanged()
+        twin, owners = self._current_twin(), _owners_of(call, self._optimizer)
+        numbers = {param: number for number, param in enumerate(self._params)}
+        with twin.step(twin.capture(), method) as walk:
+            for owner, params in owners.items():
+                for param in params:
+                    master = owner.access.read_value(param, master=True).to("cpu", torch.float32)
+                    state = owner.states.read_row(param, self.packages)
+                    value, before = master.clone(), packed(state)
+                    (after,) = walk.unit({numbers[param]: (value, None, state)}).values()
+                    if not torch.equal(value.view(torch.int32), master.view(torch.int32)):
+                        owner.access.write_value(param, value)
+                    if not torch.equal(packed(after), before):
+                        owner.states.write_row(param, after, self.kind)
         twin.publish(walk)
 
     def _current_twin(self) -> Twin:

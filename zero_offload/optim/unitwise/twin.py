@@ -11,7 +11,7 @@ one. `Twin.publish` gives the program's object the numbers that the walk changed
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +71,7 @@ class Twin:
         self._memory = torch.zeros(1, dtype=torch.float32, device="cpu")
         self._stand_ins = [self._stand_in(param) for param in params]
         self._packages = packages_of(self.kind)
-        self._step = plain_step(self.kind)
+        self._call = self._step = plain_step(self.kind)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 self._number_of(param)
@@ -97,10 +97,11 @@ class Twin:
         return Numbers(self._users().read(), members)
 
     @contextmanager
-    def step(self, numbers: Numbers) -> Iterator[Walk]:
-        """Walk the units of one step with these numbers: each parameter is in one unit at most."""
+    def step(self, numbers: Numbers, call: Callable[[Any], object] | None = None) -> Iterator[Walk]:
+        """Walk the units of one step with these numbers: each parameter is in one unit at most. `call`: another method
+        of the class than its step, such as `eval`."""
         assert not self._walking, "one walk at a time"
-        self._walking = True
+        self._walking, self._call = True, self._step if call is None else call
         try:
             self._match_groups(numbers)
             self._tree.write(numbers.values)
@@ -146,7 +147,7 @@ class Twin:
                 if state is not None:
                     optimizer.state[stand_in] = state
             try:
-                self._step(optimizer)
+                self._call(optimizer)
             finally:
                 for group, texts in names:
                     group.update(texts)
