@@ -60,6 +60,7 @@ class Component(str):
     """Of rows, the bytes that each chunk of the shard has of them; else 0."""
 
     def __new__(cls, name: str) -> Component:
+        name = str(name)  # manifests that are damaged have anything there
         if (known := _NAMED.get(name)) is not None:
             return known
         size = name.removeprefix(_ROWS)
