@@ -17,8 +17,9 @@ NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 # Tests wait for processes and drives a third of the time, so workers are more than cores. A file stays on one worker:
 # what its tests share, such as a long run or a reference, is made once. A worker whose test hangs ends and is started
-# again with the same test, so only twice.
-WORKERS := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+# again with the same test, so only twice. The last lines name the tests that failed: in CI pytest would write their
+# whole messages there.
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 --force-short-summary
 TOOLS_TESTS := tests/integrations tests/fake_gpu/test_tools.py tests/fake_gpu/test_distributed_checkpoint.py \
   tests/fake_gpu/test_generate.py tests/fake_gpu/test_programs_of_tools.py tests/zoo
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*) release/call.cpp
