@@ -82,6 +82,18 @@ def train(
     return losses
 
 
+def plain_losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Those of a model that is not offloaded."""
+    losses = []
+    for step in range(steps):
+        loss = model(tokens_of(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 class Written:
     """The same training, written out on plain tensors. The plain optimizer steps fp32 masters, from which a model of
     `precision` is rounded."""
@@ -204,15 +216,7 @@ class Remembering(torch.optim.Optimizer):
 def test_states_may_grow(tiers: str, dim: int, tmp_path: Path) -> None:
     """A chunk has a part of the rows, whose room grows with each step; a generation has them as they are."""
     plain = build(lambda: TinyLM(dim, 2))
-    expected = []
-    theirs = Remembering(plain.parameters())
-    for step in range(5):
-        loss = plain(tokens_of(step))
-        loss.backward()
-        theirs.step()
-        theirs.zero_grad()
-        expected.append(loss.item())
-    losses = []
+    expected, losses = plain_losses(plain, Remembering(plain.parameters()), 5), list[float]()
     for begin, end in ((0, 2), (2, 5)):
         model = build(lambda: TinyLM(dim, 2))
         config = zo.OffloadConfig(nvme=tmp_path, existing="resume", precision="fp32", **TIERS[tiers])
@@ -385,14 +389,7 @@ class Normalized(torch.optim.Optimizer):
 @pytest.mark.parametrize("tiers", TIERS)
 def test_coupled_parameters_are_refused_or_step_all_together(tiers: str, tmp_path: Path) -> None:
     plain = build(TinyLM)
-    theirs, expected = Normalized(plain.parameters()), list[float]()
-    for step in range(4):
-        loss = plain(tokens_of(step))
-        loss.backward()
-        theirs.step()
-        theirs.zero_grad()
-        expected.append(loss.item())
-    losses = []
+    expected, losses = plain_losses(plain, Normalized(plain.parameters()), 4), list[float]()
     for begin, end in ((0, 2), (2, 4)):
         model = build(TinyLM)
         config = zo.OffloadConfig(nvme=tmp_path, existing="resume", precision="fp32", **TIERS[tiers])
@@ -511,13 +508,7 @@ def test_a_state_dict_goes_to_the_plain_optimizer_and_back(tmp_path: Path) -> No
 def test_numbers_of_states_that_are_made_at_build(tmp_path: Path) -> None:
     plain = build(TinyLM)
     theirs = torch.optim.Adagrad(plain.parameters(), 1e-2, initial_accumulator_value=0.1)
-    losses, expected = list[float](), list[float]()
-    for step in range(3):
-        loss = plain(tokens_of(step))
-        loss.backward()
-        theirs.step()
-        theirs.zero_grad()
-        expected.append(loss.item())
+    expected, losses = plain_losses(plain, theirs, 3), list[float]()
     for begin, end in ((0, 1), (1, 3)):
         model = build(TinyLM)
         zo.offload(model, zo.OffloadConfig(nvme=tmp_path, existing="resume", precision="fp32", **TIERS["nvme"]))
@@ -609,7 +600,13 @@ def test_refusals_name_the_way(tmp_path: Path) -> None:
         optimizer.step()
     assert zo.unitwise(optimizer) is optimizer and isinstance(optimizer, torch.optim.NAdam)
     assert zo.unitwise(optimizer) is optimizer
+    with pytest.raises(zo.ConfigError, match=r"steps with units='each' already"):
+        zo.unitwise(optimizer, units="all")
     optimizer.step()
+    other = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
+    with pytest.raises(zo.ConfigError, match="of one offloaded model together, and these are of 2"):
+        zo.unitwise(Normalized([*model.parameters(), *other.parameters()]), units="all")
+    zo.close(other)
     zo.close(model)
     settings: dict[str, Any] = {"overlap": "backward", "precision": "fp32"}
     model = zo.offload(build(TinyLM), zo.OffloadConfig(**settings))

@@ -69,12 +69,19 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
     if units not in UNITS:
         raise ConfigError(f"{call}(units={units!r}): use 'each' or 'all'")
     if isinstance(optimizer, Unitwise):
+        if optimizer.units != units:
+            raise ConfigError(
+                f"{call}(units={units!r}): this {type(optimizer).__name__} steps with units={optimizer.units!r} "
+                "already; build another one"
+            )
         return optimizer
     _check_optimizer(call, optimizer)
     owners = _owners_of(call, optimizer)
     for owner in owners:
         owner.check_unitwise(call)
     _check_made_at_build(call, optimizer)
+    if units == "all":
+        _check_one_model(call, owners)
     check = None if units == "all" else _tested(call, optimizer)
     kind, before = type(optimizer), optimizer.state
     held = {param: state for param, state in before.items() if isinstance(param, nn.Parameter)}
@@ -127,6 +134,15 @@ def _owners_of(call: str, optimizer: torch.optim.Optimizer) -> dict[Owner, list[
             "other parameters an optimizer of their own"
         )
     return {owner: owned for owner, owned in owners.items() if owner is not None}
+
+
+def _check_one_model(call: str, owners: Mapping[Owner, object]) -> None:
+    """Raise where "all" parameters are those of several models, each of which would step by itself."""
+    if len(owners) > 1:
+        raise ConfigError(
+            f"{call}(units='all') steps all parameters of one offloaded model together, and these are of "
+            f"{len(owners)}. Offload one module that has them all"
+        )
 
 
 def _check_made_at_build(call: str, optimizer: torch.optim.Optimizer) -> None:
@@ -213,6 +229,11 @@ class Unitwise(PackedNumbers, torch.optim.Optimizer):
         walker: _Walker = vars(self)[_WALK]
         return walker
 
+    @property
+    def units(self) -> str:
+        """The argument of `unitwise`."""
+        return self._walker.units
+
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -283,6 +304,10 @@ class _Walker:
         self._twin = Twin(optimizer, self._params, kind=kind)
 
     @property
+    def units(self) -> str:
+        return UNITS[self._check is None]
+
+    @property
     def _optimizer(self) -> Any:
         return self._reference()
 
@@ -302,6 +327,8 @@ class _Walker:
             for owner in owners:
                 met.enter_context(owner.together_in_step(call))
             check_step(owners)
+            if self._check is None:
+                _check_one_model(call, owners)
         twin = self._current_twin()
         numbers = {param: number for number, param in enumerate(self._params)}
         captured = twin.capture()
