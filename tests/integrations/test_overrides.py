@@ -46,6 +46,7 @@ OVERRIDES: dict[str, str] = {
     "transformers.trainer.Trainer._save_checkpoint": "self model trial",
     "transformers.trainer.Trainer._save_optimizer_and_scheduler": "self output_dir",
     "transformers.trainer.Trainer.call_model_init": "self trial",
+    "transformers.trainer.Trainer.create_optimizer": "self model",
     "transformers.trainer.Trainer.get_optimizer_cls_and_kwargs": "args model",
     "transformers.trainer.Trainer.set_initial_training_values": "self args dataloader",
     "transformers.trainer.Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
@@ -54,6 +55,10 @@ OVERRIDES: dict[str, str] = {
         f"transformers.trainer_callback.TrainerCallback.{name}": "self args state control kwargs"
         for name in ("on_evaluate", "on_log", "on_step_begin", "on_train_begin", "on_train_end")
     },
+    "lightning.pytorch.callbacks.callback.Callback.on_exception": "self trainer pl_module exception",
+    "lightning.pytorch.callbacks.callback.Callback.on_train_batch_end": "self trainer pl_module outputs batch batch_idx",
+    "lightning.pytorch.callbacks.callback.Callback.on_train_end": "self trainer pl_module",
+    "lightning.pytorch.callbacks.callback.Callback.on_train_start": "self trainer pl_module",
     "lightning.pytorch.strategies.parallel.ParallelStrategy.block_backward_sync": "self",
     "lightning.pytorch.strategies.parallel.ParallelStrategy.distributed_sampler_kwargs": "",
     "lightning.pytorch.strategies.parallel.ParallelStrategy.root_device": "",
