@@ -56,7 +56,9 @@ OVERRIDES: dict[str, str] = {
         for name in ("on_evaluate", "on_log", "on_step_begin", "on_train_begin", "on_train_end")
     },
     "lightning.pytorch.callbacks.callback.Callback.on_exception": "self trainer pl_module exception",
-    "lightning.pytorch.callbacks.callback.Callback.on_train_batch_end": "self trainer pl_module outputs batch batch_idx",
+    "lightning.pytorch.callbacks.callback.Callback.on_train_batch_end": (
+        "self trainer pl_module outputs batch batch_idx"
+    ),
     "lightning.pytorch.callbacks.callback.Callback.on_train_end": "self trainer pl_module",
     "lightning.pytorch.callbacks.callback.Callback.on_train_start": "self trainer pl_module",
     "lightning.pytorch.strategies.parallel.ParallelStrategy.block_backward_sync": "self",

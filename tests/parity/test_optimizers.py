@@ -215,10 +215,10 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     zo.close(model)
     model, optimizer = open_run(MAKERS["Lion"], tmp_path / "run", "nvme")
     with pytest.raises(
-        zo.CheckpointError, match=r"written with AdamW, whose states are not those of Lion; build zo.Ad"
+        zo.CheckpointError, match=r"written with zo.AdamW, whose states are not those of zo.Lion; build zo.Ad"
     ):
         zo.resume(model, optimizer)
-    with pytest.raises(zo.CheckpointError, match="written with AdamW"):
+    with pytest.raises(zo.CheckpointError, match="written with zo.AdamW"):
         zo.load_checkpoint(model, optimizer, tmp_path / "saved")
     zo.close(model)
 

@@ -571,12 +571,35 @@ def test_states_of_another_class_are_not_taken(tmp_path: Path) -> None:
     train(model, optimizer, 0, 1)
     zo.close(model)
     model, optimizer = open_run("RAdam", tmp_path, "memory")
-    with pytest.raises(zo.CheckpointError, match="was written with NAdam, whose states are not those of RAdam"):
+    with pytest.raises(
+        zo.CheckpointError, match=r"was written with torch.*NAdam, whose states are not those of torch.*RAdam"
+    ):
         zo.resume(model, optimizer)
     model(tokens_of(1)).backward()
     with pytest.raises(zo.CheckpointError, match=r"NAdam, and torch.*RAdam steps it"):
         optimizer.step()
     close_broken(model)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("zo.AdamW", "torch.optim.adamw.AdamW"), ("torch.optim.adamw.AdamW", "zo.AdamW")]
+)
+def test_an_optimizer_of_one_name_is_not_another(first: str, second: str, tmp_path: Path) -> None:
+    """Ours has states that torch's has not, and the other way round."""
+    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "zo.AdamW": lambda model: zo.AdamW(model.parameters()),
+        "torch.optim.adamw.AdamW": lambda model: zo.unitwise(torch.optim.AdamW(model.parameters())),
+    }
+    for name in (first, second):
+        model = build(TinyLM)
+        zo.offload(model, zo.OffloadConfig(nvme=tmp_path, existing="resume", **TIERS["memory"]))
+        optimizer = makers[name](model)
+        if name == first:
+            train(model, optimizer, 0, 1)
+        else:
+            with pytest.raises(zo.CheckpointError, match=f"with {first}, whose states are not those of {second}"):
+                zo.resume(model, optimizer)
+        zo.close(model)
 
 
 def test_refusals_name_the_way(tmp_path: Path) -> None:
@@ -586,6 +609,12 @@ def test_refusals_name_the_way(tmp_path: Path) -> None:
     model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
     with pytest.raises(zo.ConfigError, match=r"zo\.AdamW steps offloaded parameters as it is"):
         zo.unitwise(zo.AdamW(model.parameters()))
+    for given in (model.parameters(), model, torch.optim.NAdam, [torch.optim.NAdam(model.parameters())]):
+        with pytest.raises(zo.ConfigError, match=r"one optimizer that is built, not .*unitwise\(torch\.optim\.NAdam\("):
+            zo.unitwise(given)  # type: ignore[arg-type]
+    for one in (torch.optim.LBFGS(model.parameters()), torch.optim.SparseAdam(model.parameters())):
+        with pytest.raises(zo.ConfigError, match=r"by unit: it.* Use another optimizer, or .* such as zo\.AdamW$"):
+            zo.unitwise(one)
     scheduled = torch.optim.NAdam(model.parameters())
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     with pytest.raises(zo.ConfigError, match="build the scheduler then"):
@@ -598,6 +627,8 @@ def test_refusals_name_the_way(tmp_path: Path) -> None:
     model(tokens_of(0)).backward()
     with pytest.raises(zo.ZeroOffloadError, match=r"torch's NAdam cannot step .* zo\.unitwise\(optimizer\)"):
         optimizer.step()
+    with pytest.raises(zo.ZeroOffloadError, match=r"torch's LBFGS cannot step .* Step with zo\.AdamW"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
     assert zo.unitwise(optimizer) is optimizer and isinstance(optimizer, torch.optim.NAdam)
     assert zo.unitwise(optimizer) is optimizer
     with pytest.raises(zo.ConfigError, match=r"steps with units='each' already"):

@@ -13,11 +13,13 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_zeros
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays, number, numbers, steps_of
 from zero_offload.optim.state import State
+from zero_offload.optim.unitwise.optimizer_copies import check_class
 
 _RULES = {
     (False, False): Rule.ADAM,
@@ -296,6 +298,10 @@ def ours_for(optimizer: torch.optim.Optimizer) -> str:
     given: dict[str, Any] = optimizer.defaults
     name = "AdamW" if given.get("decoupled_weight_decay") else type(optimizer).__name__
     if name not in ours:
+        try:
+            check_class(type(optimizer))
+        except ConfigError:
+            return "zo.AdamW(model.parameters()), or another one of zero_offload"
         return "zo.unitwise(optimizer)"
     own = inspect.signature(ours[name]).parameters.items()
     arguments = [f"{key}={given[key]!r}" for key, each in own if key in given and given[key] != each.default]

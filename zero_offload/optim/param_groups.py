@@ -14,8 +14,8 @@ from zero_offload.base.alike import word_of
 from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.standins.owners import is_removed, owner_of
 
-_NUMBERS = "numbers"
-_NOT_HYPER = ("params", "optimizer", _NUMBERS)
+_NUMBERS, _CLASS = "numbers", "class"
+_NOT_HYPER = ("params", "optimizer", _NUMBERS, _CLASS)
 
 
 class PackedNumbers:
@@ -35,8 +35,22 @@ def group_records(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Every group: the optimizer's class, its hyperparameters, and the names of its parameters."""
     records = [_record(optimizer, group) for group in _groups(optimizer)]
     if isinstance(optimizer, PackedNumbers) and records:
-        records[0][_NUMBERS] = optimizer.packed_numbers()
+        records[0] |= {_NUMBERS: optimizer.packed_numbers(), _CLASS: _class_of(optimizer)}
     return records
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Of ours its name, which programs have; of an optimizer of others the module too."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(optimizer, PackedNumbers) else f"zo.{kind.__name__}"
+
+
+def _written_class(records: Sequence[Mapping[str, Any]]) -> str:
+    """As `_class_of`, of the optimizer that these records are of; without the module where they do not have it."""
+    # Once AdamW was the only one, and had no need to be named.
+    first: Mapping[str, Any] = records[0] if records else {}
+    name = str(first.get("optimizer", "AdamW"))
+    return str(first.get(_CLASS, name if _NUMBERS in first else f"zo.{name}"))
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -126,14 +140,14 @@ def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str
             f"{where} was written with param groups of {counts} parameters, this optimizer has "
             f"{[len(names) for names in here]}; build the optimizer with the same groups"
         )
-    kind = type(optimizer).__name__
-    for number, (mine, theirs, record) in enumerate(zip(here, saved, records, strict=True)):
-        # Once AdamW was the only one, and had no need to be named.
-        if (written := record.get("optimizer", "AdamW")) != kind:
-            raise CheckpointError(
-                f"{where} was written with {written}, whose states are not those of {kind}; build zo.{written}, or "
-                "export its weights and start over from them"
-            )
+    written, kind = _written_class(records), _class_of(optimizer)
+    alike = (kind, type(optimizer).__name__) if isinstance(optimizer, PackedNumbers) else (kind,)
+    if records and written not in alike:
+        raise CheckpointError(
+            f"{where} was written with {written}, whose states are not those of {kind}; build {written} as that run "
+            "did, or export its weights and start over from them"
+        )
+    for number, (mine, theirs) in enumerate(zip(here, saved, strict=True)):
         # In another order after a change of the model: states go by names.
         for name, other in zip(sorted(mine), sorted(theirs or ()), strict=True):
             if name != other:

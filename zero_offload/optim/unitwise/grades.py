@@ -66,6 +66,8 @@ class Graded:
     """Steps that were compared, of each scale."""
     beyond: str = ""
     """A period that is longer than these steps, as `param_groups[0]['gap'] = 5000`; empty if none is."""
+    together: bool = True
+    """True if steps of all parameters at once are right, whatever the grade."""
     in_order: bool = False
     """Of a coupled one: units in the order of its groups, one after the other, have the same bits. It draws random
     numbers that the program shares, so nothing else may draw meanwhile."""
@@ -182,7 +184,7 @@ def _tested(optimizer: torch.optim.Optimizer, kind: type[Any], seconds: float) -
         return found
     except NotByUnitsError as error:
         where = f" (step {test.steps + 1})" if test.trials else ""
-        return Graded(Grade.COUPLED, error.reason + where, test.steps)
+        return Graded(Grade.COUPLED, error.reason + where, test.steps, together=error.only_together)
     except TrialFailedError as error:
         return Graded(Grade.UNPROVEN, f"its step fails on tiny parameters ({error})", test.steps)
 

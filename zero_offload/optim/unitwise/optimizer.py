@@ -65,6 +65,12 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
     The same holds for overlap="backward", `publish=`, and states on a GPU (optimizer="device").
     """
     call = "zo.unitwise"
+    if not hasattr(optimizer, "param_groups"):
+        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise ConfigError(
+            f"{call} takes one optimizer that is built, not {given}; write "
+            f"{call}(torch.optim.NAdam(model.parameters(), lr=1e-3)), or zo.AdamW(model.parameters()) without it"
+        )
     optimizer = check_optimizer(call, optimizer)
     if units not in UNITS:
         raise ConfigError(f"{call}(units={units!r}): use 'each' or 'all'")
@@ -178,10 +184,12 @@ def _tested(call: str, optimizer: torch.optim.Optimizer) -> UnitCheck:
         finally:
             content["state"] = held
     if not verdict.may_walk:
-        raise ConfigError(
-            f"{call}: {name} cannot be stepped unit by unit: {verdict.describe()}. Use another optimizer, or "
-            f"{call}(optimizer, units='all') where masters, gradients and states of the whole model fit into memory"
-        )
+        told, instead = verdict.reason, "one of zero_offload's, such as zo.AdamW"
+        if verdict.together:
+            told = verdict.describe()
+            instead = f"{call}(optimizer, units='all') where masters, gradients and states of the whole model fit "
+            instead += "into memory"
+        raise ConfigError(f"{call}: {name} cannot be stepped unit by unit: {told}. Use another optimizer, or {instead}")
     if verdict.beyond:
         warn_user(
             f"{call}: steps of {name} unit by unit are unproven beyond step {verdict.steps} ({verdict.beyond}). Copies "

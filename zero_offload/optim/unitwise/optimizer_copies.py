@@ -96,12 +96,14 @@ def _check_attribute(optimizer: torch.optim.Optimizer, kind: type[Any], name: st
 class NotByUnitsError(ConfigError):
     """An optimizer that cannot be stepped unit by unit; `reason` has what stands against it."""
 
-    def __init__(self, kind: type, reason: str) -> None:
+    def __init__(self, kind: type, reason: str, *, only_together: bool = False) -> None:
+        """`only_together`: all of its parameters at once are right."""
+        instead = "zo.unitwise(optimizer, units='all')" if only_together else "one of zero_offload's, such as zo.AdamW"
         super().__init__(
             f"{kind.__module__}.{kind.__qualname__} cannot be stepped unit by unit: {reason}. Use another optimizer, "
-            "or one of zero_offload's"
+            f"or {instead}"
         )
-        self.reason = reason
+        self.reason, self.only_together = reason, only_together
 
 
 def check_class(kind: type[Any]) -> None:

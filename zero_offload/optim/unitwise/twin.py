@@ -285,6 +285,7 @@ class Walk:
                     self._twin.kind,
                     f"one unit leaves {_short(one)} in {told(path)}, another {_short(other)}: its parameters depend on "
                     "each other",
+                    only_together=True,
                 )
 
     def _value(self, values: Values, path: Path) -> Any:
