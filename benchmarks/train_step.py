@@ -14,6 +14,7 @@ COMPARISONS = {
     "stages": "what ranks hold and send at each ZeRO stage, against the plan",
     "peers": "steps of 2 and 4 ranks in memory, against FSDP2 with CPU offload and DDP",
     "machines": "steps of two machines with two ranks each, 1 ms apart, against one machine with four",
+    "optimizers": "optimizers of others by zo.unitwise, against plain torch, zo.AdamW and the drive: time, memory",
     "losses": "losses of a script that was moved from DeepSpeed and FSDP2, against its own there",
     "predictions": "predicted step times, against measured ones",
 }
