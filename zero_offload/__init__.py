@@ -45,6 +45,7 @@ from zero_offload.model.profile import profile
 from zero_offload.model.run_log import RunLog
 from zero_offload.model.steps import steps
 from zero_offload.optim.grad_scaler import GradScaler
+from zero_offload.optim.muon import Muon
 from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 from zero_offload.optim.unitwise.optimizer import unitwise
 from zero_offload.runtime.ranks.join import join
@@ -64,6 +65,7 @@ __all__ = [
     "Lion",
     "LiveBlocks",
     "LockError",
+    "Muon",
     "NonFiniteError",
     "OffloadConfig",
     "Precision",

@@ -62,6 +62,7 @@ CHANGES = "tests/parity/test_changes.py::"
 TWIN = "tests/unit/optim/unitwise/test_twin.py::"
 ROWS = "tests/unit/optim/unitwise/test_state_rows.py::"
 GRADES = "tests/unit/optim/unitwise/test_grades.py::"
+MUON = "tests/parity/test_muon.py::"
 LIVE = "tests/parity/test_live_blocks.py::"
 DROPPED = "tests/parity/test_dropped_masters.py::"
 GATHERED = "tests/models/test_gathered.py::"
@@ -2351,5 +2352,40 @@ FAULTS = [
         "                        owner.states.write_row(param, after, self.kind)\n        twin.publish(walk)\n",
         "                        owner.states.write_row(param, after, self.kind)\n",
         "tests/parity/test_unitwise.py::test_train_and_eval_walk_over_parameters",
+    ),
+    fault(
+        "an embedding in a block is stepped by Muon",
+        "optim/muon.py",
+        "isinstance(module, nn.Embedding | nn.EmbeddingBag) or ",
+        "",
+        MUON + "test_embeddings_and_output_layers_are_adamws",
+    ),
+    fault(
+        "an output layer without the name of one is stepped by Muon",
+        "optim/muon.py",
+        "                yield from map(id, output.parameters())\n",
+        "                pass\n",
+        MUON + "test_embeddings_and_output_layers_are_adamws",
+    ),
+    fault(
+        "a param group that fails stays in part",
+        "optim/muon.py",
+        "            del self.param_groups[before:]\n",
+        "            pass\n",
+        MUON + "test_an_optimizer_that_gets_groups_one_by_one_has_the_same_bits",
+    ),
+    fault(
+        "a divided param group gives both parts the arguments of one",
+        "optim/muon.py",
+        "if name not in {**arguments, **others}}",
+        "if name not in arguments}",
+        MUON + "test_the_program_chooses",
+    ),
+    fault(
+        "Muon's matrices are stepped without weight decay",
+        "optim/muon.py",
+        '            weight_decay=group["weight_decay"],\n',
+        "            weight_decay=0.0,\n",
+        MUON + "test_the_bits_of_two_plain_optimizers",
     ),
 ]

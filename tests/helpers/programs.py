@@ -294,6 +294,11 @@ def stepped() -> Names:
     return {**plain(), "ends_with": step_of}
 
 
+def offloaded() -> Names:
+    names = stepped()
+    return {**names, "model": zo.offload(names["model"], names["config"])}
+
+
 def adapted() -> Names:
     """Before adapters come."""
     from peft import LoraConfig, get_peft_model
@@ -403,7 +408,7 @@ GIVEN: dict[str, dict[str, tuple[Callable[[], Names], ...]]] = {
         "Modules that are removed, moved or replaced": (changed,),
     },
     "docs/use/micro-batches.md": {"": (trained,)},
-    "docs/use/optimizers.md": {"Optimizers of others": (stepped,)},
+    "docs/use/optimizers.md": {"Muon": (stepped, offloaded), "Optimizers of others": (stepped,)},
     "docs/use/larger-than-ram.md": {
         "Models larger than memory": (plain,),
         "Activations": (plain,),

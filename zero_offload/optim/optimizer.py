@@ -412,10 +412,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             is_changed = self._versions.get(param, param._version) != param._version
             if is_changed or "residual" not in state:
                 state["residual"] = torch.zeros_like(param, dtype=torch.int16)
-        launch = _update_on_device if has_device_update(param) else _update_on_host
-        segment = hyper.segment(0, param.numel(), 1.0, step)
-        launch(param, grad.resolve_neg().contiguous(), state, hyper, segment)
-        torch.autograd.graph.increment_version(param)
+        update_dense(param, grad.resolve_neg().contiguous(), state, hyper, step)
         if param.dtype == torch.bfloat16:
             self._versions[param] = param._version
 
@@ -569,7 +566,14 @@ def _has_kernel(param: nn.Parameter) -> bool:
     return plain and (param.device.type == "cpu" or has_device_update(param))
 
 
-def _update_on_host(param: nn.Parameter, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
+def update_dense(param: Tensor, grad: Tensor, state: State, hyper: Hyper, step: int) -> None:
+    """Take a step of a parameter by a kernel, with contiguous gradient and states. Nothing waits for a device."""
+    launch = _update_on_host if param.device.type == "cpu" else _update_on_device
+    launch(param, grad, state, hyper, hyper.segment(0, param.numel(), 1.0, step))
+    torch.autograd.graph.increment_version(param)
+
+
+def _update_on_host(param: Tensor, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
     buffers = UpdateBuffers(
         value=param.data_ptr(),
         residual=address_of(state["residual"], torch.int16) if "residual" in state else 0,
@@ -583,7 +587,7 @@ def _update_on_host(param: nn.Parameter, grad: Tensor, state: State, hyper: Hype
     fused_update(hyper.rule, buffers, [segment], kernel_threads())
 
 
-def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
+def _update_on_device(param: Tensor, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
     states = tuple(state[name] for name in hyper.states)
     residual = state["residual"] if param.dtype == torch.bfloat16 else None
     update_on_device(hyper.rule, UpdateTensors(param.detach(), residual, states, grad), segment)

@@ -30,6 +30,13 @@ _RULES = {
 """Rules by two flags: decoupled decay, and AMSGrad."""
 
 
+def adam_hyper(group: Mapping[str, Any], *, is_decoupled: bool) -> Hyper:
+    """Rule and numbers of a group of Adam, or of AdamW, whose weight decay is not part of the gradient."""
+    beta1, beta2 = map(float, group["betas"])
+    lr, eps, decay = numbers(group, "lr", "eps", "weight_decay")
+    return Hyper(_RULES[is_decoupled, bool(group["amsgrad"])], lr, beta1, beta2, eps, decay, group["maximize"])
+
+
 class Adam(FusedOptimizer):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980), whose weight decay is added to the gradient (L2).
 
@@ -69,10 +76,7 @@ class Adam(FusedOptimizer):
         yield from not_decays(group)
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        beta1, beta2 = map(float, group["betas"])
-        rule = _RULES[self._is_decoupled(group), bool(group["amsgrad"])]
-        lr, eps, decay = numbers(group, "lr", "eps", "weight_decay")
-        return Hyper(rule, lr, beta1, beta2, eps, decay, group["maximize"])
+        return adam_hyper(group, is_decoupled=self._is_decoupled(group))
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         assert param.grad is not None

@@ -8,7 +8,7 @@ checkpoints (`PartSource`). `Owner` has them, and the calls that optimizers make
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import FrameType
@@ -447,6 +447,10 @@ class Owner(ABC):
     def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
         """Raise where gradients that are used beside this model's differ over ranks; `squares` adds up theirs.
         Collective."""
+
+    @abstractmethod
+    def live_roots(self) -> Iterator[nn.Module]:
+        """The modules that were given to zo.offload, the first one first."""
 
     @abstractmethod
     def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:

@@ -64,7 +64,13 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
     optimizer of `zero_offload`, which needs no such call, where parameters are not offloaded, and on several ranks.
     The same holds for overlap="backward", `publish=`, and states on a GPU (optimizer="device").
     """
-    call = "zo.unitwise"
+    return let_step("zo.unitwise", optimizer, units)
+
+
+def let_step(
+    call: str, optimizer: torch.optim.Optimizer, units: str = "each", known: grades.Graded | None = None
+) -> torch.optim.Optimizer:
+    """As `unitwise`, for `call`; without a test of the class where its result is `known`."""
     if not hasattr(optimizer, "param_groups"):
         given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         raise ConfigError(
@@ -88,7 +94,7 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
     _check_made_at_build(call, optimizer)
     if units == "all":
         _check_one_model(call, owners)
-    check = None if units == "all" else _tested(call, optimizer)
+    check = None if units == "all" else UnitCheck(optimizer, known or _tested(call, optimizer))
     kind, before = type(optimizer), optimizer.state
     held = {param: state for param, state in before.items() if isinstance(param, nn.Parameter)}
     vars(optimizer)["state"] = defaultdict(dict, _shared_of(optimizer))
@@ -171,8 +177,8 @@ def _shared_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, nn.Parameter)}
 
 
-def _tested(call: str, optimizer: torch.optim.Optimizer) -> UnitCheck:
-    """Raise for a class that cannot be stepped unit by unit. Returns the check of a run."""
+def _tested(call: str, optimizer: torch.optim.Optimizer) -> grades.Graded:
+    """Raise for a class that cannot be stepped unit by unit."""
     name = type(optimizer).__name__
     verdict = grades.grade(_in_training(optimizer), seconds=grades.SECONDS)
     if verdict.grade is grades.Grade.UNPROVEN and optimizer.state:
@@ -195,7 +201,7 @@ def _tested(call: str, optimizer: torch.optim.Optimizer) -> UnitCheck:
             f"{call}: steps of {name} unit by unit are unproven beyond step {verdict.steps} ({verdict.beyond}). Copies "
             "of two units are compared in the run then"
         )
-    return UnitCheck(optimizer, verdict)
+    return verdict
 
 
 def _in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -280,9 +286,10 @@ class Unitwise(PackedNumbers, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of offloaded models."""
+        before = len(self.param_groups)
         super().add_param_group(param_group)
         if (walker := vars(self).get(_WALK)) is not None:
-            walker.add_group(self.param_groups[-1])
+            walker.add_groups(self.param_groups[before:])
 
     def packed_numbers(self) -> str:
         return self._walker.packed_numbers()
@@ -388,15 +395,16 @@ class _Walker:
     def _new_twin(self, params: Sequence[nn.Parameter] | None = None) -> Twin:
         return Twin(self._optimizer, self._params if params is None else params, kind=self._class)
 
-    def add_group(self, group: Mapping[str, Any]) -> None:
+    def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the last param groups."""
         try:
             owners = _owners_of("add_param_group", self._optimizer)
             for owner in owners:
                 owner.check_unitwise("add_param_group")
         except BaseException:
-            self._optimizer.param_groups.pop()
+            del self._optimizer.param_groups[-len(groups) or None :]
             raise
-        mine = set(group["params"])
+        mine = {param for group in groups for param in group["params"]}
         for owner, params in owners.items():
             if new := [param for param in params if param in mine]:
                 owner.states.add(new, ())

@@ -68,7 +68,7 @@ class Twin:
         check_class(self.kind)
         self._optimizer = optimizer
         self._numbers_of = {id(param): number for number, param in enumerate(params)}
-        self._memory = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self._memory = torch.zeros((), dtype=torch.float32, device="cpu")
         self._stand_ins = [self._stand_in(param) for param in params]
         self._packages = packages_of(self.kind)
         self._call = self._step = plain_step(self.kind)
