@@ -677,3 +677,45 @@ def test_a_checkpoint_that_is_written_anew_keeps_a_users_files(tmp_path: Path) -
     assert (out / "checkpoint-2" / "notes.txt").read_text() == "mine"
     assert {name for name, _ in files_of(out / "checkpoint-2")} == {name for name, _ in before}
     assert [each.name for each in out.iterdir()] == ["checkpoint-2"]
+
+
+class Two(torch.optim.Optimizer):
+    """torch's Muon for the matrices of layers, and AdamW for the rest, in one object for a plain Trainer."""
+
+    def __init__(self, model: Any, lr: float) -> None:
+        self.two: list[Any] = []
+        named = dict(model.named_parameters())
+        inside = [param for name, param in named.items() if ".layers." in name and param.dim() == 2]
+        norms = [param for param in named.values() if param.dim() == 1]
+        rest = [{"params": [model.get_input_embeddings().weight, model.get_output_embeddings().weight]}]
+        rest.append({"params": norms, "weight_decay": 0.0})
+        rest[0]["params"] = list(dict.fromkeys(rest[0]["params"]))
+        self.two = [torch.optim.Muon(inside, lr, 0.1), zo.AdamW(rest, lr, weight_decay=0.1)]
+        super().__init__([{"params": inside}, *rest], {"lr": lr, "weight_decay": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for one, group in zip(
+            (each for inner in self.two for each in inner.param_groups), self.param_groups, strict=True
+        ):
+            one["lr"] = group["lr"]
+        for inner in self.two:
+            inner.step()
+
+
+def with_muon(spec: Spec) -> Any:
+    trainer = runs.make(spec)
+    if spec.is_plain:
+        trainer.optimizer = Two(trainer.model, trainer.args.learning_rate)
+    else:
+        trainer.optimizer_cls_and_kwargs = (zo.Muon, {"lr": trainer.args.learning_rate})
+    return trainer
+
+
+def test_muon_trains_as_two_plain_optimizers_and_goes_on(tmp_path: Path) -> None:
+    plain = train(Spec(tmp_path / "plain", args=UNCLIPPED, is_plain=True), make=with_muon)
+    assert without_norms(train(spec(tmp_path, "nvme", args=UNCLIPPED), make=with_muon)) == without_norms(plain)
+    of = {"args": UNCLIPPED, "die_at": ("on_step_begin", 3)}
+    killed = Spec(tmp_path / "killed", tmp_path / "killed_nvme", **of)
+    assert in_processes(1, train, killed, None, with_muon)[0] is None
+    resumed = train(Spec(tmp_path / "killed", tmp_path / "killed_nvme", args=UNCLIPPED), make=with_muon)
+    assert without_norms(resumed) == without_norms(plain)

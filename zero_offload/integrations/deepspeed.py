@@ -172,6 +172,10 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}),
 }
 """DeepSpeed's optimizers: our class, and DeepSpeed's defaults."""
+_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+_ADAM_OF_MUON = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+_MUON_ARGUMENTS = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method")
+"""Of DeepSpeed's files. The last one chooses another loop for the same mathematics."""
 _OPTIMIZER_ARGUMENTS = (
     *("adam_w_mode", "bias_correction", "max_grad_norm", "torch_adam"),
     *("adamw_mode", "fp32_optimizer_states", "set_grad_none", "fused", "foreach"),
@@ -407,17 +411,17 @@ def _read_optimizer(values: Mapping[str, Any], reading: DeepSpeedReading) -> Non
     if (section := _typed("optimizer", values, ("type", "params", "legacy_fusion"), reading)) is None:
         return
     kind, params = section
+    if kind.lower() == "muon":
+        _read_muon(params, reading)
+        return
     if kind.lower() not in _OPTIMIZERS:
         reading.problems.append(
             f"optimizer.type={kind!r} does not exist here; remove the section, and make one of zo.AdamW, zo.Adam, "
-            "zo.SGD, zo.Adagrad and zo.Lion in the script"
+            "zo.SGD, zo.Adagrad, zo.Lion and zo.Muon in the script"
         )
         return
     name, arguments = _OPTIMIZERS[kind.lower()]
-    names = [*arguments, *_OPTIMIZER_ARGUMENTS]
-    for unknown in (each for each in params if each not in names):
-        hint = did_you_mean(unknown, names, "optimizer.params.")
-        reading.problems.append(f"unknown key optimizer.params.{unknown}: {hint}correct or remove it")
+    _check_arguments(params, [*arguments, *_OPTIMIZER_ARGUMENTS], reading)
     if kind.lower() == "adam" and params.get("adam_w_mode") is False:
         name = "Adam"
     if params.get("bias_correction") is False:
@@ -432,6 +436,27 @@ def _read_optimizer(values: Mapping[str, Any], reading: DeepSpeedReading) -> Non
     arguments = {key: value for key, value in arguments.items() if key != "amsgrad" or value is True}
     text = ", ".join(f"{key}={_argument(key, value)}" for key, value in arguments.items())
     reading.script.append(f"optimizer: optimizer = zo.{name}(model.parameters(), {text})")
+
+
+def _check_arguments(params: Mapping[str, Any], names: list[str], reading: DeepSpeedReading) -> None:
+    for unknown in (each for each in params if each not in names):
+        hint = did_you_mean(unknown, names, "optimizer.params.")
+        reading.problems.append(f"unknown key optimizer.params.{unknown}: {hint}correct or remove it")
+
+
+def _read_muon(params: Mapping[str, Any], reading: DeepSpeedReading) -> None:
+    """DeepSpeed marks parameters by `use_muon`; one rate may be that of both kinds."""
+    _check_arguments(params, list(_MUON_ARGUMENTS), reading)
+    texts = []
+    for rate, arguments in (("muon_lr", _MUON), ("adam_lr", _ADAM_OF_MUON)):
+        given = {**params, "lr": params.get(rate, params.get("lr", arguments["lr"]))}
+        texts.append([(key, _argument(key, given.get(key, default))) for key, default in arguments.items()])
+    muon = ", ".join(f"{key}={text}" for key, text in texts[0])
+    adamw = ", ".join(f'"{key}": {text}' for key, text in texts[1])
+    reading.script.append(
+        f"optimizer: optimizer = zo.Muon(model.parameters(), {muon}, adamw={{{adamw}}}); where parameters are marked "
+        "otherwise than by name, with use_muon=lambda name, param: param.use_muon"
+    )
 
 
 def _read_scheduler(values: Mapping[str, Any], reading: DeepSpeedReading) -> None:

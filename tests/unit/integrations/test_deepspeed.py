@@ -307,6 +307,23 @@ def test_the_line_of_the_optimizer_runs(params: dict[str, Any], call: str) -> No
     assert type(made) is type(expected) and made.defaults == expected.defaults
 
 
+@pytest.mark.parametrize(
+    ("params", "rates"), [({}, (0.02, 3e-4)), ({"lr": 0.1}, (0.1, 0.1)), ({"lr": 0.1, "adam_lr": 0.2}, (0.1, 0.2))]
+)
+def test_the_line_of_muon_runs(params: dict[str, Any], rates: tuple[float, float]) -> None:
+    _, report = read({"optimizer": {"type": "Muon", "params": {**params, "weight_decay": 0.3, "ns_method": "gram"}}})
+    line = line_of(report, "optimizer: optimizer = ").removeprefix("optimizer: optimizer = ").partition("; ")[0]
+    model = zo.offload(torch.nn.Sequential(torch.nn.Linear(2, 2)), OffloadConfig())
+    matrices, rest = eval(line, {"zo": zo, "model": model}).param_groups
+    assert (matrices["lr"], rest["lr"]) == rates
+    assert (matrices["momentum"], rest["betas"], rest["eps"]) == (0.95, (0.9, 0.95), 1e-10)
+    assert matrices["weight_decay"] == rest["weight_decay"] == 0.3
+    assert matrices["use_muon"] and not rest["use_muon"]
+    zo.close(model)
+    with pytest.raises(zo.ConfigError, match=r"unknown key optimizer\.params\.muon_rate: did you mean .*muon_lr"):
+        read({"optimizer": {"type": "muon", "params": {"muon_rate": 0.1}}})
+
+
 def test_the_lines_of_the_loss_scale_run() -> None:
     for section in (
         {"enabled": True, "loss_scale": 128.0},
