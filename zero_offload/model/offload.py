@@ -26,7 +26,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import Branches, Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
+from zero_offload.base.types import Branches, Durability, HardwareProfile, StateKind, Tier, UpdateOverlap, format_bytes
 from zero_offload.checkpoint.extras import note_forms
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.run_files import RunFiles
@@ -50,6 +50,7 @@ from zero_offload.model.move_in import (
     param_problem,
     sections_without_values,
 )
+from zero_offload.model.planned_states import Optimizers, PlannedStates, planned_states
 from zero_offload.model.prepared import mark_prepared
 from zero_offload.model.replacements import Replacements
 from zero_offload.model.runtime import ModelRuntime
@@ -60,6 +61,7 @@ from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import (
+    WALKED_AT_ONCE,
     MemoryPlan,
     Placement,
     Sizes,
@@ -842,8 +844,31 @@ def _unit_bytes(
     return measure_units(_numels(units, spec, without), config, partition)
 
 
-def _numels(units: Sequence[UnitLayout], spec: ModelSpec, without: Container[int]) -> list[UnitNumel]:
-    return [UnitNumel.of(unit, spec.in_use_with(index), without) for index, unit in enumerate(units)]
+def _numels(
+    units: Sequence[UnitLayout], spec: ModelSpec, without: Container[int], kept: PlannedStates | None = None
+) -> list[UnitNumel]:
+    """`kept`: states in the place of AdamW's."""
+    states, walks = (None, None) if kept is None else (kept.nbytes, kept.walks)
+    return [
+        UnitNumel.of(unit, spec.in_use_with(index), without, states_of=states, walks=walks)
+        for index, unit in enumerate(units)
+    ]
+
+
+def _notes_of_walk(layout: ShardLayout, kept: PlannedStates, placement: Placement) -> Iterator[str]:
+    """A line about sections on a drive that an optimizer of others steps."""
+    read = [
+        (kept.walks[section.index].rest_bytes, unit.name)
+        for unit, tiers in zip(layout.units, placement.tiers, strict=True)
+        for section in unit.sections
+        if tiers[StateKind.OPTIMIZER] is Tier.NVME and section.index in kept.walks
+    ]
+    if read:
+        nbytes, name = max(read)
+        yield (
+            f"a step has values, masters and states of {WALKED_AT_ONCE} sections in memory at once; the largest is of "
+            f"{name}, {format_bytes(nbytes)}"
+        )
 
 
 def plan(
@@ -855,6 +880,7 @@ def plan(
     mesh: DeviceMesh | None = None,
     micro_batches: int = 1,
     live: LiveBlocks | None = None,
+    optimizer: Optimizers | None = None,
 ) -> Plan:
     """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
     fit; meta models too. Not collective: budgets are those of this rank.
@@ -869,12 +895,19 @@ def plan(
 
     With `live` its blocks, frozen now, take turns. The plan is that of a time when all have been trained, with the
     largest of them alive, between a switch and the next generation. `.most_live` is the largest number that fits.
+
+    With `optimizer`, built with the model's parameters, or a sequence of several, its own states are counted. Those of
+    other libraries' classes are found by a step of tensors without memory, and so is the memory of such a step
+    (`zo.unitwise`). Without it two states of each parameter are counted, as AdamW has. So does `zo.offload`, which
+    knows no optimizer: where that does not fit, neither does the plan.
     """
     for name, count in (("tokens", tokens), ("micro_batches", micro_batches)):
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name}={count!r}: a step has 1 or more, a whole number")
     check_model("zo.plan", model)
     check_config("zo.plan", config)
+    if live is not None and optimizer is not None:
+        raise ConfigError("zo.plan: live= counts the states of AdamW alone; leave optimizer= out")
     with on_likely_gpu():
         device = compute_device()
     if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
@@ -884,6 +917,7 @@ def plan(
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     without = sections_without_values(layout, dict(offloaded_tensors(model)))
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
+    kept = None if optimizer is None else planned_states(layout, dict(model.named_parameters()), optimizer)
     # A rank's share of the machine, then a placement for one micro-batch as `offload` makes it.
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it; `offload` asks the ranks
     num_here = int(launched) if launched.isdecimal() and partition.world_size > 1 else 1
@@ -895,7 +929,7 @@ def plan(
 
     def memory_of(num_live: int) -> tuple[Sequence[UnitBytes], MemoryPlan]:
         """Sums of micro-batches, and what lives, count in the plan alone."""
-        numels = _numels(layout.units, spec, without)
+        numels = _numels(layout.units, spec, without, kept)
         if live is not None:
             numels = numels_in_turns(layout, spec, live.names_in(model), num_live, without, live.turns.master)
         found = measure_units(numels, config, partition, micro_batches)
@@ -908,13 +942,18 @@ def plan(
         sequence=min(each, TOKENS_UNKNOWN),
         recompute=any(map(is_recomputed, model.modules())),
     )
+    notes, refused = list(work.notes), tuple[str, ...]()
+    if kept is not None:
+        refused = estimate_memory(unit_bytes, placement, config, partition).reasons
     unit_bytes, memory = memory_of(live.turns.num_live if live is not None else 0)
     workload, machine = replace(outlook.workload, batch=batch, units=tuple(unit_bytes)), outlook.machine
     if not device.is_host:
         # The placement is by what all ranks know; the seconds may be by what was measured here.
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
     memory = replace(memory, wear=memory.wear.of_backwards(batch.num_passes))
-    found = replace(Plan.of(memory, workload, placement, machine), notes=work.notes)
+    if kept is not None:
+        notes += [*kept.notes, *_notes_of_walk(layout, kept, placement)]
+    found = replace(Plan.of(memory, workload, placement, machine), notes=tuple(notes), refused=refused)
     if live is None:
         return found
     most = most_live(live.turns.num_blocks, lambda num_live: memory_of(num_live)[1].fits)

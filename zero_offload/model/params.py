@@ -43,8 +43,8 @@ from zero_offload.model.foundation import Foundation
 from zero_offload.optim.state import BESIDE, Entry, count_of, settled
 from zero_offload.optim.unitwise.packing import keep_states
 from zero_offload.optim.unitwise.state_rows import unpack
-from zero_offload.plan.layout import ParamSlice
-from zero_offload.plan.memory import MemoryPlan
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
+from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, WALKED_AT_ONCE, MemoryPlan
 from zero_offload.plan.quantized import is_wrapper, tensors_of
 from zero_offload.plan.tensor_parallel import division, is_dtensor, local_part
 from zero_offload.runtime.grads.access import GradAccess
@@ -64,6 +64,7 @@ from zero_offload.standins.sources import ParamPlaces, ParamSource, StateSource,
 from zero_offload.standins.state_copy import StateCopy, again, state_copy, wrapper_copy
 from zero_offload.standins.state_tensor import STEP, StateTensor
 from zero_offload.storage.memory.arena import A_BUFFER
+from zero_offload.storage.shards.rows import room
 from zero_offload.storage.shards.shard import Component, Shard, shard_bytes, unplanned_bytes
 
 
@@ -221,6 +222,10 @@ ALL_ALIKE = "which all ranks make (so not under 'if rank == 0:')"
 States = Mapping[str, torch.Tensor]
 """States by torch's names."""
 
+_ROW_BYTES_MOST = 64
+"""Per parameter. Few optimizers of others keep more, so their states are in question where less is left."""
+_CHUNK_BYTES = 18
+"""Per element of a chunk in flight: values, masters, two states and a gradient, at most."""
 _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
 
 
@@ -293,6 +298,29 @@ class ModelStates(StateSource):
             for param, place in zip(params, places, strict=True)
             if self.param_steps[place.name] != self._loaded_steps[place.name] or place.name in self.begun
         )
+
+    def check_rows(self, params: Collection[nn.Parameter], sizes: Callable[[], Mapping[Any, int]], kind: str) -> None:
+        numel = sum(param.numel() for param in params)
+        if all(self._plan.left_bytes(tier) > _ROW_BYTES_MOST * numel for tier in Tier):
+            return
+        found, places = sizes(), [self._places[param] for param in params]
+        rows = dict[int, tuple[Shard, dict[int, tuple[int, str]]]]()
+        for place in places:
+            shard = place.section.shard
+            if shard.rows is None and found.get(place.param):
+                rows.setdefault(id(shard), (shard, {}))[1][place.piece.begin] = found[place.param], kind
+        lacking = [(shard, [Component.rows(room(sizes), len(shard.layout.chunks()))]) for shard, sizes in rows.values()]
+        self._count(lacking, self._walk_bytes(lacking))
+
+    @staticmethod
+    def _walk_bytes(lacking: Iterable[tuple[Shard, Iterable[Component]]]) -> int:
+        """Memory of a step of these, beyond that of our own optimizers', which plans count."""
+        read = [
+            shard_bytes(shard.layout, {*shard.components, *components})
+            for shard, components in lacking
+            if shard.on_disk
+        ]
+        return max(WALKED_AT_ONCE * max(read, default=0) - CHUNKS_IN_FLIGHT * CHUNK_NUMEL * _CHUNK_BYTES, 0)
 
     def blank(self, places: Iterable[ParamPlace]) -> None:
         """These have had no updates, and have states of zeros."""
@@ -380,22 +408,25 @@ class ModelStates(StateSource):
         for shard, components in lacking.values():
             self._store.add_states(shard, components)
 
-    def _count(self, lacking: Iterable[tuple[Shard, Iterable[Component]]]) -> None:
-        """Raise where these states would exceed a budget. AdamW's two are a part of the plan."""
+    def _count(self, lacking: Iterable[tuple[Shard, Iterable[Component]]], walk_bytes: int = 0) -> None:
+        """Raise where these states, and memory of steps, would exceed a budget. AdamW's two are a part of the plan."""
         unplanned, wanted = dict.fromkeys(Tier, 0), {id(shard): components for shard, components in lacking}
         for shard in self._store.shards:
             nbytes = unplanned_bytes(shard.layout, {*shard.states, *wanted.get(id(shard), ())})
             unplanned[Tier.NVME] += nbytes * len(shard.slots)
             unplanned[shard.placement.optimizer] += nbytes * (shard.placement.optimizer is not Tier.NVME)
         shared = self._plan.budget.shared_memory
+        unplanned[Tier.CPU] += walk_bytes
+        beside = f", with {format_bytes(walk_bytes)} for a step of whole parameters," if walk_bytes else ""
         for tier, nbytes in unplanned.items():
             together = nbytes if tier is Tier.NVME or not shared else unplanned[Tier.DEVICE] + unplanned[Tier.CPU]
             if nbytes and together > (left := max(self._plan.left_bytes(tier), 0)):
                 setting = _SETTINGS[Tier.CPU if shared and tier is Tier.DEVICE else tier]
                 raise CapacityError(
-                    f"the optimizer keeps more than two states of a parameter, which zo.plan does not count. Of the "
-                    f"{tier.value} tier they take {format_bytes(together)}, and {format_bytes(left)} are left. Raise "
-                    f"{setting}=, place states elsewhere (optimizer=), or use an optimizer with fewer (amsgrad=False)"
+                    "the optimizer keeps more than two states of a parameter, or larger ones. Of the "
+                    f"{tier.value} tier they take{beside} {format_bytes(together)} beyond what was planned, and "
+                    f"{format_bytes(left)} are left. Raise {setting}=, place states elsewhere (optimizer=), or use an "
+                    "optimizer with fewer (amsgrad=False). zo.plan(model, config, optimizer=optimizer) shows all bytes"
                 )
 
     def step_of(self, param: nn.Parameter) -> int | None:

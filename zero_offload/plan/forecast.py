@@ -15,6 +15,7 @@ from zero_offload.base.types import GIB, Tier
 from zero_offload.hardware.machines import Machine, Resource
 from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
 from zero_offload.plan.step_time import Prediction, StepWorkload, predict
+from zero_offload.plan.table import PlanTable
 from zero_offload.plan.turns import BlockTurns, turns_text
 
 SPEED_UP = 1.1
@@ -127,12 +128,18 @@ class Plan(MemoryPlan):
     """Set where a few blocks of the model live at a time."""
     most_live: int = 0
     """The largest number of them that fits; 0 where none does, or all are trained at once."""
+    refused: tuple[str, ...] = ()
+    """Why `zo.offload` raises, which counts two states of each parameter, where those of the plan fit."""
 
     @classmethod
     def of(cls, memory: MemoryPlan, workload: StepWorkload, placement: Placement, machine: Machine) -> Plan:
         step_s = predict(workload, placement, machine).step_s
         bottleneck = find_bottleneck(workload, placement, machine, step_s)
         return cls(**vars(memory), predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
+
+    def shortages(self, table: PlanTable) -> tuple[str, ...]:
+        refused = (f"zo.offload, with two states of each parameter: {reason}" for reason in self.refused)
+        return super().shortages(table) or tuple(refused)
 
     def table(self) -> str:
         seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck}\nrates: {self.rates}"

@@ -76,6 +76,8 @@ GRAD_RING_UNITS = 5
 one is a leftover that backward completes at its end. One is still summed by a GPU, one waits for its update, and one is
 updated.
 """
+WALKED_AT_ONCE = 3
+"""Sections on drives that are in memory while an optimizer of others steps: one is read, one stepped, one written."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4
@@ -123,6 +125,22 @@ def master_bytes(dtype: str, states: StateFormat) -> int:
 
 
 @dataclass(frozen=True)
+class WalkBytes:
+    """Bytes of one section that an optimizer of others steps whole."""
+
+    rest_bytes: int
+    """Values, masters and states."""
+    grad_bytes: int
+    """Of gradients in fp32."""
+    grads_are_wide: bool
+    """True if gradients are fp32 as backward makes them: in memory they are stepped where they are."""
+    master_bytes: int
+    """Of masters that are copies."""
+    is_alone: bool
+    """True if no optimizer of ours updates a part of the section."""
+
+
+@dataclass(frozen=True)
 class UnitNumel:
     """Elements of one unit, over all ranks."""
 
@@ -149,6 +167,8 @@ class UnitNumel:
     """Bytes of states, and of masters that go with them, which give their room to others' when their turn is over."""
     left_bytes: int = 0
     """Bytes of files where values lay before their first turn. These gaps are small, and hardly used again."""
+    walks: tuple[WalkBytes, ...] = ()
+    """Of its sections that an optimizer of others steps."""
 
     @classmethod
     def of(
@@ -160,10 +180,13 @@ class UnitNumel:
         in_turns: Container[int] = (),
         *,
         drops_masters: bool = False,
+        states_of: Mapping[int, int] | None = None,
+        walks: Mapping[int, WalkBytes] | None = None,
     ) -> UnitNumel:
         """As it is laid out. Sections `in_base` rest in files of a base; those `resting` have a master, and neither
         states nor gradients. Sections `in_turns` rest later, when others are trained; frozen again, with values alone
-        where each `drops_masters`."""
+        where each `drops_masters`. `states_of` are bytes of states without masters, of each trained section; by default
+        AdamW's. `walks` are those of sections that an optimizer of others steps."""
         numel, nbytes = {True: 0, False: 0}, {True: 0, False: 0}
         state_bytes = base_bytes = resting_bytes = resting_master_bytes = leaving_bytes = left_bytes = 0
         frame_bytes = sum(divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
@@ -179,7 +202,8 @@ class UnitNumel:
             if section.trainable:
                 dtype = str(section.dtype).removeprefix("torch.")
                 masters = section.used_numel * master_bytes(dtype, section.state_format)
-                states = math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
+                kept = math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
+                states = kept if states_of is None else masters + states_of[section.index]
                 state_bytes += masters if is_resting else states
                 resting_master_bytes += masters * is_resting
                 leaving_bytes += (states - masters * (not drops_masters)) * (takes_turns and not is_resting)
@@ -197,6 +221,7 @@ class UnitNumel:
             resting_master_bytes=resting_master_bytes,
             leaving_bytes=leaving_bytes,
             left_bytes=left_bytes,
+            walks=tuple((walks or {})[each.index] for each in unit.sections if each.index in (walks or {})),
         )
 
 
@@ -231,7 +256,8 @@ class UnitBytes:
     """The part of `optimizer_bytes` that no step changes, as it is theirs."""
     leaving_bytes: int = 0
     left_bytes: int = 0
-    """Both as in `UnitNumel`."""
+    walks: tuple[WalkBytes, ...] = ()
+    """All three as in `UnitNumel`."""
 
     @property
     def trained_bytes(self) -> int:
@@ -283,6 +309,7 @@ def measure_units(
             resting_master_bytes=divide_up(unit.resting_master_bytes, partition.optimizer_shards),
             leaving_bytes=divide_up(unit.leaving_bytes, partition.optimizer_shards),
             left_bytes=divide_up(unit.left_bytes, partition.optimizer_shards),
+            walks=unit.walks,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -591,6 +618,7 @@ def _staging_bytes(
     sources_of_device = set()
     """Where gradients rest, of each unit that a device updates in its own memory."""
     reads_states = reads_grads = lands_groups = False
+    walked = list[tuple[WalkBytes, Tier, Tier]]()
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params, grads, optimizer = (tiers[kind] for kind in PLACED_KINDS)
         made_bytes = unit.live_bytes * partition.param_shards
@@ -624,6 +652,9 @@ def _staging_bytes(
             continue
         if optimizer is Tier.DEVICE and not shared:
             sources_of_device.add(grads)
+        walked += [(each, grads, optimizer) for each in unit.walks]
+        if unit.walks and all(each.is_alone for each in unit.walks):
+            continue
         reads_states |= optimizer is Tier.NVME
         reads_grads |= grads is Tier.NVME or (grads is Tier.DEVICE is not optimizer and not shared)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
@@ -652,10 +683,22 @@ def _staging_bytes(
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)
         + CHUNKS_IN_FLIGHT * update_bytes
+        + walk_bytes(walked)
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * (Tier.NVME in config.activation_fractions),
         Tier.NVME: 0,
     }
+
+
+def walk_bytes(sections: Sequence[tuple[WalkBytes, Tier, Tier]]) -> int:
+    """Host memory for steps of an optimizer of others, of sections with the tiers of their gradients and states."""
+    read = [each.rest_bytes for each, _, optimizer in sections if optimizer is Tier.NVME]
+    copied = [
+        each.grad_bytes * (not each.grads_are_wide or grads is not Tier.CPU) + each.master_bytes
+        for each, grads, _ in sections
+    ]
+    from_drive = CHUNK_NUMEL * 4 * any(grads is not Tier.CPU for _, grads, _ in sections)
+    return WALKED_AT_ONCE * max(read, default=0) + max(copied, default=0) + from_drive
 
 
 def grad_staging_bytes(whole: Iterable[int], sliced: Iterable[int]) -> int:

@@ -246,6 +246,11 @@ class StateSource(ABC):
         """Keep these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
 
     @abstractmethod
+    def check_rows(self, params: Collection[nn.Parameter], sizes: Callable[[], Mapping[Any, int]], kind: str) -> None:
+        """Raise CapacityError where states of an optimizer of this class, which is one of others, exceed a budget.
+        `sizes` finds the bytes of each parameter's, and is called where they are in question."""
+
+    @abstractmethod
     def step_of(self, param: nn.Parameter) -> int | None:
         """How many updates the states have had; None where there are none yet."""
 

@@ -30,6 +30,7 @@ from zero_offload.optim.unitwise import grades
 from zero_offload.optim.unitwise.check import UnitCheck
 from zero_offload.optim.unitwise.shared_numbers import from_outline, outlined
 from zero_offload.optim.unitwise.state_rows import pack, packages_of, packed, packed_bytes, unpack
+from zero_offload.optim.unitwise.state_sizes import state_sizes
 from zero_offload.optim.unitwise.twin import Twin
 from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
 from zero_offload.standins.sources import Owner, ParamTensors, UnitStep
@@ -96,6 +97,9 @@ def let_step(
         _check_one_model(call, owners)
     check = None if units == "all" else UnitCheck(optimizer, known or _tested(call, optimizer))
     kind, before = type(optimizer), optimizer.state
+    sizes = cache(lambda: state_sizes(optimizer).nbytes)
+    for owner, params in owners.items():
+        owner.states.check_rows(params, sizes, _name_of(kind))
     held = {param: state for param, state in before.items() if isinstance(param, nn.Parameter)}
     vars(optimizer)["state"] = defaultdict(dict, _shared_of(optimizer))
     try:
@@ -235,6 +239,11 @@ def _walked(kind: Any, name: str) -> Any:
     return walked
 
 
+def _name_of(kind: type) -> str:
+    """The class as rows name it."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 class Unitwise(PackedNumbers, torch.optim.Optimizer):
     """The methods of an optimizer that `unitwise` has taken."""
 
@@ -312,7 +321,7 @@ class _Walker:
         self._check = check
         self._reference = weakref.ref(optimizer)
         self._class = kind
-        self.kind = f"{kind.__module__}.{kind.__qualname__}"
+        self.kind = _name_of(kind)
         self.packages = packages_of(kind)
         self.states = RowStates(self)
         self._params = self.params()

@@ -12,7 +12,7 @@ import enum
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +91,52 @@ def tinies_of(optimizer: torch.optim.Optimizer) -> list[Tiny]:
             continue
         kinds.add(kind)
         for dims, param in by_dims.items():
-            found += [Tiny(param, number, shape) for shape in _SHAPES.get(dims, ((2,) * dims, (3,) * dims))]
+            found += [Tiny(param, number, shape) for shape in shapes_of(dims)]
     return found
+
+
+def copy_over(
+    optimizer: torch.optim.Optimizer, kind: type[Any], tinies: Sequence[Tiny], params: Sequence[nn.Parameter]
+) -> Any:
+    """A copy of a program's optimizer over other parameters, one for each of `tinies`; without states of parameters."""
+    for param, tiny in zip(params, tinies, strict=True):
+        marks = {key: value for key, value in vars(tiny.param).items() if type(value) in (bool, int, float, str)}
+        vars(param).update({key: value for key, value in marks.items() if not key.startswith("_")})
+    stand_ins = {id(tiny.param): param for tiny, param in zip(tinies, params, strict=True)}
+    pairs = [
+        (param, stand_ins.get(id(param), params[0])) for group in optimizer.param_groups for param in group["params"]
+    ]
+    made = copied(optimizer, kind, pairs)
+    groups = []
+    for number, group in enumerate(made.param_groups):
+        members = [at for at, tiny in enumerate(tinies) if tiny.group == number]
+        if members:
+            _cut_lists(group, optimizer.param_groups[number]["params"], [tinies[at] for at in members])
+            group["params"] = [params[at] for at in members]
+            if entry := SIZES.get(kind.__module__.partition(".")[0]):
+                group.setdefault(entry, sum(math.prod(tinies[at].shape) for at in members))
+            if isinstance(group.get("lr"), float) and group["lr"] == 0:
+                group["lr"] = _TRIAL_LR
+            groups.append(group)
+    made.param_groups[:] = groups
+    return made
+
+
+def begun_states(
+    optimizer: torch.optim.Optimizer, kind: type[Any], tinies: Sequence[Tiny], shapes: Sequence[torch.Size]
+) -> dict[int, Any]:
+    """By the number of a parameter of these shapes: the state that a constructor has made, to be copied."""
+    begun = first_states(optimizer, kind, [tiny.param for tiny in tinies])
+    return {
+        at: _resized(begun[tiny.param], tuple(tiny.param.shape), shape)
+        for at, (tiny, shape) in enumerate(zip(tinies, shapes, strict=True))
+        if tiny.param in begun
+    }
+
+
+def shapes_of(dims: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of tiny parameters of so many dimensions."""
+    return _SHAPES.get(dims, ((2,) * dims, (3,) * dims))
 
 
 def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -164,32 +208,10 @@ class UnitTrial:
     ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         """A copy of the program's optimizer over parameters of these values."""
         params = [nn.Parameter(value.clone()) for value in values]
-        for param, tiny in zip(params, self._tinies, strict=True):
-            marks = {key: value for key, value in vars(tiny.param).items() if type(value) in (bool, int, float, str)}
-            vars(param).update({key: value for key, value in marks.items() if not key.startswith("_")})
-        stand_ins = {id(tiny.param): param for tiny, param in zip(self._tinies, params, strict=True)}
-        pairs = [
-            (param, stand_ins.get(id(param), params[0]))
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ]
-        made = copied(optimizer, self._kind, pairs)
-        groups = []
-        for number, group in enumerate(made.param_groups):
-            members = [at for at, tiny in enumerate(self._tinies) if tiny.group == number]
-            if members:
-                _cut_lists(group, optimizer.param_groups[number]["params"], [self._tinies[at] for at in members])
-                group["params"] = [params[at] for at in members]
-                if entry := SIZES.get(self._kind.__module__.partition(".")[0]):
-                    group.setdefault(entry, sum(math.prod(self._tinies[at].shape) for at in members))
-                if isinstance(group.get("lr"), float) and group["lr"] == 0:
-                    group["lr"] = _TRIAL_LR
-                groups.append(group)
-        made.param_groups[:] = groups
-        begun = first_states(optimizer, self._kind, [tiny.param for tiny in self._tinies])
-        for param, tiny in zip(params, self._tinies, strict=True):
-            if tiny.param in begun:
-                made.state[param] = copy.deepcopy(_resized(begun[tiny.param], tuple(tiny.param.shape), param.shape))
+        made = copy_over(optimizer, self._kind, self._tinies, params)
+        shapes = [param.shape for param in params]
+        for at, state in begun_states(optimizer, self._kind, self._tinies, shapes).items():
+            made.state[params[at]] = copy.deepcopy(state)
         return made, params
 
     def _step_jointly(self, optimizer: Any, params: list[nn.Parameter], grads: list[Tensor]) -> None:
