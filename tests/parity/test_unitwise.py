@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,48 @@ def test_states_that_grow_leave_those_of_other_parameters(tiers: str, tmp_path: 
     model = build(TinyLM)
     zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32", durability="scratch", **TIERS[tiers]))
     assert steps(model, [*map(zo.unitwise, both(model))]) == expected
+    zo.close(model)
+
+
+class Base(ABC, torch.optim.Optimizer):
+    """Objects of classes with such a base lie otherwise in memory than those of torch's."""
+
+    @abstractmethod
+    def shrink(self, group: dict[str, Any]) -> float: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kind": "shrinking"}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({"rate": 0.5, **param_group})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=self.shrink(group))
+
+
+class Shrinking(Base):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def shrink(self, group: dict[str, Any]) -> float:
+        return float(group["rate"])
+
+
+def test_a_class_with_bases_of_its_own_keeps_their_methods(tmp_path: Path) -> None:
+    plain = build(TinyLM)
+    expected = plain_losses(plain, Shrinking(plain.parameters()), 2)
+    model = build(TinyLM)
+    zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32", **TIERS["nvme"]))
+    first, *others = model.parameters()
+    optimizer = zo.unitwise(Shrinking([first]))
+    optimizer.add_param_group({"params": others})
+    assert isinstance(optimizer, Shrinking) and [group["rate"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert train(model, optimizer, 0, 2) == expected
+    assert optimizer.state_dict()["kind"] == "shrinking"
     zo.close(model)
 
 

@@ -111,7 +111,7 @@ def let_step(
     vars(optimizer)[_WALK] = walker
     for owner, params in owners.items():
         owner.states.add(params, ())
-        owner.train_with(cast(Unitwise, optimizer), params)
+        owner.train_with(cast(Any, optimizer), params)
     for param, state in held.items():
         if param not in optimizer.state:  # else a generation has it, which the program goes on from
             optimizer.state[param] = state
@@ -223,9 +223,17 @@ def _in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @cache
 def _class_of(kind: Any) -> Any:
     """The class by which an optimizer of this class steps unit by unit: its subclass, and of the same name."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # An object takes another class only if that begins with its own: then the two lie alike in memory. So methods that
+    # come before its own are entries of the class, and of no base: `super()` of its own must not find them.
+    names = {name: value for name, value in vars(_Methods).items() if name not in ("__dict__", "__weakref__")}
+    names |= {
+        "plain_class": kind,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
     names |= {name: _walked(kind, name) for name in MODES if callable(getattr(kind, name, None))}
-    return type(kind.__name__, (Unitwise, kind), names)
+    return type(kind.__name__, (kind, Unitwise), names)
 
 
 def _walked(kind: Any, name: str) -> Any:
@@ -245,7 +253,10 @@ def _name_of(kind: type) -> str:
 
 
 class Unitwise(PackedNumbers, torch.optim.Optimizer):
-    """The methods of an optimizer that `unitwise` has taken."""
+    """An optimizer that `unitwise` has taken."""
+
+    plain_class: Any
+    """Its own class, whose methods step no units."""
 
     @property
     def _walker(self) -> _Walker:
@@ -256,6 +267,10 @@ class Unitwise(PackedNumbers, torch.optim.Optimizer):
     def units(self) -> str:
         """The argument of `unitwise`."""
         return self._walker.units
+
+
+class _Methods(Unitwise):
+    """The methods that stand before those of its own class."""
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
@@ -285,7 +300,7 @@ class Unitwise(PackedNumbers, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As that of the optimizer on plain parameters. All states are in memory then."""
         self._walker.states.check_unchanged()
-        found = super().state_dict()
+        found: dict[str, Any] = self.plain_class.state_dict(self)
         found["state"] = {key: _plain(state) for key, state in found["state"].items()}
         return found
 
@@ -296,7 +311,7 @@ class Unitwise(PackedNumbers, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of offloaded models."""
         before = len(self.param_groups)
-        super().add_param_group(param_group)
+        self.plain_class.add_param_group(self, param_group)
         if (walker := vars(self).get(_WALK)) is not None:
             walker.add_groups(self.param_groups[before:])
 
