@@ -25,7 +25,7 @@ from tests.fake_gpu.device import STREAMS_PER_DEVICE, TYPE
 from tests.fake_gpu.library import call
 
 _POLL_S = 0.0005
-_ON_HOST_ONLY = ("send", "recv", "recv_anysource", "gather", "scatter", "reduce", "alltoall", "alltoall_base")
+_ON_HOST_ONLY = ("send", "recv", "recv_anysource", "gather", "scatter", "reduce", "alltoall")
 
 
 @dataclass
@@ -34,8 +34,10 @@ class _Exchange:
     handle: int
     sent: Tensor
     received: Tensor
-    combine: Callable[[list[Tensor]], Tensor]
-    """The result, made of the tensors that all ranks sent."""
+    combine: Callable[[list[Tensor]], Tensor] | None
+    """The result, made of the tensors that all ranks sent. None: each rank gets a part of each other's."""
+    splits: tuple[Sequence[int], Sequence[int]] = (), ()
+    """Rows that come from each rank, and that go to each."""
 
 
 class DeviceWork(dist.Work):
@@ -124,6 +126,13 @@ class DeviceGroup(dist.ProcessGroup):
             return self._on_host._reduce_scatter_base(output, tensor, opts)
         return self._launch(tensor, output, lambda parts: sum_in_order(parts).chunk(self._size)[self._rank])
 
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, arriving: Sequence[int], sizes: Sequence[int], opts: Any = None
+    ) -> Any:
+        if tensor.is_cpu:
+            return self._on_host.alltoall_base(output, tensor, arriving, sizes, opts or dist.AllToAllOptions())
+        return self._launch(tensor, output, None, (arriving, sizes))
+
     # torch's own functional collectives, such as those of DTensors, ask for several at once. They are launched on one
     # stream, so the last one's end is that of all.
 
@@ -144,7 +153,13 @@ class DeviceGroup(dist.ProcessGroup):
 
     # How they run
 
-    def _launch(self, source: Tensor, target: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> DeviceWork:
+    def _launch(
+        self,
+        source: Tensor,
+        target: Tensor,
+        combine: Callable[[list[Tensor]], Tensor] | None,
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> DeviceWork:
         self.check()
         assert source.is_contiguous() and target.is_contiguous()
         device = source.device
@@ -163,7 +178,7 @@ class DeviceGroup(dist.ProcessGroup):
             over = torch.Event(device=device)
             over.record(stream)
         self._num_launched += 1
-        self._launched.put(_Exchange(self._num_launched, handle, sent, received, combine))
+        self._launched.put(_Exchange(self._num_launched, handle, sent, received, combine, splits))
         return DeviceWork(over, self)
 
     def _serve(self) -> None:
@@ -186,19 +201,27 @@ class DeviceGroup(dist.ProcessGroup):
             else:
                 time.sleep(_POLL_S)
         self._store.set(told, "")
+        if exchange.combine is None:
+            options = dist.AllToAllOptions()
+            self._wait(self._between_devices.alltoall_base(exchange.received, exchange.sent, *exchange.splits, options))
+            return
         parts = [torch.empty_like(exchange.sent) for _ in range(self._size)]
         # Bytes, since gloo does not know every dtype.
         inputs, outputs = [exchange.sent.view(torch.uint8)], [[part.view(torch.uint8) for part in parts]]
-        work = self._between_devices.allgather(outputs, inputs)
+        self._wait(self._between_devices.allgather(outputs, inputs))
+        exchange.received.copy_(exchange.combine(parts).view(exchange.received.shape))
+
+    def _wait(self, work: Any) -> None:
         while not work.is_completed():
             self.check()
             time.sleep(_POLL_S)
         work.wait()
-        exchange.received.copy_(exchange.combine(parts).view(exchange.received.shape))
 
 
 def _over(address: int, like: Tensor) -> Tensor:
     """Host memory as a tensor of the same shape and dtype."""
+    if not like.nbytes:
+        return torch.empty_like(like, device="cpu")
     memory = (ctypes.c_char * like.nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 

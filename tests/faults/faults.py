@@ -60,6 +60,7 @@ ADAPTERS = "tests/integrations/test_adapter_folders.py::"
 THAW = "tests/parity/test_thaw.py::"
 CHANGES = "tests/parity/test_changes.py::"
 TWIN = "tests/unit/optim/unitwise/test_twin.py::"
+STEPS_OF_RANKS = "tests/parity/test_unitwise_ranks.py::"
 ROWS = "tests/unit/optim/unitwise/test_state_rows.py::"
 GRADES = "tests/unit/optim/unitwise/test_grades.py::"
 MUON = "tests/parity/test_muon.py::"
@@ -2314,8 +2315,8 @@ FAULTS = [
     fault(
         "an optimizer of others gets gradients without the factor of a clip",
         "optim/unit_pass.py",
-        "            grad = as_used(_part_of(grads, piece), factor, section.loss_scale)\n",
-        "            grad = _part_of(grads, piece)\n",
+        "            return as_used(_part_of(grads, begin, end), factors[piece.begin], section.loss_scale)\n",
+        "            return _part_of(grads, begin, end)\n",
         "tests/parity/test_unitwise.py::test_16_bits_are_a_loop_over_fp32_masters",
     ),
     fault(
@@ -2335,9 +2336,30 @@ FAULTS = [
     fault(
         "states of another class are stepped",
         "optim/unit_pass.py",
-        "                _check_kind(rows, piece, stepper.kind)\n",
+        "                    _check_kind(rows, piece, stepper.kind)\n",
         "",
         "tests/parity/test_unitwise.py::test_states_of_another_class_are_not_taken",
+    ),
+    fault(
+        "a rank keeps what it had of a parameter that it has stepped for all",
+        "optim/whole_params.py",
+        "                    master[begin:end] = own\n",
+        "                    pass\n",
+        STEPS_OF_RANKS + "test_the_bits_of_one_plain_optimizer",
+    ),
+    fault(
+        "a rank that steps nothing of a param group leaves its numbers as they were",
+        "optim/unitwise/twin.py",
+        "                self._keep(group, from_outline(values) | dict.fromkeys(gone, ABSENT))\n",
+        "                pass\n",
+        STEPS_OF_RANKS + "test_the_bits_of_one_plain_optimizer",
+    ),
+    fault(
+        "rows of a generation go to another rank than that which steps their parameters",
+        "checkpoint/saved_generation.py",
+        "layout.steppers[piece.begin] == shard_index",
+        "shard_index == 0",
+        STEPS_OF_RANKS + "test_another_number_of_ranks_goes_on",
     ),
     fault(
         "an optimizer whose parameters depend on each other steps unit by unit",

@@ -659,8 +659,8 @@ class PublishedGeneration:
     def base_places(self, base: BaseFiles) -> dict[int, list[BaseSpan]]:
         return open_base(base, self.generation, self._document["ranks"])
 
-    def states(self, layout: SectionLayout) -> list[Component]:
-        """The states of a section of a model that optimizers keep."""
+    def states(self, layout: SectionLayout, shard_index: int) -> list[Component]:
+        """The states of a shard of a model that optimizers keep."""
         keys = ((each, PublishedTensor.of(piece, each, 0).key) for each in named_states() for piece in layout.params)
         return list(dict.fromkeys(state for state, key in keys if key in self._tensors))
 

@@ -273,7 +273,7 @@ class RunFiles:
             if (spans := resting.get(shard.layout.index)) is not None:
                 store.rest_in_base(shard, spans, shard_index)
                 continue
-            store.add_states(shard, self._earlier.states(shard.layout))
+            store.add_states(shard, self._earlier.states(shard.layout, shard_index))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
     def finish_resume(self, ranks: CommitGroup) -> None:

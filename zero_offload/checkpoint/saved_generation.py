@@ -15,9 +15,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -53,7 +53,7 @@ from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.manifest import read_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile
 from zero_offload.storage.memory.arena import Arena, Region
-from zero_offload.storage.shards.rows import Rows, lay, room
+from zero_offload.storage.shards.rows import Row, Rows, lay, read_directory, room
 from zero_offload.storage.shards.shard import (
     Component,
     array_range,
@@ -71,7 +71,7 @@ from zero_offload.storage.shards.store import ChunkSource
 T = TypeVar("T")
 _TRIES_MIN, _AGAIN_S = 3, 20.0
 """So often, and so long, is another generation read where the one before was written over."""
-_BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
+_BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider; rows of states may have more
 
 
 def is_immutable(path: Path) -> bool:
@@ -224,6 +224,15 @@ class RankFiles:
     """The sections as this rank holds them."""
     extents: dict[tuple[int, Component], Extent]
     """Extents by section and component."""
+
+
+class SavedRows(NamedTuple):
+    """The rows of one shard in a generation."""
+
+    directory: Mapping[int, Row]
+    """By the parameter's first element in the section."""
+    read: Callable[[int, int], torch.Tensor]
+    """Bytes from one to another, (n,) uint8, host."""
 
 
 class SavedGeneration:
@@ -404,58 +413,76 @@ class SavedGeneration:
         near = next((rank for rank in twins if rank in self.ranks_here), None)
         return next(filter(self.has, twins), twins[0]) if near is None else near
 
-    def states(self, layout: SectionLayout) -> list[Component]:
-        """The states of a section of a model that optimizers keep."""
+    def states(self, layout: SectionLayout, shard_index: int) -> list[Component]:
+        """The states of a shard of a model that optimizers keep."""
         names = [piece.spec.name for piece in layout.params if not piece.is_gone]
         indices = {self._names[name][0] for name in names} if self._names else {layout.index}
         rank = self._any_rank
         kept = (each for index in sorted(indices) for each in self.kept(self.sections[index], rank))
         named = dict.fromkeys(each for each in kept if is_state(each) and not each.is_rows)
-        rows = self._rows_of(layout)
+        rows = self._rows_of(layout, shard_index)
         return [*named, *([Component.rows(room(rows.sizes()), len(layout.chunks()))] if rows is not None else [])]
 
-    def _rows_of(self, layout: SectionLayout) -> Rows | None:
-        """The rows of a section of a model, of all of its ranks."""
+    def _rows_of(self, layout: SectionLayout, shard_index: int) -> Rows | None:
+        """The rows of a shard of a model: those of the parameters that its rank steps."""
         if self._last_rows[0] == layout.index:
             return self._last_rows[1]
         places = {
             piece.begin: self._names[piece.spec.name] if self._names else (layout.index, piece.begin)
             for piece in layout.params
-            if not piece.is_gone
+            if not piece.is_gone and layout.steppers[piece.begin] == shard_index
         }
-        read = {index: self._read_rows(self.sections[index]) for index in {index for index, _ in places.values()}}
-        found = {
-            begin: (rows, first)
-            for begin, (index, first) in places.items()
-            if (rows := read[index]) is not None and first in rows
-        }
+        found = dict[int, tuple[SavedRows, int]]()
+        for index in sorted({index for index, _ in places.values()}):
+            for saved in self._saved_rows(self.sections[index]):
+                found |= {
+                    begin: (saved, first)
+                    for begin, (at, first) in places.items()
+                    if at == index and first in saved.directory
+                }
         rows = None
         if found:
-            sizes = {begin: rows.sizes()[first] for begin, (rows, first) in found.items()}
+            sizes = {
+                begin: (saved.directory[first].nbytes, saved.directory[first].kind)
+                for begin, (saved, first) in found.items()
+            }
             rows = lay(host_reserved([room(sizes)], torch.uint8), sizes)
             for begin, (saved, first) in found.items():
-                rows[begin].copy_(saved[first])
+                row = saved.directory[first]
+                rows[begin].copy_(saved.read(row.begin, row.begin + row.nbytes))
         self._last_rows = layout.index, rows
         return rows
 
-    def _read_rows(self, section: SectionLayout) -> Rows | None:
-        """The rows of a saved section, which one rank has whole."""
-        component = next((each for each in self.kept(section, self._any_rank) if each.is_rows), None)
-        if component is None:
-            return None
-        if self.generation.num_shards > 1:
-            raise CheckpointError(f"{self.generation} has rows of states that ranks divide, which this version has not")
-        files, sectors = self.rank(self._rank_of(0)), component.chunk_bytes
-        saved = files.sections[section.index]
-        array = host_reserved([shard_bytes(saved, [component])], torch.uint8)
-        for row in range(len(saved.chunks())):
-            extent, region = files.extents[section.index, component], Arena(0).allocate(sectors)
-            array[row * sectors : (row + 1) * sectors] = files.swap.read_block(extent, row, torch.uint8, region)
-        return Rows.read(array, f"section {section.index} of {self.generation}")
+    def _saved_rows(self, section: SectionLayout) -> Iterator[SavedRows]:
+        """The rows of a saved section, shard by shard."""
+        for shard in range(self.generation.num_shards):
+            rank = self._rank_of(shard)
+            component = next((each for each in self.kept(section, rank) if each.is_rows), None)
+            if component is not None:
+                read = partial(self._read_row_bytes, section, rank, component)
+                nbytes = shard_bytes(self._shard_of(section, rank), [component])
+                directory = read_directory(read, nbytes, f"section {section.index} of {self.generation}")
+                yield SavedRows(directory, read)
 
-    def _rows_chunk(self, layout: SectionLayout, component: Component, begin: int, end: int) -> torch.Tensor:
-        """A chunk's part of the rows of a section of a model, in an array of as much room as `component` has."""
-        part, rows = array_range(layout, component, begin, end), self._rows_of(layout)
+    def _read_row_bytes(
+        self, section: SectionLayout, rank: int, component: Component, begin: int, end: int
+    ) -> torch.Tensor:
+        """Bytes [begin, end) of a rank's rows of a section, host."""
+        out, size = host_reserved([end - begin], torch.uint8), component.chunk_bytes
+        for number in range(begin // size, -(-end // size)):
+            first = number * size
+            low, high = max(first, begin), min(first + size, end)
+            piece = Piece(rank, section.index, component, number, low - first, high - first)
+            is_here = self._exchange is None or rank in self.ranks_here
+            brought = {} if is_here or self._exchange is None else self._exchange.fetch([(piece, torch.uint8)])
+            out[low - begin : high - begin] = self._read_piece(piece) if is_here else brought[piece]
+        return out
+
+    def _rows_chunk(
+        self, layout: SectionLayout, shard_index: int, component: Component, begin: int, end: int
+    ) -> torch.Tensor:
+        """A chunk's part of the rows of a shard of a model, in an array of as much room as `component` has."""
+        part, rows = array_range(layout, component, begin, end), self._rows_of(layout, shard_index)
         chunk = host_zeros(part.stop - part.start, torch.uint8)
         if rows is not None:
             mine = rows.array[part.start : part.stop]
@@ -515,13 +542,14 @@ class SavedGeneration:
         section = files.sections[piece.section]
         begin, end = section.chunks()[piece.row]
         dtype, extent = component_dtype(section, component), files.extents[piece.section, component]
-        array = files.swap.read_block(extent, piece.row, dtype, self._block())
+        staging = self._block(int(extent.blocks[piece.row]["nbytes"]))
+        array = files.swap.read_block(extent, piece.row, dtype, staging)
         values = decode_array(section, component, array, end - begin) if is_state(component) else array
         return values[piece.begin : piece.end]
 
-    def _block(self) -> Region:
-        if self._staging is None:
-            self._staging = Arena(0).allocate(_BLOCK_BYTES_MAX)
+    def _block(self, nbytes: int) -> Region:
+        if self._staging is None or nbytes > self._staging.nbytes:
+            self._staging = Arena(0).allocate(max(nbytes, _BLOCK_BYTES_MAX))
         return self._staging
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
@@ -530,7 +558,7 @@ class SavedGeneration:
 
         def source(component: Component, begin: int, end: int) -> torch.Tensor:
             if component.is_rows:
-                return self._rows_chunk(layout, component, begin, end)
+                return self._rows_chunk(layout, shard_index, component, begin, end)
             if self._exchange is not None:
                 self._fetch_pieces(self._exchange, layout, component, offset + begin, offset + end)
             values = self._elements(layout, component, offset + begin, offset + end)

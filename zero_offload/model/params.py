@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
-from zero_offload.base.host import host_reserved, host_tensor, host_zeros
+from zero_offload.base.host import host_empty, host_reserved, host_tensor, host_zeros
 from zero_offload.base.problems import warn_user
 from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.values import (
@@ -244,6 +244,7 @@ class ModelStates(StateSource):
         self._life = base.life
         self._commits = commits
         self._shard_index = base.shard_index
+        self._collectives = base.collectives
         self._together, self._is_shared = base.collectives.together, base.collectives.is_shared
         self._updates_in_backward = base.grad_ring is not None
         self._plan = base.sizes.plan
@@ -303,7 +304,7 @@ class ModelStates(StateSource):
         numel = sum(param.numel() for param in params)
         if all(self._plan.left_bytes(tier) > _ROW_BYTES_MOST * numel for tier in Tier):
             return
-        found, places = sizes(), [self._places[param] for param in params]
+        found, places = sizes(), [place for place in map(self._places.__getitem__, params) if self._steps(place)]
         rows = dict[int, tuple[Shard, dict[int, tuple[int, str]]]]()
         for place in places:
             shard = place.section.shard
@@ -490,25 +491,45 @@ class ModelStates(StateSource):
         if self.step_of(param) is None:
             return False
         place = self._places[param]
-        place.unit.wait_for_update()
-        return place.piece.begin in rows_directory(self._store, place.section.shard)
+        with self._reading_row(place):
+            has_one = place.piece.begin in rows_directory(self._store, place.section.shard)
+        return has_one if place.section.layout.num_shards == 1 else self._collectives.any_rank([has_one])[0]
 
     def read_row(self, param: nn.Parameter, packages: Collection[str]) -> Any:
         self.check_usable()
         if self.step_of(param) is None:
             return None
         place = self._places[param]
-        place.unit.wait_for_update()
-        row = read_row(self._store, place.section.shard, place.piece.begin)
+        with self._reading_row(place):
+            row = read_row(self._store, place.section.shard, place.piece.begin)
+        if place.section.layout.num_shards > 1:
+            mine = host_empty(0, torch.uint8) if row is None else row
+            rows = self._collectives.gather_rows(mine, f"the optimizer's state of {place.name}")
+            row = next((each for each in rows if each.numel()), None)
         return None if row is None else unpack(row, packages)
+
+    @contextmanager
+    def _reading_row(self, place: ParamPlace) -> Iterator[None]:
+        """One rank has the row, and gives it to the others."""
+        call = f"a read of the optimizer's state of {place.name}, {ALL_ALIKE}"
+        is_cut = place.section.layout.num_shards > 1
+        with self._together(call, may_be_alone=True) if is_cut else nullcontext():
+            place.unit.wait_for_update()
+            yield
 
     def write_row(self, param: nn.Parameter, state: Any, kind: str) -> None:
         self.zero_stale()
         place = self._places[param]
         self.readers.before_replacing([param], {STEP, Entry.state_name})
         self.change()
-        self._edit(place, self._rows_with(place, {place.piece.begin: (state, kind)}))
+        if self._steps(place):
+            self._edit(place, self._rows_with(place, {place.piece.begin: (state, kind)}))
         self._count_steps(place.name, self.param_steps[place.name], has_states=bool(state))
+
+    def _steps(self, place: ParamPlace) -> bool:
+        """True if this rank steps the whole parameter, and has its row."""
+        layout = place.section.layout
+        return layout.num_shards == 1 or layout.steppers[place.piece.begin] == self._shard_index
 
     def create(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Make states as a step of zero gradients with a learning rate of 0 does, without counting a step."""

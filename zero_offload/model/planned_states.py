@@ -17,6 +17,7 @@ from torch import nn
 from zero_offload.base.errors import ConfigError
 from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.optim.unitwise.state_sizes import state_sizes
+from zero_offload.optim.whole_params import gathered_bytes
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.plan.memory import WalkBytes
 from zero_offload.storage.shards.rows import room
@@ -27,7 +28,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class PlannedStates:
-    """States of a layout's sections."""
+    """States of a layout's sections. Of those that ranks divide, as if all kept as much as the rank with the most."""
 
     nbytes: Mapping[int, int]
     """Of each trained section, without its masters; by its index."""
@@ -62,28 +63,41 @@ def planned_states(layout: ShardLayout, params: Mapping[str, nn.Parameter], give
             )
         for param, nbytes in sizes.nbytes.items():
             rows[names[id(param)]] = nbytes, kind
-    found, walks = dict[int, int](), dict[int, WalkBytes]()
+    found, walks, shard = dict[int, int](), dict[int, WalkBytes](), _busiest(layout, rows)
     for section in layout.sections:
         if section.trainable:
             named = {piece.spec.name: piece.begin for piece in section.params}
             components = {Component(each) for name in named for each in arrays.get(name, ())}
             if not unknown.isdisjoint(named):
                 components.update(ADAM_STATES)
-            if of_section := {begin: rows[name] for name, begin in named.items() if rows.get(name, (0,))[0]}:
+            mine = {name: begin for name, begin in named.items() if section.steppers[begin] == shard}
+            if of_section := {begin: rows[name] for name, begin in mine.items() if rows.get(name, (0,))[0]}:
                 components.add(Component.rows(room(of_section), len(section.chunks())))
-            found[section.index] = shard_bytes(section, components)
+            nbytes = shard_bytes(section, components)
+            found[section.index] = nbytes * section.num_shards
             if any(name in rows or name in unknown for name in named):
                 is_alone = arrays.keys().isdisjoint(named)
-                walks[section.index] = _walk_of(section, found[section.index], is_alone=is_alone)
+                walked = [piece for piece in section.params if piece.spec.name in rows]
+                gathered = gathered_bytes(section, walked, shard)
+                walks[section.index] = _walk_of(section, nbytes, gathered, is_alone=is_alone)
     return PlannedStates(found, walks, tuple(notes))
 
 
-def _walk_of(section: SectionLayout, state_bytes: int, *, is_alone: bool) -> WalkBytes:
+def _busiest(layout: ShardLayout, rows: Mapping[str, tuple[int, str]]) -> int:
+    """The shard whose rank keeps the most bytes of rows: of whole parameters each has some."""
+    kept = [0] * layout.num_shards
+    for section in layout.sections:
+        for piece in section.params if section.trainable else ():
+            kept[section.steppers[piece.begin]] += rows.get(piece.spec.name, (0,))[0]
+    return kept.index(max(kept))
+
+
+def _walk_of(section: SectionLayout, state_bytes: int, gathered: int, *, is_alone: bool) -> WalkBytes:
     return WalkBytes(
         rest_bytes=shard_bytes(section, master_components(section)) + state_bytes,
         grad_bytes=section.shard_numel * 4,
         grads_are_wide=section.dtype == torch.float32,
-        master_bytes=section.shard_numel * 4 * (section.dtype == torch.bfloat16),
+        copied_bytes=section.shard_numel * 4 * (section.dtype == torch.bfloat16) + gathered,
         is_alone=is_alone,
     )
 

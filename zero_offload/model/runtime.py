@@ -189,10 +189,13 @@ class ModelRuntime(Owner):
     def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
         return None if isinstance(optimizer, FusedOptimizer | Unitwise) else ours_for(optimizer)
 
-    def check_unitwise(self, call: str) -> None:
+    def check_unitwise(self, call: str, *, together: bool) -> None:
         problems = []
-        if self.ranks.world_size > 1:
-            problems.append(f"the model is divided over {self.ranks.world_size} ranks; one rank steps it so far")
+        if together and self.collectives.num_shards > 1:
+            problems.append(f"units='all' needs all of it on each rank, and {self.collectives.num_shards} divide it")
+        pieces = (piece for section in self.layout.sections if section.trainable for piece in section.params)
+        if divided := next((piece.spec.name for piece in pieces if piece.spec.division), None):
+            problems.append(f"{divided} is a DTensor of which each rank has a part; such a step needs whole parameters")
         if self._in_backward is not None:
             problems.append('overlap="backward" updates while gradients come; offload with overlap="forward"')
         if self.config.publish is not None:
@@ -960,7 +963,7 @@ class ModelRuntime(Owner):
                 if masters_only:
                     replace_masters(self.store, shard, source)
                 else:
-                    self.store.add_states(shard, saved.states(shard.layout))
+                    self.store.add_states(shard, saved.states(shard.layout, index))
                     self.store.write_components(shard, source)
         return saved.generation, rng
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zero_offload.base.errors import CheckpointError
+from zero_offload.base.errors import CheckpointError, RankError
 from zero_offload.base.host import host_reserved
 from zero_offload.base.spans import Opened, Track
 from zero_offload.base.threads import UnitUpdate
@@ -26,6 +27,7 @@ from zero_offload.hardware.kernels.formats import convert, join_master, split_ma
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.unitwise.packing import keep_states
 from zero_offload.optim.unitwise.state_rows import unpack
+from zero_offload.optim.whole_params import Peers, WholeParams
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.standins.sources import ParamTensors, UnitStep
 from zero_offload.storage.files.swap_file import Transfer
@@ -50,7 +52,7 @@ class WalkedParam(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkedSection:
-    """One section's part of a walk, on a rank that has all of it."""
+    """One section's part of a walk."""
 
     unit: int
     name: str
@@ -76,6 +78,7 @@ class _SectionStep:
     delivery: tuple[int, ...] | None = None
     """Where the unit's new values go too."""
     rows: Rows | None = None
+    whole: WholeParams | None = None
     master: torch.Tensor | None = None
     """(shard_numel,) fp32, where the optimizer changes it."""
     writes: list[Transfer] = field(default_factory=list)
@@ -84,9 +87,9 @@ class _SectionStep:
 class UnitPass:
     """Runs walks, one at a time."""
 
-    def __init__(self, store: ShardStore, add_states: Callable[[Shard, Component], None]) -> None:
-        """`add_states` takes room for further rows of a shard, or raises CapacityError."""
-        self._store = store
+    def __init__(self, store: ShardStore, add_states: Callable[[Shard, Component], None], peers: Peers) -> None:
+        """`add_states` takes room for further rows of a shard, or raises CapacityError. `peers` divide sections."""
+        self._store, self._peers = store, peers
         self._add_states = add_states
         self._spans = store.counters.spans
         self._free: list[Region] = []
@@ -94,6 +97,8 @@ class UnitPass:
         """Bytes of each region for states on drives: what the largest section so far needed."""
         self._grad_staging: Region | None = None
         self._writing: deque[_SectionStep] = deque()
+        self._failure: Exception | None = None
+        """The error of this rank in a pass that it has to end with others."""
 
     def run(self, sections: Sequence[WalkedSection], updates: Mapping[int, UnitUpdate], stepper: UnitStep) -> None:
         """Step the sections, which are in order of first use; one after the other, or all in one step.
@@ -103,6 +108,7 @@ class UnitPass:
         opened = self._spans.open(Track.UPDATE, "update")
         tasks = _tasks(sections)
         together = len(tasks) if stepper.steps_all else 1
+        is_divided = any(section.shard.layout.num_shards > 1 for section in sections)
         self._take_staging(sections, max(READ_AHEAD, together) + 1)
         if stepper.steps_all:
             self._look_for_room(sections)
@@ -121,7 +127,8 @@ class UnitPass:
                 task.delivery = delivery
                 given |= self._give(task, stepper, buffers)
             compute = self._spans.open(Track.UPDATE, "compute")
-            states = stepper.step(given) if given else {}
+            with self._meeting(is_divided):
+                states = stepper.step(given) if given and self._failure is None else {}
             self._spans.close(compute)
             for task in stepped:
                 self._take(task, stepper.kind, states)
@@ -130,7 +137,29 @@ class UnitPass:
                     updates[task.section.unit].complete()
         while self._writing:
             self._end_oldest_write()
+        if is_divided:
+            self._merge_numbers(stepper)
         self._spans.close(opened)
+
+    @contextmanager
+    def _meeting(self, is_divided: bool) -> Iterator[None]:
+        """A block that may raise on one rank alone, which goes on: others wait for its parts. The pass ends in the
+        error."""
+        try:
+            yield
+        except Exception as error:
+            if not is_divided or isinstance(error, RankError):
+                raise
+            self._failure = self._failure or error
+
+    def _merge_numbers(self, stepper: UnitStep) -> None:
+        """All ranks have stepped their parameters, or all raise."""
+        failure, self._failure = self._failure, None
+        with self._peers.together("the step of parameters by the ranks that have most of them"):
+            if failure is not None:
+                raise failure
+            mine = stepper.pack_numbers()
+        stepper.merge_numbers(self._peers.gather_rows(mine, "numbers that parameters share in a step"))
 
     def _launch_reads(self, task: _SectionStep) -> _SectionStep:
         shard = task.section.shard
@@ -154,22 +183,36 @@ class UnitPass:
         grads = self._grads_of(section, buffers)
         task.master = master = _master_of(arrays, masters)
         task.rows = rows = _rows_of(section.shard, arrays)
+        task.whole = WholeParams(
+            section.shard.layout, [each.piece for each in section.params], self._peers, section.name
+        )
+        factors = {piece.begin: factor for _, piece, factor in section.params}
+
+        def grad_of(piece: ParamSlice, begin: int, end: int) -> torch.Tensor:
+            return as_used(_part_of(grads, begin, end), factors[piece.begin], section.loss_scale)
+
+        whole = task.whole.gather(master, grad_of)
         given = dict[nn.Parameter, ParamTensors]()
-        for param, piece, factor in section.params:
-            part, state = slice(piece.begin, piece.end), None
-            if rows is not None and piece.begin in rows:
-                _check_kind(rows, piece, stepper.kind)
-                state = unpack(rows[piece.begin], stepper.packages)
-            grad = as_used(_part_of(grads, piece), factor, section.loss_scale)
-            given[param] = ParamTensors(piece.spec.view(master[part]), piece.spec.view(grad), state)
+        with self._meeting(section.shard.layout.num_shards > 1):
+            for param, piece, _ in section.params:
+                if (found := whole.get(piece.begin)) is None:
+                    continue
+                state = None
+                if rows is not None and piece.begin in rows:
+                    _check_kind(rows, piece, stepper.kind)
+                    state = unpack(rows[piece.begin], stepper.packages)
+                given[param] = ParamTensors(piece.spec.view(found.master), piece.spec.view(found.grad), state)
         return given
 
     def _take(self, task: _SectionStep, kind: str, states: Mapping[nn.Parameter, Any]) -> None:
         """Launch the writes of a section that was stepped."""
         section, chunks = task.section, task.chunks
-        assert chunks is not None and task.master is not None
+        assert chunks is not None and task.master is not None and task.whole is not None
         opened = self._spans.open(Track.UPDATE, "write")
-        self._keep_states(task, chunks, {piece.begin: (states.get(param), kind) for param, piece, _ in section.params})
+        task.whole.hand_back(task.master)
+        mine = (each for each in section.params if task.whole.steps(each.piece))
+        with self._meeting(section.shard.layout.num_shards > 1):
+            self._keep_states(task, chunks, {piece.begin: (states.get(param), kind) for param, piece, _ in mine})
         arrays = _arrays(chunks, task.staging)
         _split_master(arrays, task.master)
         if task.delivery is not None:
@@ -291,10 +334,10 @@ class _Buffers:
         return self._of("masters", layout.shard_numel * (layout.dtype == torch.bfloat16))
 
 
-def _part_of(grads: Sequence[GradPiece], piece: ParamSlice) -> torch.Tensor:
-    """(numel,) of a parameter's gradient, which is whole in one of these."""
-    held = next(each for each in grads if each.begin <= piece.begin and piece.end <= each.end)
-    return held.grad[piece.begin - held.begin : piece.end - held.begin]
+def _part_of(grads: Sequence[GradPiece], begin: int, end: int) -> torch.Tensor:
+    """Elements [begin, end) of a shard's gradients, those of one parameter, which are in one of these."""
+    held = next(each for each in grads if each.begin <= begin and end <= each.end)
+    return held.grad[begin - held.begin : end - held.begin]
 
 
 def _tasks(sections: Sequence[WalkedSection]) -> list[_SectionStep]:

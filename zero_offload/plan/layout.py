@@ -102,6 +102,24 @@ class SectionLayout:
             min(max(piece.end - offset, 0), self.shard_numel),
         )
 
+    @cached_property
+    def steppers(self) -> Mapping[int, int]:
+        """The shard whose rank steps each parameter, for optimizers that need it whole; by first element. The
+        rank with two thirds of it does, else ranks do in turns.
+
+        States of such optimizers rest there. So it depends on the parameter's place alone, which stays when others go.
+        """
+        return {piece.begin: self._stepper_of(piece) for piece in self.params}
+
+    def _stepper_of(self, piece: ParamSlice) -> int:
+        first = piece.begin // self.shard_numel
+        for shard in range(first, min(first + 3, self.num_shards)):
+            begin, end = self.in_shard(piece, shard)
+            if 3 * (end - begin) >= 2 * piece.spec.numel:
+                return shard
+        # Where sections that are alike come every second time, an even number of ranks takes its turns all the same.
+        return (first + self.index + self.index // self.num_shards) % self.num_shards
+
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Element ranges of a shard, `CHUNK_NUMEL` each but the last."""
         return self._chunks

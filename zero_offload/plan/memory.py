@@ -134,8 +134,8 @@ class WalkBytes:
     """Of gradients in fp32."""
     grads_are_wide: bool
     """True if gradients are fp32 as backward makes them: in memory they are stepped where they are."""
-    master_bytes: int
-    """Of masters that are copies."""
+    copied_bytes: int
+    """Of masters that are copies, and of parameters that ranks bring together."""
     is_alone: bool
     """True if no optimizer of ours updates a part of the section."""
 
@@ -694,7 +694,7 @@ def walk_bytes(sections: Sequence[tuple[WalkBytes, Tier, Tier]]) -> int:
     """Host memory for steps of an optimizer of others, of sections with the tiers of their gradients and states."""
     read = [each.rest_bytes for each, _, optimizer in sections if optimizer is Tier.NVME]
     copied = [
-        each.grad_bytes * (not each.grads_are_wide or grads is not Tier.CPU) + each.master_bytes
+        each.grad_bytes * (not each.grads_are_wide or grads is not Tier.CPU) + each.copied_bytes
         for each, grads, _ in sections
     ]
     from_drive = CHUNK_NUMEL * 4 * any(grads is not Tier.CPU for _, grads, _ in sections)

@@ -334,6 +334,10 @@ class UnitStep(NamedTuple):
     """Steps these parameters; their new states, None for those that have none."""
     records: Callable[[], list[dict[str, Any]]]
     """The param groups for generations, as the step leaves them."""
+    pack_numbers: Callable[[], torch.Tensor]
+    """Numbers of the optimizer as the steps on this rank have left them, (n,) uint8, host."""
+    merge_numbers: Callable[[Sequence[torch.Tensor]], None]
+    """Takes those of all ranks. Raises ConfigError where they differ."""
     is_still: bool
     """True if all learning rates are 0."""
     steps_all: bool
@@ -416,8 +420,9 @@ class Owner(ABC):
         """The next call that all ranks make compares this too; they raise where they differ. Where there are others."""
 
     @abstractmethod
-    def check_unitwise(self, call: str) -> None:
-        """Raise ConfigError where no optimizer of others can step this model, for `call`."""
+    def check_unitwise(self, call: str, *, together: bool) -> None:
+        """Raise ConfigError where no optimizer of others can step this model, for `call`; of all parameters
+        `together`."""
 
     @abstractmethod
     def check_step(self) -> None:

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from zero_offload.base.alike import Compared
+from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.base.host import host_reserved
 from zero_offload.base.inputs import check_optimizer
 from zero_offload.base.problems import warn_user
 from zero_offload.optim.optimizer import FusedOptimizer, check_step, fill_group, zero_grads
-from zero_offload.optim.param_groups import PackedNumbers, group_records
+from zero_offload.optim.param_groups import Names, PackedNumbers, group_records
 from zero_offload.optim.unitwise import grades
 from zero_offload.optim.unitwise.check import UnitCheck
-from zero_offload.optim.unitwise.shared_numbers import from_outline, outlined
-from zero_offload.optim.unitwise.state_rows import pack, packages_of, packed, packed_bytes, unpack
+from zero_offload.optim.unitwise.shared_numbers import GROUPS, from_outline, outlined, told
+from zero_offload.optim.unitwise.state_rows import packages_of, packed, unpack
 from zero_offload.optim.unitwise.state_sizes import state_sizes
 from zero_offload.optim.unitwise.twin import Twin
 from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
@@ -62,8 +62,9 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
     and states are all in memory then.
 
     Raises ConfigError, with what differed, for an optimizer that cannot be stepped unit by unit. So it does for an
-    optimizer of `zero_offload`, which needs no such call, where parameters are not offloaded, and on several ranks.
-    The same holds for overlap="backward", `publish=`, and states on a GPU (optimizer="device").
+    optimizer of `zero_offload`, which needs no such call. Parameters that are not offloaded, and DTensors that tensor
+    parallelism divides, are refused. The same holds for overlap="backward", `publish=`, states on a GPU
+    (optimizer="device"), and `units="all"` on several ranks that divide states.
     """
     return let_step("zo.unitwise", optimizer, units)
 
@@ -91,7 +92,7 @@ def let_step(
     _check_optimizer(call, optimizer)
     owners = _owners_of(call, optimizer)
     for owner in owners:
-        owner.check_unitwise(call)
+        owner.check_unitwise(call, together=units == "all")
     _check_made_at_build(call, optimizer)
     if units == "all":
         _check_one_model(call, owners)
@@ -99,7 +100,8 @@ def let_step(
     kind, before = type(optimizer), optimizer.state
     sizes = cache(lambda: state_sizes(optimizer).nbytes)
     for owner, params in owners.items():
-        owner.states.check_rows(params, sizes, _name_of(kind))
+        with owner.together(call):
+            owner.states.check_rows(params, sizes, _name_of(kind))
     held = {param: state for param, state in before.items() if isinstance(param, nn.Parameter)}
     vars(optimizer)["state"] = defaultdict(dict, _shared_of(optimizer))
     try:
@@ -322,7 +324,7 @@ class _Methods(Unitwise):
         self._walker.restore_numbers(packed)
 
     def compared(self) -> Compared:
-        return Compared.of({"the optimizer": type(self).__name__})
+        return self._walker.compared()
 
     def hypers(self) -> Mapping[nn.Parameter, Any]:
         return {}
@@ -339,6 +341,7 @@ class _Walker:
         self.kind = _name_of(kind)
         self.packages = packages_of(kind)
         self.states = RowStates(self)
+        self._names = Names()
         self._params = self.params()
         self._twin = Twin(optimizer, self._params, kind=kind)
 
@@ -366,6 +369,8 @@ class _Walker:
             for owner in owners:
                 met.enter_context(owner.together_in_step(call))
             check_step(owners)
+            for owner in owners:
+                owner.compare("optimizer", self.compared)
             if self._check is None:
                 _check_one_model(call, owners)
         twin = self._current_twin()
@@ -387,7 +392,16 @@ class _Walker:
                 return group_records(self._optimizer) if makes_generations else []
 
             is_still = all(not group.get("lr", 1.0) for group in self._optimizer.param_groups)
-            stepper = UnitStep(self.kind, self.packages, step, records, is_still, self._check is None)
+            stepper = UnitStep(
+                self.kind,
+                self.packages,
+                step,
+                records,
+                lambda: packed(walk.left()),
+                lambda rows: walk.merge(unpack(row, self.packages) for row in rows),
+                is_still,
+                self._check is None,
+            )
             for owner, params in owners.items():
                 owner.walk(params, stepper, self._optimizer)
         twin.publish(walk)
@@ -424,7 +438,7 @@ class _Walker:
         try:
             owners = _owners_of("add_param_group", self._optimizer)
             for owner in owners:
-                owner.check_unitwise("add_param_group")
+                owner.check_unitwise("add_param_group", together=self._check is None)
         except BaseException:
             del self._optimizer.param_groups[-len(groups) or None :]
             raise
@@ -456,10 +470,23 @@ class _Walker:
         for hook in vars(self._optimizer).get("_optimizer_load_state_dict_post_hooks", {}).values():
             hook(self._optimizer)
 
+    def compared(self) -> Compared:
+        """Class, groups and numbers, which ranks have alike."""
+        groups = self._optimizer.param_groups
+        members = [self._names.digest(group["params"]) for group in groups]
+        return Compared(word_of((self.kind, members, self.packed_numbers())), self._texts)
+
+    def _texts(self) -> dict[str, str]:
+        groups = self._optimizer.param_groups
+        texts = {"the optimizer": self._class.__name__, "the number of param groups": str(len(groups))}
+        for number, group in enumerate(groups):
+            texts[f"params of group {number}"] = self._names.describe(group["params"])
+            texts |= {f"{name} of group {number}": repr(value) for name, value in group.items() if name != "params"}
+        found = self._current_twin().capture().values
+        return texts | {told(path): repr(value) for path, value in found.items() if path[0] != GROUPS}
+
     def packed_numbers(self) -> str:
-        found = outlined(self._current_twin().capture().values)
-        row = host_reserved([packed_bytes(found)], torch.uint8)
-        pack(found, row)
+        row = packed(outlined(self._current_twin().capture().values))
         return base64.b64encode(row.numpy().tobytes()).decode()
 
     def restore_numbers(self, packed: str) -> None:

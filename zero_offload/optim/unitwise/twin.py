@@ -11,7 +11,7 @@ one. `Twin.publish` gives the program's object the numbers that the walk changed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,9 @@ from zero_offload.optim.unitwise.shared_numbers import (
     Path,
     Values,
     changes,
+    from_outline,
     is_same,
+    outlined,
     told,
 )
 from zero_offload.optim.unitwise.state_rows import packages_of
@@ -268,14 +270,32 @@ class Walk:
         for path, value in changed.items():
             parts.setdefault(path[1] if path[0] == GROUPS else None, {})[path] = value
         for group, values in parts.items():
-            known = self._of_all if group is None else self._of_groups.get(group)
-            if known is not None:
-                self._check_same(known, values)
-            elif group is None:
-                self._of_all = values
-            else:
-                self._of_groups[group] = values
+            self._keep(group, values)
         return states
+
+    def left(self) -> list[Any]:
+        """The numbers that the units have left, of all and by group, as `state_rows.pack` takes them."""
+        of_all: list[tuple[int | None, Values]] = [] if self._of_all is None else [(None, self._of_all)]
+        left = []
+        for group, values in (*of_all, *self._of_groups.items()):
+            gone = [path for path, value in values.items() if value is ABSENT]
+            left.append([group, gone, outlined({path: value for path, value in values.items() if value is not ABSENT})])
+        return left
+
+    def merge(self, others: Iterable[list[Any]]) -> None:
+        """Take over what `left` gives where other units of this step are stepped. Raises ConfigError as `unit`."""
+        for left in others:
+            for group, gone, values in left:
+                self._keep(group, from_outline(values) | dict.fromkeys(gone, ABSENT))
+
+    def _keep(self, group: int | None, values: Values) -> None:
+        known = self._of_all if group is None else self._of_groups.get(group)
+        if known is not None:
+            self._check_same(known, values)
+        elif group is None:
+            self._of_all = values
+        else:
+            self._of_groups[group] = values
 
     def _check_same(self, known: Values, values: Values) -> None:
         for path in {**known, **values}:

@@ -171,6 +171,37 @@ class Collectives:
         self.launch_spread([(part, shard) for shard, part in enumerate(parts) if part.numel()], what)()
         return whole
 
+    def launch_swap(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str
+    ) -> Callable[[], None]:
+        """Send `sent[i]`, (n,), host, to the rank with shard i, and fill `received[i]` with what it sends here; returns
+        the wait. All have said before that they do so."""
+        assert self._gathers is not None
+        self.counters.add("gathered", sum(each.nbytes for each in received))
+        if self._device.type == "cpu":
+            return self._watched(lambda exchange: exchange.swap(sent, received), self._gathers, what)
+        there = [each.to(self._device) for each in sent]
+        arriving = [each.to(self._device) for each in received]
+        wait = self._watched(lambda exchange: exchange.swap(there, arriving), self._gathers, what)
+
+        def finish() -> None:
+            wait()
+            for target, each in zip(received, arriving, strict=True):
+                target.copy_(each)
+
+        return finish
+
+    def gather_rows(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """The bytes that each rank gives, (n,) uint8, host, by shard. All make the call."""
+        if self._gathers is None:
+            return [mine]
+        every = self.agreement.numbers([float(mine.numel())], what)
+        rows = [host_reserved([int(every[place][0])], torch.uint8) for place in self._sharers]
+        rows[self.shard_index].copy_(mine)
+        there = [row.to(self._device) for row in rows]
+        self.launch_spread([(row, shard) for shard, row in enumerate(there) if row.numel()], what)()
+        return [row.to("cpu") for row in there]
+
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.
 

@@ -44,6 +44,9 @@ class Exchange(Protocol):
     def spread(self, piece: torch.Tensor, source: int) -> Callable[[], None]:
         """Fill `piece`, (numel,), on all ranks with what rank `source` has in it."""
 
+    def swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Send `sent[r]`, (n,), to rank r, and fill `received[r]` with what it sends here."""
+
     def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         """The wait returns the sum over ranks of this rank's part, (part_numel,) `dtype`; `flat` is overwritten."""
 
@@ -133,6 +136,15 @@ class HostExchange:
         nothing = piece[:0]
         parts = [piece if rank == source else nothing for rank in range(self.num_ranks)]
         return self._share(parts, self._course.digest)
+
+    def swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
+        meeting = self._meet(self._course.digest, by_pages=False)
+        near, far = ([sent[rank].nbytes for rank in ranks] for ranks in (self._routes.near, self._routes.far))
+        self._count(sum(near), sum(far))
+        others = [rank for rank in range(self.num_ranks) if rank != self.index]
+        works = [self._receive(received[rank].view(torch.uint8), rank, meeting) for rank in others]
+        works += [self._send(sent[rank].view(torch.uint8), rank, meeting) for rank in others]
+        return lambda: _wait_for(works)
 
     def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         routes, by_pages = self._routes, self._by_pages(flat.nbytes)
@@ -296,6 +308,18 @@ class NativeExchange:
         def wait() -> None:
             if work is not None:
                 work.wait()
+
+        return wait
+
+    def swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
+        sizes, arriving = [each.numel() for each in sent], [each.numel() for each in received]
+        flat, target = torch.cat(list(sent)), received[0].new_empty(sum(arriving))
+        work = dist.all_to_all_single(target, flat, arriving, sizes, group=self._group, async_op=True)
+
+        def wait() -> None:
+            _wait(work, target)
+            for part, come in zip(received, target.split(arriving), strict=True):
+                part.copy_(come)
 
         return wait
 
