@@ -447,14 +447,19 @@ def test_coupled_parameters_are_refused_or_step_all_together(tiers: str, tmp_pat
 
 
 def test_a_period_beyond_the_test_is_compared_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume goes on with the count of steps."""
     monkeypatch.setattr(grades, "SECONDS", 1e-3)
-    model = build(TinyLM)
-    zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32", **TIERS["nvme"]))
-    with pytest.warns(UserWarning, match=r"unproven beyond step \d+ \(gap\[0\] = 21\)"):
-        optimizer = zo.unitwise(Normalized(model.parameters(), lr=1e-3, gap=21))
-    train(model, optimizer, 0, 20)
+    for begin, end in ((0, 18), (18, 20)):
+        model = build(TinyLM)
+        zo.offload(model, zo.OffloadConfig(nvme=tmp_path, existing="resume", precision="fp32", **TIERS["nvme"]))
+        with pytest.warns(UserWarning, match=r"unproven beyond step \d+ \(gap\[0\] = 21\)"):
+            optimizer = zo.unitwise(Normalized(model.parameters(), lr=1e-3, gap=21))
+        zo.resume(model, optimizer)
+        train(model, optimizer, begin, end)
+        if end < 20:
+            zo.close(model)
     model(tokens_of(20)).backward()
-    with pytest.raises(zo.ConfigError, match=r"step 21 of Normalized .* two units differ in the weights"):
+    with pytest.raises(zo.ConfigError, match=r"step 21 of Normalized: .* two units differ in the weights"):
         optimizer.step()
     close_broken(model)
     model = build(TinyLM)

@@ -1,7 +1,8 @@
 """The check of a run: copies of two units are stepped jointly and apart where the test of the class has not come.
 
 `UnitCheck` counts steps and says in which of them it looks: at each double of the test's steps, and at periods that are
-longer. A difference stops the run inside of that step, before it is committed.
+longer. It looks in the first step of each start too. Generations have its count, so a resume goes on with it. A
+difference stops the run inside of that step, before it is committed.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ class UnitCheck:
         self._periods = {value for value, _ in periods_of(optimizer, self._kind) if value >= verdict.steps}
         self._next = verdict.steps if verdict.beyond else 0
         """The next step, by intervals that grow; 0 where the test has passed every period."""
-        self._steps = 0
+        self._is_first = True
+        """True until a step of this start."""
+        self.steps = 0
         self._smallest: list[tuple[int, tuple[torch.Size, ...]]] = []
         """Elements and shapes of the two smallest units of different shapes that were seen."""
 
     def begin(self, make_twin: Callable[[], Twin], numbers: Numbers) -> UnitComparison | None:
         """A step begins; None where nothing is compared in it."""
-        self._steps += 1
-        at_period = any(self._steps % period in (0, 1) for period in self._periods)
-        if not self._next or (self._steps > 1 and self._steps < self._next and not at_period):
+        self.steps += 1
+        is_first, self._is_first = self._is_first, False
+        at_period = any(self.steps % period in (0, 1) for period in self._periods)
+        if not self._next or (not is_first and self.steps < self._next and not at_period):
             return None
-        if self._steps >= self._next:
-            self._next = 2 * self._steps
-        return UnitComparison(self, make_twin, numbers, self._steps)
+        if self.steps >= self._next:
+            self._next = 2 * self.steps
+        return UnitComparison(self, make_twin, numbers, self.steps)
 
     def is_small(self, unit: Unit) -> bool:
         """True for one of the two smallest units of different shapes seen so far."""
@@ -49,7 +53,7 @@ class UnitCheck:
 
     def refuse(self, difference: str, step: int) -> ConfigError:
         return ConfigError(
-            f"step {step} of {self._kind.__name__} since zo.unitwise: stepped jointly and apart, two units differ in "
+            f"step {step} of {self._kind.__name__}: stepped jointly and apart, two units differ in "
             f"{difference}. The step is not committed, and the generation before it is right. Go on from it with "
             "another optimizer, or with zo.unitwise(optimizer, units='all')"
         )

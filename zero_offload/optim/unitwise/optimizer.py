@@ -39,6 +39,8 @@ _WALK = "_zo_walker"
 """The attribute of an optimizer that holds its `_Walker`."""
 
 
+_CHECKED = ("steps of the check",)
+"""The path, among an optimizer's numbers, of `UnitCheck.steps`."""
 UNITS = ("each", "all")
 MODES = ("train", "eval")
 """Methods of schedule-free optimizers, which change every parameter."""
@@ -486,7 +488,8 @@ class _Walker:
         return texts | {told(path): repr(value) for path, value in found.items() if path[0] != GROUPS}
 
     def packed_numbers(self) -> str:
-        row = packed(outlined(self._current_twin().capture().values))
+        values = self._current_twin().capture().values
+        row = packed(outlined(values if self._check is None else {**values, _CHECKED: self._check.steps}))
         return base64.b64encode(row.numpy().tobytes()).decode()
 
     def restore_numbers(self, packed: str) -> None:
@@ -494,7 +497,11 @@ class _Walker:
         row = host_reserved([len(data)], torch.uint8)
         row.copy_(torch.frombuffer(data, dtype=torch.uint8))
         try:
-            self._current_twin().restore(from_outline(unpack(row, self.packages)))
+            values = from_outline(unpack(row, self.packages))
+            checked = values.pop(_CHECKED, 0)
+            self._current_twin().restore(values)
+            if self._check is not None:
+                self._check.steps = checked
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._class.__name__} has no place for a number of the generation ({error!r}): another version of "
