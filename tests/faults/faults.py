@@ -2362,6 +2362,13 @@ FAULTS = [
         STEPS_OF_RANKS + "test_another_number_of_ranks_goes_on",
     ),
     fault(
+        "a start from a published checkpoint has blank rows of states",
+        "checkpoint/published.py",
+        "                    self._fill(row, PublishedTensor.of_row(piece, row.numel()), 0)\n",
+        "                    pass\n",
+        STEPS_OF_RANKS + "test_a_start_without_drives_goes_on_from_what_was_published",
+    ),
+    fault(
         "an optimizer whose parameters depend on each other steps unit by unit",
         "optim/unitwise/optimizer.py",
         "    if not verdict.may_walk:\n",

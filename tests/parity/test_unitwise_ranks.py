@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 import zero_offload as zo
 from tests.crash.test_homes import machines, on_machine
+from tests.crash.test_publish import wait_until_published
 from tests.helpers.disk import runtime
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_turn
@@ -211,26 +212,28 @@ def plain(value: Any) -> Any:
 @in_turn(
     name=NAMES,
     num_ranks=[2, 3, 4],
-    stage=[3, 2, 1, 0],
+    ranks=[{"stage": 3}, {"stage": 2}, {"stage": 1}, {"stage": 0}, {"branches": "any"}],
     tiers=[*TIERS],
-    precision=["fp32", "bf16"],
-    how=[{}, {"micro_batches": 2}, {"max_norm": 0.5}],
-    branches=["same", "same", "any"],
+    numbers=[
+        ("fp32", {}),
+        ("bf16", {"micro_batches": 2}),
+        ("fp32", {"max_norm": 0.5}),
+        ("bf16", {"max_norm": 0.5}),
+    ],
 )
 def test_the_bits_of_one_plain_optimizer(
     name: str,
     num_ranks: int,
-    stage: int,
+    ranks: dict[str, Any],
     tiers: str,
-    precision: str,
-    how: Train,
-    branches: str,
+    numbers: tuple[str, Train],
     pools: RankPools,
     tmp_path: Path,
 ) -> None:
-    written = Written(name, precision, num_ranks, 1 if branches == "any" else stage)
+    precision, how = numbers
+    written = Written(name, precision, num_ranks, ranks.get("stage", 1))
     written.train(0, 3, **how)
-    settings = {**TIERS[tiers], "nvme": tmp_path, "precision": precision, "stage": stage, "branches": branches}
+    settings = {**TIERS[tiers], "nvme": tmp_path, "precision": precision, **ranks}
     for found in pools.of(num_ranks).succeed(run, name, settings, range(3), how):
         assert_found(found, written)
 
@@ -320,6 +323,43 @@ def test_parts_cross_once_each_way(num_ranks: int, pools: RankPools, tmp_path: P
     more = sum(sent for sent, _ in theirs) - sum(sent for sent, _ in ours)
     assert theirs[0][1] > 0
     assert 0 < more - 12 * theirs[0][1] < num_ranks**2 * 300
+
+
+def publish(rank: int, world_size: int, name: str, settings: dict[str, Any], steps: range) -> Found:
+    """Each step is published, and the next one waits."""
+    model, optimizers = open_on_rank(name, settings)
+    resumed = zo.resume(model, optimizers[0])
+    assert (0 if resumed is None else resumed.step) == steps.start
+    for step in steps:
+        train(model, optimizers, (rank, world_size), range(step, step + 1))
+        wait_until_published(model)
+    found = read_masters(model), [optimizer.state_dict() for optimizer in optimizers]
+    zo.close(model)
+    return found
+
+
+@in_turn(
+    name=["Muon and AdamW", "Remembering", "Adafactor"],
+    before=[2, 1, 3],
+    after=[1, 2, 2],
+    stage=[3, 1],
+    precision=["bf16", "fp32"],
+)
+def test_a_start_without_drives_goes_on_from_what_was_published(
+    name: str, before: int, after: int, stage: int, precision: str, pools: RankPools, tmp_path: Path
+) -> None:
+    """Rows that grow while they are published, too."""
+    settings = {**TIERS["nvme"], "precision": precision, "publish": tmp_path / "out", "publish_every": 1}
+    written = Written(name, precision, before, stage)
+    written.train(0, 2)
+    for found in pools.of(before).succeed(
+        publish, name, settings | {"nvme": tmp_path / "run", "stage": stage}, range(2)
+    ):
+        assert_found(found, written)
+    written.num_ranks, written.stage = after, 3
+    written.train(2, 4)
+    for found in pools.of(after).succeed(publish, name, settings | {"nvme": tmp_path / "new"}, range(2, 4)):
+        assert_found(found, written)
 
 
 def planned_and_held(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, int]:

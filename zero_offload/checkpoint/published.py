@@ -1,13 +1,14 @@
 """Checkpoints that a run publishes: directories in the format of torch.distributed.checkpoint, at a place of their own.
 
 Owns that format, and its names in the place: a number that counts up, the step, the beginning of the run's id. Weights
-are `model.NAME`, masters of trained ones; states of optimizers are `optimizer.state.NAME.STATE`, fp32. The rest of a
-generation is the text `zero_offload`, with a checksum of each part. A part is at most a chunk. Elements that lie in
-memory in another order are flat, `flat.NAME`. Of a DTensor each tensor-parallel rank writes its part of the whole, and
-a start with another mesh finds its own parts there. A checkpoint is there once `.metadata` is, which torch writes last.
-Where models were published together, it counts if those of all are whole. Knows no thread and no clock. The calls:
-`PublishPlace.of`; `write_parts` on each rank, `finish` on the first; `find_newest`, and `PublishedGeneration.open`,
-which a run reads as it reads a `SavedGeneration`.
+are `model.NAME`, masters of trained ones; states of optimizers are `optimizer.state.NAME.STATE`, fp32. States of an
+optimizer of others are `optimizer.row.NAME`, bytes. The rest of a generation is the text `zero_offload`, with a
+checksum of each part. A part is at most a chunk. Elements that lie in memory in another order are flat, `flat.NAME`. Of
+a DTensor each tensor-parallel rank writes its part of the whole, and a start with another mesh finds its own parts
+there. A checkpoint is there once `.metadata` is, which torch writes last. Where models were published together, it
+counts if those of all are whole. Knows no thread and no clock. The calls: `PublishPlace.of`; `write_parts` on each
+rank, `finish` on the first; `find_newest`, and `PublishedGeneration.open`, which a run reads as it reads a
+`SavedGeneration`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
-from zero_offload.base.host import host_empty, host_zeros
+from zero_offload.base.host import host_empty, host_reserved, host_zeros
 from zero_offload.base.types import MIB
 from zero_offload.checkpoint.base_record import base_sections, open_base
 from zero_offload.checkpoint.format import (
@@ -46,17 +47,28 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.saved_generation import SavedGeneration
 from zero_offload.checkpoint.values import master_parts
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
-from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.tensor_parallel import parts_along
 from zero_offload.storage.files.base_file import BaseSpan
 from zero_offload.storage.files.base_files import BaseFiles
 from zero_offload.storage.memory.heap import HeapTrimmer
-from zero_offload.storage.shards.shard import Component, component_dtype, encode_array, is_state, named_states
+from zero_offload.storage.shards.rows import lay, room
+from zero_offload.storage.shards.shard import (
+    Component,
+    array_range,
+    component_dtype,
+    encode_array,
+    is_state,
+    named_states,
+    shard_bytes,
+)
 from zero_offload.storage.shards.store import ChunkSource
 
 NAME = re.compile(r"(\d{6})-step-(\d+)-([0-9a-f]{8})")
 _ENTRY, _METADATA = "zero_offload", ".metadata"
 _RUN_DIGITS = 8
+ROW_PART_BYTES = CHUNK_NUMEL * 4
+"""The most bytes of a part of a row."""
 FILE_BYTES = 128 * MIB
 """The most bytes of a file, but for a part."""
 _TRIM_BYTES = 32 * MIB
@@ -330,6 +342,11 @@ class PublishedTensor:
         offsets = tuple(size * column if at == dim and count > 1 else 0 for at, size in enumerate(part))
         return cls(key, shape, part, offsets)
 
+    @classmethod
+    def of_row(cls, piece: ParamSlice, nbytes: int) -> PublishedTensor:
+        """The row of a parameter: bytes."""
+        return cls(f"optimizer.row.{piece.spec.name}", (nbytes,), (nbytes,), (0,))
+
     @property
     def is_divided(self) -> bool:
         return self.part != self.shape
@@ -355,7 +372,7 @@ class TensorPart:
     state: Component | None
     """None for the master, or a frozen value."""
     row: tuple[int, int]
-    """The elements of the section that are read at once."""
+    """The elements of the section that are read at once; of rows of states, bytes of this rank's."""
     begin: int
     """Its first element, in these."""
 
@@ -375,7 +392,7 @@ def parts_of(saved: SavedGeneration, rank: int, num_columns: int) -> Iterator[Te
         if section.index in in_base or not section.params or section.index % num_twins != twin:
             continue
         first = shard * section.shard_numel
-        states = [each for each in saved.kept(section, rank) if is_state(each)]
+        states = [each for each in saved.kept(section, rank) if is_state(each) and not each.is_rows]
         for state in (None, *states):
             dtype = torch.float32 if section.trainable or state is not None else section.dtype
             for low, high in section.chunks():
@@ -393,12 +410,32 @@ def parts_of(saved: SavedGeneration, rank: int, num_columns: int) -> Iterator[Te
                             )
 
 
+def row_parts_of(saved: SavedGeneration, rank: int) -> Iterator[tuple[TensorPart, str]]:
+    """The rows of states that a rank writes, each with the class of its optimizer."""
+    generation = saved.generation
+    twin, num_twins = rank // generation.num_shards, generation.world_size // generation.num_shards
+    for section in saved.rank(rank).sections:
+        found = saved.rows_of_rank(section, rank) if section.index % num_twins == twin else None
+        for piece in section.params if found is not None else ():
+            assert found is not None
+            if piece.is_gone or (row := found.directory.get(piece.begin)) is None:
+                continue
+            whole = PublishedTensor.of_row(piece, row.nbytes)
+            for at in range(0, row.nbytes, ROW_PART_BYTES):
+                size = min(ROW_PART_BYTES, row.nbytes - at)
+                span = row.begin + at, row.begin + at + size
+                part = TensorPart(
+                    whole.key, whole.shape, (at,), (size,), torch.uint8, section.index, found.component, span, 0
+                )
+                yield part, row.kind
+
+
 class _TensorRows:
     """Gives torch's writer the tensors of parts; reads a row of a section at a time."""
 
-    def __init__(self, saved: SavedGeneration, parts: Mapping[Any, TensorPart]) -> None:
+    def __init__(self, saved: SavedGeneration, rank: int, parts: Mapping[Any, TensorPart]) -> None:
         """`parts` by torch's index of each."""
-        self._saved, self._parts = saved, parts
+        self._saved, self._rank, self._parts = saved, rank, parts
         self._at: tuple[int, Component | None, tuple[int, int]] | None = None
         self._row = host_empty(0, torch.float32)
         self._trimmer = HeapTrimmer(_TRIM_BYTES)
@@ -408,12 +445,19 @@ class _TensorRows:
     def resolve_data(self, item: Any) -> torch.Tensor:
         part = self._parts[item.index]
         if self._at != (at := (part.section, part.state, part.row)):
-            self._at, self._row = at, self._saved.values(part.section, part.state, *part.row)
+            self._at, self._row = at, self._read(part)
         values = self._row[part.begin : part.begin + part.numel].to(part.dtype, copy=True)
         first = str(begin_of(part.shape, part.offsets))
         self.crcs.setdefault(part.key, {})[first] = crc32c_of_tensor(values)
         self._trimmer.freed(values.nbytes)
         return values.view(part.sizes)
+
+    def _read(self, part: TensorPart) -> torch.Tensor:
+        if part.state is None or not part.state.is_rows:
+            return self._saved.values(part.section, part.state, *part.row)
+        found = self._saved.rows_of_rank(self._saved.rank(self._rank).sections[part.section], self._rank)
+        assert found is not None
+        return found.read(*part.row)
 
 
 @dataclass(frozen=True)
@@ -425,6 +469,8 @@ class Written:
     tensors: Mapping[str, tuple[str, Sequence[int], Sequence[tuple[Sequence[int], Sequence[int]]]]]
     """Of each tensor: dtype, shape, and offsets and sizes of the parts."""
     crcs: Mapping[str, Mapping[str, int]]
+    kinds: Mapping[str, str]
+    """Of each row of states, the class of the optimizer that made it."""
     rng: Any
     base: Any
 
@@ -436,7 +482,10 @@ def write_parts(place: PublishPlace, name: PublishedName, saved: SavedGeneration
 
     parts, items, tensors = dict[Any, TensorPart](), [], dict[str, Any]()
     rank, num_columns = who
-    for part in parts_of(saved, rank, num_columns):
+    kinds = dict[str, str]()
+    rows = list(row_parts_of(saved, rank))
+    kinds.update((part.key, kind) for part, kind in rows)
+    for part in (*parts_of(saved, rank, num_columns), *(part for part, _ in rows)):
         index = MetadataIndex(part.key, torch.Size(part.offsets))
         chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
@@ -444,7 +493,7 @@ def write_parts(place: PublishPlace, name: PublishedName, saved: SavedGeneration
         items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         dtype = str(part.dtype).removeprefix("torch.")
         tensors.setdefault(part.key, (dtype, part.shape, []))[2].append((part.offsets, part.sizes))
-    source, results = _TensorRows(saved, parts), list[Any]()
+    source, results = _TensorRows(saved, rank, parts), list[Any]()
     if items:
         with place.naming("write to"):
             writer = place.writer(name)
@@ -454,7 +503,7 @@ def write_parts(place: PublishPlace, name: PublishedName, saved: SavedGeneration
                 results += writer.write_data(plan, source).wait()
         _check_written(place, name, results, source.crcs, parts)
     payload = saved.payload(rank)
-    return Written(results, tensors, source.crcs, payload.get("rng"), payload.get(BASE))
+    return Written(results, tensors, source.crcs, kinds, payload.get("rng"), payload.get(BASE))
 
 
 def _batches(items: Sequence[Any]) -> Iterator[list[Any]]:
@@ -566,7 +615,9 @@ def finish(
             crcs.setdefault(key, {}).update(of_key)
     payload = {key: value for key, value in generation.payload.items() if key != HOMES} | {"directories": []}
     ranks = [{"rng": each.rng, BASE: each.base} for each in written]
-    text = json.dumps({"payload": payload, "ranks": ranks, "crcs": crcs, "partners": list(map(asdict, partners))})
+    document = {"payload": payload, "ranks": ranks, "crcs": crcs, "partners": list(map(asdict, partners))}
+    kinds = {key: kind for each in written for key, kind in each.kinds.items()}
+    text = json.dumps(document | ({"kinds": kinds} if kinds else {}))
     text = f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
     index = MetadataIndex(_ENTRY)
     item = WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(text)))
@@ -611,6 +662,8 @@ class PublishedGeneration:
         self._spans: dict[str, list[tuple[int, int, Any]]] = {}
         """Of each tensor that was read, the first and the last element of its parts, in order."""
         self._last: tuple[str, int, torch.Tensor] | None = None
+        self._rows: tuple[int, torch.Tensor] = -1, host_empty(0, torch.uint8)
+        """The rows that were read last, by the section of the model."""
 
     @classmethod
     def open(cls, place: PublishPlace, name: PublishedName, column: int = 0) -> PublishedGeneration:
@@ -662,13 +715,39 @@ class PublishedGeneration:
     def states(self, layout: SectionLayout, shard_index: int) -> list[Component]:
         """The states of a shard of a model that optimizers keep."""
         keys = ((each, PublishedTensor.of(piece, each, 0).key) for each in named_states() for piece in layout.params)
-        return list(dict.fromkeys(state for state, key in keys if key in self._tensors))
+        named = dict.fromkeys(state for state, key in keys if key in self._tensors)
+        sizes = self._row_sizes(layout, shard_index)
+        return [*named, *([Component.rows(room(sizes), len(layout.chunks()))] if sizes else [])]
+
+    def _row_sizes(self, layout: SectionLayout, shard_index: int) -> dict[int, tuple[int, str]]:
+        """Bytes and optimizer's class of the rows of a shard, by the parameter's first element."""
+        found = dict[int, tuple[int, str]]()
+        for piece in layout.params:
+            key = PublishedTensor.of_row(piece, 0).key
+            if not piece.is_gone and layout.steppers[piece.begin] == shard_index and key in self._tensors:
+                with reading(self.where):
+                    found[piece.begin] = int(self._tensors[key].size[0]), str(self._document["kinds"][key])
+        return found
+
+    def _rows_of(self, layout: SectionLayout, shard_index: int, nbytes: int) -> torch.Tensor:
+        """The rows of a shard, in an array of so many bytes."""
+        if self._rows[0] != layout.index:
+            rows = lay(host_reserved([nbytes], torch.uint8), self._row_sizes(layout, shard_index))
+            for piece in layout.params:
+                if piece.begin in rows:
+                    row = rows[piece.begin]
+                    self._fill(row, PublishedTensor.of_row(piece, row.numel()), 0)
+            self._rows = layout.index, rows.array
+        return self._rows[1]
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
         """Feeds `ShardStore.write_components` with elements of the shard `shard_index` of a section."""
         offset = shard_index * layout.shard_numel
 
         def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            if component.is_rows:
+                part = array_range(layout, component, begin, end)
+                return self._rows_of(layout, shard_index, shard_bytes(layout, [component]))[part]
             state = component if is_state(component) else None
             values = self._elements(layout, state, offset + begin, offset + end)
             return encode_array(layout, component, values) if state else master_parts(layout, values)[component]

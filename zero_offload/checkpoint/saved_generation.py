@@ -229,6 +229,7 @@ class RankFiles:
 class SavedRows(NamedTuple):
     """The rows of one shard in a generation."""
 
+    component: Component
     directory: Mapping[int, Row]
     """By the parameter's first element in the section."""
     read: Callable[[int, int], torch.Tensor]
@@ -455,14 +456,18 @@ class SavedGeneration:
 
     def _saved_rows(self, section: SectionLayout) -> Iterator[SavedRows]:
         """The rows of a saved section, shard by shard."""
-        for shard in range(self.generation.num_shards):
-            rank = self._rank_of(shard)
-            component = next((each for each in self.kept(section, rank) if each.is_rows), None)
-            if component is not None:
-                read = partial(self._read_row_bytes, section, rank, component)
-                nbytes = shard_bytes(self._shard_of(section, rank), [component])
-                directory = read_directory(read, nbytes, f"section {section.index} of {self.generation}")
-                yield SavedRows(directory, read)
+        found = (self.rows_of_rank(section, self._rank_of(shard)) for shard in range(self.generation.num_shards))
+        return filter(None, found)
+
+    def rows_of_rank(self, section: SectionLayout, rank: int) -> SavedRows | None:
+        """The rows of a saved section that a rank has."""
+        component = next((each for each in self.kept(section, rank) if each.is_rows), None)
+        if component is None:
+            return None
+        read = partial(self._read_row_bytes, section, rank, component)
+        nbytes = shard_bytes(self._shard_of(section, rank), [component])
+        directory = read_directory(read, nbytes, f"section {section.index} of {self.generation}")
+        return SavedRows(component, directory, read)
 
     def _read_row_bytes(
         self, section: SectionLayout, rank: int, component: Component, begin: int, end: int

@@ -198,8 +198,6 @@ class ModelRuntime(Owner):
             problems.append(f"{divided} is a DTensor of which each rank has a part; such a step needs whole parameters")
         if self._in_backward is not None:
             problems.append('overlap="backward" updates while gradients come; offload with overlap="forward"')
-        if self.config.publish is not None:
-            problems.append("publish= writes no states of such optimizers yet; leave it out")
         if any(shard.on_device for shard in self.store.shards):
             problems.append('states rest on the GPU (optimizer="device"); place them on "cpu" or "nvme"')
         if problems:

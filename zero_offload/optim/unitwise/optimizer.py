@@ -65,7 +65,7 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
 
     Raises ConfigError, with what differed, for an optimizer that cannot be stepped unit by unit. So it does for an
     optimizer of `zero_offload`, which needs no such call. Parameters that are not offloaded, and DTensors that tensor
-    parallelism divides, are refused. The same holds for overlap="backward", `publish=`, states on a GPU
+    parallelism divides, are refused. The same holds for overlap="backward", states on a GPU
     (optimizer="device"), and `units="all"` on several ranks that divide states.
     """
     return let_step("zo.unitwise", optimizer, units)
