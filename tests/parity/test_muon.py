@@ -307,8 +307,21 @@ def test_the_program_chooses() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(zo.ConfigError, match=r"zo\.Muon: 21 of 21 parameters are not offloaded .* zo\.offload\("):
-        zo.Muon(build(TinyLM).parameters())
+    plain = build(TinyLM)
+    with pytest.raises(zo.ConfigError, match=r"one of shape \(61, 32\) is not offloaded\. Call zo\.offload\("):
+        zo.Muon(plain.parameters())
+    optimizer = zo.Muon(plain.named_parameters())
+    assert names_of(plain, optimizer) == [
+        name for name, _ in plain.named_parameters() if name.endswith(("up.weight", "down.weight"))
+    ]
+    plain(tokens_of(0)).backward()
+    with pytest.raises(zo.ConfigError, match=r"built before zo\.offload, for a plan.* build it anew after"):
+        optimizer.step()
+    plain.zero_grad()
+    zo.offload(plain, zo.OffloadConfig(precision="fp32"))
+    with pytest.raises(zo.ConfigError, match=r"zo\.Muon: 1 of \d+ parameters are not offloaded"):
+        zo.Muon([*plain.named_parameters(), ("extra", nn.Parameter(torch.zeros(2, 2)))])
+    zo.close(plain)
     model = zo.offload(build(Zoo), zo.OffloadConfig(precision="fp32"))
     hidden = [each["output"].weight for each in model.blocks]
     refused: list[tuple[Any, dict[str, Any], str]] = [

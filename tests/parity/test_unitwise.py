@@ -197,7 +197,7 @@ class Remembering(torch.optim.Optimizer):
     """Plain SGD that keeps the last gradients, one more in each step, and counts steps in its groups and itself."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
+        super().__init__(params, {"lr": lr, "k": 0, "growth": float("inf")})
         self.total = {"steps": 0}
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ def test_states_may_grow(tiers: str, dim: int, tmp_path: Path) -> None:
         optimizer = zo.unitwise(Remembering(model.parameters()))
         zo.resume(model, optimizer)
         losses += train(model, optimizer, begin, end)
-        assert optimizer.param_groups[0]["k"] == end
+        assert optimizer.param_groups[0]["k"] == end and optimizer.param_groups[0]["growth"] == float("inf")
         assert len(optimizer.state[model.norm.weight]["seen"]) == end  # type: ignore[union-attr]
         zo.close(model)
     assert losses == expected

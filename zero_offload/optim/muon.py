@@ -67,6 +67,8 @@ class Muon(torch.optim.Optimizer):
     checkpoints. A step runs on whole fp32 masters and gradients, once per update, whatever the number of backwards.
     States are `momentum_buffer` of matrices, and `step`, `exp_avg` and `exp_avg_sq` of the rest, all fp32.
 
+    Before `zo.offload` it is built for `zo.plan(optimizer=)` alone, of `model.named_parameters()`.
+
     Raises ConfigError where parameters are not offloaded, where none is a matrix, for arguments out of range, and
     where `zo.unitwise` does.
     """
@@ -91,7 +93,15 @@ class Muon(torch.optim.Optimizer):
         # Not an attribute that the optimizer's copies have: a choice may hold the model.
         self._zo_groups = _MuonGroups({**settings, **newton}, adamw or {}, use_muon)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        _check_shares(self.param_groups)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if all(owner_of(param) is None for param in params):
+            return  # for a plan
+        if not any(group["params"] for group in self.param_groups if group[USE_MUON]):
+            raise ConfigError(
+                f"{CALL}: none of {len(params)} parameters is a matrix of a hidden layer. Embeddings, output layers "
+                f"and vectors are AdamW's; use zo.AdamW, or name matrices: {CALL}([{{'params': matrices, "
+                f"'{USE_MUON}': True}}, {{'params': others, '{USE_MUON}': False}}])"
+            )
         let_step(CALL, self, known=GRADED)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -107,6 +117,11 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step whole parameters that are plain tensors; `Unitwise.step` is that of the program."""
+        if hasattr(self, "_zo_groups"):  # no copy of the program's object
+            raise ConfigError(
+                f"{CALL} was built before zo.offload, for a plan. It steps offloaded parameters: build it anew after "
+                "zo.offload(model, config)"
+            )
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group[USE_MUON]:
@@ -141,7 +156,7 @@ class Muon(torch.optim.Optimizer):
             for name in hyper.states:
                 state[name] = _beside(param, state[name]) if name in state else torch.zeros_like(param)
             states = {name: _flat(state[name]) for name in hyper.states}
-            if param.numel():
+            if param.numel() and type(param.data) is Tensor:  # a plan has others, without memory
                 update_dense(_flat(param), _flat(_beside(param, param.grad)), states, hyper, int(state["step"]))
 
 
@@ -236,21 +251,15 @@ class _MuonGroups:
         if self._choice is not None:
             return bool(self._choice(name or _name_of(param), param))
         if (owner := owner_of(param)) is None:
-            return True  # refused afterwards
+            if not name:
+                raise ConfigError(
+                    f"{CALL} steps offloaded parameters, and one of shape {tuple(param.shape)} is not offloaded. Call "
+                    f"zo.offload(model, config) first; for a plan give {CALL}(model.named_parameters())"
+                )
+            return not _is_apart(name)
         if owner not in self._apart:
             self._apart[owner] = frozenset(_apart_of(owner))
         return id(param) not in self._apart[owner]
-
-
-def _check_shares(groups: list[dict[str, Any]]) -> None:
-    """Raise where Muon has none of a model's parameters."""
-    params = {is_muon: [p for g in groups if g[USE_MUON] is is_muon for p in g["params"]] for is_muon in (True, False)}
-    if not params[True] and all(owner_of(param) is not None for param in params[False]):
-        raise ConfigError(
-            f"{CALL}: none of {len(params[False])} parameters is a matrix of a hidden layer. Embeddings, output layers "
-            f"and vectors are AdamW's; use zo.AdamW, or name matrices: {CALL}([{{'params': matrices, '{USE_MUON}': "
-            f"True}}, {{'params': others, '{USE_MUON}': False}}])"
-        )
 
 
 def _check_newton(arguments: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -83,6 +84,8 @@ def plain(name: str, value: Any) -> Any:
         return value.item()
     if isinstance(value, tuple | list):
         return [plain(name, each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"param group: {name!r} is {value}, which no generation can keep; use a finite number")
     if value is None or isinstance(value, str | int | float):
         return value
     raise ConfigError(
