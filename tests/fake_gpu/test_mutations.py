@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
-from tests.fake_gpu.training import EVERY, Schedule, plainly, run
+from tests.fake_gpu.training import EVERY, Schedule, muon, plainly, run
 from zero_offload.hardware.device import AcceleratorDevice, Event, Handoff
+from zero_offload.optim.device_sections import DeviceSection
 from zero_offload.runtime.units.param_loader import UnitStreams
 
 Program = Callable[[], list[Tensor]]
@@ -56,6 +57,9 @@ PROGRAMS: dict[str, Program] = {
     "activations": of(run, plainly, activations="cpu"),
     "two streams": of(run, on_two_streams),
     "evaluated beside": of(run, evaluated_beside),
+    "stepped there": of(run, plainly, step_with=muon),
+    "stepped there, on a drive": of(run, plainly, step_with=muon, optimizer="nvme", grads="nvme"),
+    "stepped and at rest there": of(run, plainly, step_with=muon, optimizer="device", device_memory=None),
 }
 
 
@@ -114,6 +118,9 @@ MUTATIONS: dict[str, tuple[type, str, Any, str]] = {
     "copies on the stream that computes": (AcceleratorDevice, "_copy", on_one_stream, "cpu"),
     "a unit in memory is used without a wait": (UnitStreams, "use", nothing, "evaluated beside"),
     "a unit leaves streams that still use it": (UnitStreams, "release", nothing, "evaluated beside"),
+    "an optimizer of others takes without a wait": (Handoff, "take", take_without_wait, "stepped there"),
+    "it goes on before its downloads have ended": (DeviceSection, "wait_on_host", nothing, "stepped there"),
+    "the next gradients come to memory that goes up": (Event, "synchronize", nothing, "stepped there, on a drive"),
 }
 WRAPPED = (early_end, on_one_stream)
 

@@ -58,10 +58,20 @@ def four_blocks() -> nn.Module:
     return TinyLM(num_blocks=4)
 
 
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return zo.AdamW(params, lr=1e-2)
+
+
+def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Steps matrices on the device."""
+    return zo.unitwise(torch.optim.Muon([param for param in params if param.dim() == 2], 1e-2))
+
+
 def run(
     body: Callable[[nn.Module, Tensor, int], Tensor] = plainly,
     make: Callable[[], nn.Module] = four_blocks,
     num_steps: int = 3,
+    step_with: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
     **settings: Any,
 ) -> list[Tensor]:
     """Train a model whose units come and go; losses and fp32 masters, in host memory.
@@ -74,7 +84,7 @@ def run(
             settings["nvme"] = nvme
         model = build(make)
         zo.offload(model, zo.OffloadConfig(**settings))
-        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        optimizer = step_with([*model.parameters()])
         found = []
         for step in range(num_steps):
             found.append(body(model, tokens_of(step).to(TYPE), step).detach())

@@ -37,6 +37,7 @@ BASE_FILES = "tests/unit/storage/files/test_base_files.py::"
 SCALING = "tests/models/test_loss_scaling.py::"
 TIES = "tests/models/test_ties_frozen_buffers.py"
 EXPERT_GRADS = "tests/fake_gpu/test_expert_grads.py::"
+UNITWISE_ON_GPU = "tests/fake_gpu/test_unitwise.py::"
 EXPERT_GRADS_OF_RANKS = "tests/fake_gpu/test_expert_grads_ranks.py::"
 KEPT_GRADS = "tests/parity/test_kept_grads.py::test_programs_find_the_gradients_of_plain_torch"
 CHUNKS = "tests/models/test_kept_chunks.py::"
@@ -2203,7 +2204,7 @@ FAULTS = [
     fault(
         "tensors of a foreign state are copied where they lie in their row",
         "optim/unitwise/memory_regions.py",
-        "        return self.address == row.data_ptr() + begin + self.at and self.strides == self.source.stride()\n",
+        "        return is_there and self.strides == self.source.stride()\n",
         "        return False\n",
         ROWS + "test_values_at_their_place_are_not_copied",
     ),
@@ -2329,7 +2330,7 @@ FAULTS = [
     fault(
         "states that grow lose those of other parameters of their section",
         "optim/unitwise/packing.py",
-        "            laid[key].copy_(rows[key])\n",
+        "            laid[key].copy_(source[key])\n",
         "            pass\n",
         "tests/parity/test_unitwise.py::test_states_that_grow_leave_those_of_other_parameters",
     ),
@@ -2416,5 +2417,40 @@ FAULTS = [
         '            weight_decay=group["weight_decay"],\n',
         "            weight_decay=0.0,\n",
         MUON + "test_the_bits_of_two_plain_optimizers",
+    ),
+    fault(
+        "numbers that an optimizer of others keeps on the host beside a GPU's states stay as they were",
+        "optim/unit_pass.py",
+        "arrays[section.shard.rows][begin : begin + part.numel()].copy_(part)",
+        "pass",
+        UNITWISE_ON_GPU + "test_steps_on_the_gpu_have_the_bits_of_the_host",
+    ),
+    fault(
+        "such numbers do not come to states that rest in a GPU's memory",
+        "optim/device_sections.py",
+        "                array[begin : begin + part.numel()].copy_(part, non_blocking=True)\n",
+        "",
+        UNITWISE_ON_GPU + "test_steps_on_the_gpu_have_the_bits_of_the_host",
+    ),
+    fault(
+        "what the host knows of states in a GPU's memory outlives a change of them",
+        "optim/device_sections.py",
+        "known[0]() is array and known[1] == array._version",
+        "True",
+        UNITWISE_ON_GPU + "test_states_that_the_program_assigns",
+    ),
+    fault(
+        "a step on a GPU has no memory, since the next section has it already",
+        "optim/unit_pass.py",
+        "if may_wait and not self._has_room_beside(task):",
+        "if False:",
+        UNITWISE_ON_GPU + "test_a_step_takes_the_memory_that_there_is",
+    ),
+    fault(
+        "outer products of vectors count as products of matrices, and bring an optimizer to the GPU",
+        "optim/unitwise/products.py",
+        "self.found or args[at].shape[-1] > 1",
+        "True",
+        "tests/unit/optim/unitwise/test_products.py",
     ),
 ]

@@ -474,7 +474,7 @@ class ModelStates(StateSource):
         place.unit.wait_for_update()
         shard = place.section.shard
         rows, layout = read_rows(self._store, shard), shard.layout
-        array = keep_states(rows, states)
+        array = keep_states(rows, states).array
         if array is None and rows is None:
             return {}
         array = rows.array if array is None and rows is not None else array

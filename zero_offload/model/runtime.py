@@ -196,12 +196,20 @@ class ModelRuntime(Owner):
         pieces = (piece for section in self.layout.sections if section.trainable for piece in section.params)
         if divided := next((piece.spec.name for piece in pieces if piece.spec.division), None):
             problems.append(f"{divided} is a DTensor of which each rank has a part; such a step needs whole parameters")
+        if self.has_states_on_device and self.collectives.num_shards > 1:
+            problems.append('states rest on the GPU (optimizer="device"), and several ranks step them on the host')
         if self._in_backward is not None:
             problems.append('overlap="backward" updates while gradients come; offload with overlap="forward"')
-        if any(shard.on_device for shard in self.store.shards):
-            problems.append('states rest on the GPU (optimizer="device"); place them on "cpu" or "nvme"')
         if problems:
             raise ConfigError(list_problems(f"{call} cannot step {self.model_name}", problems))
+
+    @property
+    def step_device(self) -> torch.device:
+        return self.device.torch_device if self.collectives.num_shards == 1 else torch.device("cpu")
+
+    @property
+    def has_states_on_device(self) -> bool:
+        return any(shard.on_device for shard in self.store.shards)
 
     # Parameters beside the offloaded ones
 
@@ -716,7 +724,7 @@ class ModelRuntime(Owner):
         """As `_begin_states`, for an optimizer of others: its states, of zero gradients, and no other value."""
         for param in params:
             if not self._states.has_row(param):
-                master = self.access.read_value(param, master=True).to("cpu", torch.float32)
+                master = self.access.read_value(param, master=True).to(stepper.device, torch.float32)
                 given = ParamTensors(master, torch.zeros_like(master), None)
                 self._states.write_row(param, stepper.step({param: given})[param], stepper.kind)
         self.grads.drop(params)

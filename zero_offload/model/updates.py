@@ -53,7 +53,9 @@ class Updates:
         self._shard_index = base.shard_index
         self._pipeline = UpdatePipeline(base.store)
         self._device_pass = DevicePass(base.store, base.device)
-        self._unit_pass = UnitPass(base.store, lambda shard, rows: states.ensure([(shard, [rows])]), base.collectives)
+        self._unit_pass = UnitPass(
+            base.store, base.device, lambda shard, rows: states.ensure([(shard, [rows])]), base.collectives
+        )
 
     def sections_of(
         self,

@@ -1,10 +1,11 @@
 """The walk of an optimizer of others over units: read | step | write, a section after the other.
 
 Owns the order of a walk and its memory. For each section the optimizer gets fp32 masters, fp32 copies of gradients and
-the states of whole parameters, as ordinary tensors on the host. Masters and states in memory are stepped in place; of
+the states of whole parameters, as ordinary tensors. On the host, masters and states in memory are stepped in place; of
 bf16 a master is a copy. Those on drives are read while the section before is stepped, and written beside later ones.
-States are rows of the shard (`storage/shards/rows.py`), whose room grows when a step has made
-larger ones. Runs on the control thread: rows may take room. Cf. `UpdatePipeline`, which has the kernels' optimizers.
+On a device (`device_sections.py`) one section comes up and one goes down beside the section that is stepped. States are
+rows of the shard (`storage/shards/rows.py`), whose room grows when a step has made larger ones. Runs on the control
+thread: rows may take room. Cf. `UpdatePipeline`, which has the kernels' optimizers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_offload.base.errors import CheckpointError, RankError
+from zero_offload.base.errors import CapacityError, CheckpointError, RankError
 from zero_offload.base.host import host_reserved
 from zero_offload.base.spans import Opened, Track
 from zero_offload.base.threads import UnitUpdate
+from zero_offload.base.types import format_bytes
+from zero_offload.hardware.device import Device, read_memory
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.probe import kernel_threads
+from zero_offload.optim.device_sections import DeviceSection, DeviceSections
 from zero_offload.optim.unitwise.packing import keep_states
 from zero_offload.optim.unitwise.state_rows import unpack
 from zero_offload.optim.whole_params import Peers, WholeParams
@@ -39,6 +43,8 @@ from zero_offload.storage.shards.store import OpenChunks, ShardStore
 
 READ_AHEAD = 2
 """Sections whose reads are launched or complete, with the section that is stepped. Writes of one more may go on."""
+DEVICE_AHEAD, DEVICE_BEHIND = 1, 1
+"""Sections that are on their way to a device, and back, beside that which is stepped there."""
 
 
 class WalkedParam(NamedTuple):
@@ -52,7 +58,7 @@ class WalkedParam(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkedSection:
-    """One section's part of a walk."""
+    """One section's part of a walk, on a rank that has all of it."""
 
     unit: int
     name: str
@@ -75,21 +81,26 @@ class _SectionStep:
     last: bool
     staging: Region | None = None
     chunks: OpenChunks | None = None
-    delivery: tuple[int, ...] | None = None
-    """Where the unit's new values go too."""
     rows: Rows | None = None
     whole: WholeParams | None = None
     master: torch.Tensor | None = None
     """(shard_numel,) fp32, where the optimizer changes it."""
+    device: DeviceSection | None = None
+    """Where a device steps it."""
+    beside: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Bytes for its rows on the host, and their places: what a download does not bring."""
     writes: list[Transfer] = field(default_factory=list)
 
 
 class UnitPass:
     """Runs walks, one at a time."""
 
-    def __init__(self, store: ShardStore, add_states: Callable[[Shard, Component], None], peers: Peers) -> None:
+    def __init__(
+        self, store: ShardStore, device: Device, add_states: Callable[[Shard, Component], None], peers: Peers
+    ) -> None:
         """`add_states` takes room for further rows of a shard, or raises CapacityError. `peers` divide sections."""
-        self._store, self._peers = store, peers
+        self._store, self._device, self._peers = store, device, peers
+        self._sections = DeviceSections(store, device)
         self._add_states = add_states
         self._spans = store.counters.spans
         self._free: list[Region] = []
@@ -97,6 +108,10 @@ class UnitPass:
         """Bytes of each region for states on drives: what the largest section so far needed."""
         self._grad_staging: Region | None = None
         self._writing: deque[_SectionStep] = deque()
+        self._behind: deque[_SectionStep] = deque()
+        """Sections that were stepped on a device, whose downloads are under way."""
+        self._delivery: tuple[int, ...] | None = None
+        """Where new values of the unit go too, whose sections are taken."""
         self._failure: Exception | None = None
         """The error of this rank in a pass that it has to end with others."""
 
@@ -109,36 +124,52 @@ class UnitPass:
         tasks = _tasks(sections)
         together = len(tasks) if stepper.steps_all else 1
         is_divided = any(section.shard.layout.num_shards > 1 for section in sections)
-        self._take_staging(sections, max(READ_AHEAD, together) + 1)
-        if stepper.steps_all:
+        on_device = stepper.device.type != "cpu"
+        self._take_staging(sections, max(READ_AHEAD, together) + 1 + on_device * (DEVICE_AHEAD + DEVICE_BEHIND))
+        if stepper.steps_all and not on_device:
             self._look_for_room(sections)
-        buffers, ahead, reading = _Buffers(sections, shared=together == 1), deque(tasks), deque[_SectionStep]()
+        buffers = _Buffers(sections, shared=together == 1)
+        ahead, reading, ready = deque(tasks), deque[_SectionStep](), deque[_SectionStep]()
         unit: Opened | None = None
-        delivery: tuple[int, ...] | None = None
-        while ahead or reading:
+        while ahead or reading or ready:
             while ahead and len(reading) < max(READ_AHEAD, together):
                 reading.append(self._launch_reads(ahead.popleft()))
-            stepped = [reading.popleft() for _ in range(together)]
-            given = dict[nn.Parameter, ParamTensors]()
+            while reading and len(ready) < together + on_device * DEVICE_AHEAD:
+                if on_device and not self._load(reading[0], updates, may_wait=len(ready) >= together):
+                    break
+                ready.append(reading.popleft())
+            stepped = [ready.popleft() for _ in range(together)]
+            states: Mapping[nn.Parameter, Any] = {}  # those of before go
+            while self._behind and not self._has_room_beside(stepped[0]):
+                self._take(self._behind.popleft(), updates)
+            try:
+                given = dict[nn.Parameter, ParamTensors]()
+                for task in stepped:
+                    if task.first:
+                        unit = self._spans.open(Track.UPDATE, task.section.name)
+                    given |= self._give(task, stepper, buffers)
+                compute = self._spans.open(Track.UPDATE, "compute")
+                with self._meeting(is_divided):
+                    states = stepper.step(given) if given and self._failure is None else {}
+                self._spans.close(compute)
+                for task in stepped:
+                    self._keep(task, stepper.kind, states)
+            except torch.OutOfMemoryError as error:
+                raise self._no_room(stepped[0]) from error
             for task in stepped:
-                if task.first:
-                    unit = self._spans.open(Track.UPDATE, task.section.name)
-                    delivery = updates[task.section.unit].begin()
-                task.delivery = delivery
-                given |= self._give(task, stepper, buffers)
-            compute = self._spans.open(Track.UPDATE, "compute")
-            with self._meeting(is_divided):
-                states = stepper.step(given) if given and self._failure is None else {}
-            self._spans.close(compute)
-            for task in stepped:
-                self._take(task, stepper.kind, states)
+                self._behind.append(task)
+                while len(self._behind) > on_device * DEVICE_BEHIND:
+                    self._take(self._behind.popleft(), updates)
                 if task.last:
                     self._spans.close(unit)
-                    updates[task.section.unit].complete()
+        while self._behind:
+            self._take(self._behind.popleft(), updates)
         while self._writing:
             self._end_oldest_write()
         if is_divided:
             self._merge_numbers(stepper)
+        if any(section.shard.on_device for section in sections):
+            self._store.snapshots.staging.updated()
         self._spans.close(opened)
 
     @contextmanager
@@ -166,23 +197,79 @@ class UnitPass:
         # The last update's writes must have landed before they are read.
         shard.wait_for_writes()
         shard.writes.clear()
+        if shard.on_device:
+            return task
         task.staging = self._lease() if shard.on_disk else None
         address = 0 if task.staging is None else task.staging.address
         rows = range(len(shard.layout.chunks()))
         task.chunks = self._store.open_chunks(shard, rows, address, self._staging_bytes)
         return task
 
-    def _give(self, task: _SectionStep, stepper: UnitStep, buffers: _Buffers) -> dict[nn.Parameter, ParamTensors]:
-        """The parameters of a section whose reads are launched, as the optimizer gets them."""
-        section, chunks = task.section, task.chunks
-        assert chunks is not None
+    def _arrays_on_host(self, task: _SectionStep) -> dict[Component, torch.Tensor]:
+        """The arrays of a section whose reads are launched, where they may be used; none of a shard on the device."""
+        if task.chunks is None:
+            return {}
         opened = self._spans.open(Track.UPDATE, "wait for reads")
-        chunks.wait()
+        task.chunks.wait()
         self._spans.close(opened)
-        arrays, masters = _arrays(chunks, task.staging), buffers.masters(section)
-        grads = self._grads_of(section, buffers)
-        task.master = master = _master_of(arrays, masters)
-        task.rows = rows = _rows_of(section.shard, arrays)
+        return _arrays(task.chunks, task.staging)
+
+    def _load(self, task: _SectionStep, updates: Mapping[int, UnitUpdate], *, may_wait: bool) -> bool:
+        """Launch the uploads of a section whose reads are launched. False where the device has too little room beside
+        those that are there, and it `may_wait` for these."""
+        if may_wait and not self._has_room_beside(task):
+            return False
+        arrays = self._arrays_on_host(task)
+        while True:
+            try:
+                task.device = self._sections.load(task.section.shard, task.section.grads, arrays)
+                return True
+            except torch.OutOfMemoryError as error:
+                if self._behind:
+                    self._take(self._behind.popleft(), updates)
+                elif may_wait:
+                    return False
+                else:
+                    raise self._no_room(task) from error
+
+    def _has_room_beside(self, task: _SectionStep) -> bool:
+        """True if the device has room for a section's copies and as much again, for what a step makes."""
+        memory = read_memory(self._device.torch_device)
+        return memory is None or memory.free + memory.reserved - memory.allocated >= 2 * self._copied_bytes(task)
+
+    def _copied_bytes(self, task: _SectionStep) -> int:
+        """Bytes of a device's memory for a section's gradients, and for what does not rest there."""
+        shard = task.section.shard
+        layout, rows = shard.layout, shard.rows
+        grads, joined = 4 + task.section.grads.dtype.itemsize, 4 * (layout.dtype == torch.bfloat16)
+        nbytes = layout.shard_numel * (grads + joined + 4 * (not shard.on_device))
+        return nbytes + (0 if rows is None or shard.on_device else shard_bytes(layout, [rows]))
+
+    def _no_room(self, task: _SectionStep) -> CapacityError:
+        nbytes, where = format_bytes(self._copied_bytes(task)), self._device.torch_device
+        return CapacityError(
+            f"{task.section.name}: the optimizer steps on {where}. Copies of a section take {nbytes} there, beside "
+            "what the step itself makes, and so much is not free. Leave more of its memory free by a smaller "
+            "device_memory=, or place less there (params=, grads=, optimizer=)"
+        )
+
+    def _give(self, task: _SectionStep, stepper: UnitStep, buffers: _Buffers) -> dict[nn.Parameter, ParamTensors]:
+        """The parameters of a section whose reads, or uploads, are launched, as the optimizer gets them."""
+        section, device = task.section, task.device
+        memory: torch.Tensor | None = None
+        if device is None:
+            arrays = self._arrays_on_host(task)
+            grads = self._grads_of(section, buffers)
+            master = _master_of(arrays, buffers.masters(section))
+        else:
+            arrays = {} if task.chunks is None else _arrays(task.chunks, task.staging)
+            master, grads = device.take(), device.grads
+            memory = None if section.shard.rows is None else device.arrays[section.shard.rows]
+        if section.shard.on_device and device is not None:
+            task.rows = rows = self._sections.rows_at_rest(section.shard, device.arrays)
+        else:
+            task.rows = rows = _rows_of(section.shard, arrays)
+        task.master = master
         task.whole = WholeParams(
             section.shard.layout, [each.piece for each in section.params], self._peers, section.name
         )
@@ -200,29 +287,64 @@ class UnitPass:
                 state = None
                 if rows is not None and piece.begin in rows:
                     _check_kind(rows, piece, stepper.kind)
-                    state = unpack(rows[piece.begin], stepper.packages)
+                    state = unpack(rows[piece.begin], stepper.packages, _row_of(rows, piece, memory))
                 given[param] = ParamTensors(piece.spec.view(found.master), piece.spec.view(found.grad), state)
         return given
 
-    def _take(self, task: _SectionStep, kind: str, states: Mapping[nn.Parameter, Any]) -> None:
-        """Launch the writes of a section that was stepped."""
-        section, chunks = task.section, task.chunks
-        assert chunks is not None and task.master is not None and task.whole is not None
+    def _keep(self, task: _SectionStep, kind: str, states: Mapping[nn.Parameter, Any]) -> None:
+        """Keep the states of a section that was stepped; launch its downloads."""
+        section, device = task.section, task.device
+        shard, whole = section.shard, task.whole
+        assert task.master is not None and whole is not None
+        whole.hand_back(task.master)
+        kinds = {piece.begin: (states.get(param), kind) for param, piece, _ in section.params if whole.steps(piece)}
+        memory = None if device is None or shard.rows is None else device.arrays[shard.rows]
+        with self._meeting(shard.layout.num_shards > 1):
+            kept = keep_states(task.rows, kinds, memory, is_on_device=device is not None)
+            if kept.array is not None:
+                self._grow(task, kept.array)
+        if device is None:
+            return
+        device.put()
+        rows = task.rows if kept.array is None else None
+        if not shard.on_device:
+            assert task.chunks is not None
+            begin = None if rows is None else min((row.begin for row in rows.directory.values()), default=None)
+            self._sections.download(device, _arrays(task.chunks, task.staging), begin)
+            task.beside = kept.beside
+        elif rows is not None:
+            self._sections.write_rows(shard, rows, kept.beside)
+
+    def _take(self, task: _SectionStep, updates: Mapping[int, UnitUpdate]) -> None:
+        """Launch the writes of a section that was stepped, when its downloads are here; of its unit's last one the unit
+        is complete then."""
+        section, chunks, device = task.section, task.chunks, task.device
+        if task.first:
+            self._delivery = updates[section.unit].begin()
         opened = self._spans.open(Track.UPDATE, "write")
-        task.whole.hand_back(task.master)
-        mine = (each for each in section.params if task.whole.steps(each.piece))
-        with self._meeting(section.shard.layout.num_shards > 1):
-            self._keep_states(task, chunks, {piece.begin: (states.get(param), kind) for param, piece, _ in mine})
-        arrays = _arrays(chunks, task.staging)
-        _split_master(arrays, task.master)
-        if task.delivery is not None:
-            value = arrays[Component.VALUE]
-            ctypes.memmove(task.delivery[section.position], value.data_ptr(), value.nbytes)
-        task.writes = self._store.close_chunks(chunks)
+        if device is not None:
+            device.wait_on_host()
+        if chunks is not None:
+            arrays = _arrays(chunks, task.staging)
+            if device is None:
+                assert task.master is not None
+                _split_master(arrays, task.master)
+            elif Component.MASTER in arrays:
+                _split_master(arrays, arrays[Component.MASTER])
+            for begin, part in task.beside:
+                assert section.shard.rows is not None
+                arrays[section.shard.rows][begin : begin + part.numel()].copy_(part)
+            if self._delivery is not None:
+                value = arrays[Component.VALUE]
+                ctypes.memmove(self._delivery[section.position], value.data_ptr(), value.nbytes)
+            task.writes = self._store.close_chunks(chunks)
+            self._writing.append(task)
         self._spans.close(opened)
-        self._writing.append(task)
+        task.device = task.master = task.whole = None
         self._store.finish_update(section.shard)
         section.grads.release()
+        if task.last:
+            updates[section.unit].complete()
 
     def _grads_of(self, section: WalkedSection, buffers: _Buffers) -> list[GradPiece]:
         """The section's gradients, fp32, in host memory that the optimizer may change; copies, unless they rest so."""
@@ -244,19 +366,21 @@ class UnitPass:
                 out[begin + piece.begin : begin + piece.end].copy_(piece.grad)
         return [GradPiece(0, layout.shard_numel, out)]
 
-    def _keep_states(self, task: _SectionStep, chunks: OpenChunks, states: Mapping[int, tuple[Any, str]]) -> None:
-        """Write new states to the rows; in rows with more room, where the old ones do not fit."""
-        shard = task.section.shard
-        array = keep_states(task.rows, states)
-        if array is None:
-            return
+    def _grow(self, task: _SectionStep, array: torch.Tensor) -> None:
+        """Let a new array be the section's rows; in rows with more room, where it does not fit."""
+        shard, chunks = task.section.shard, task.chunks
+        if task.device is not None:
+            task.device.wait_on_host()  # its rows may be on their way up
         component = shard.rows
         if component is None or array.numel() > shard_bytes(shard.layout, [component]):
-            if component is not None:
+            if component is not None and chunks is not None:
                 del chunks.addresses[component]
             component = Component.rows(array.numel(), len(shard.layout.chunks()))
             self._add_states(shard, component)
-        self._put(shard, chunks, component, array)
+        if chunks is None:
+            shard.memory[component][: array.numel()].copy_(array)
+        else:
+            self._put(shard, chunks, component, array)
 
     def _put(self, shard: Shard, chunks: OpenChunks, component: Component, array: torch.Tensor) -> None:
         """Let a new array be the shard's rows, up to its end; behind it they stay as they are."""
@@ -338,6 +462,12 @@ def _part_of(grads: Sequence[GradPiece], begin: int, end: int) -> torch.Tensor:
     """Elements [begin, end) of a shard's gradients, those of one parameter, which are in one of these."""
     held = next(each for each in grads if each.begin <= begin and end <= each.end)
     return held.grad[begin - held.begin : end - held.begin]
+
+
+def _row_of(rows: Rows, piece: ParamSlice, memory: torch.Tensor | None) -> torch.Tensor | None:
+    """(nbytes,) of a parameter's row in a device's memory, where that has them."""
+    row = rows.directory[piece.begin]
+    return None if memory is None else memory[row.begin : row.begin + row.nbytes]
 
 
 def _tasks(sections: Sequence[WalkedSection]) -> list[_SectionStep]:

@@ -316,9 +316,9 @@ class ParamTensors(NamedTuple):
     """A parameter as an optimizer gets it."""
 
     master: torch.Tensor
-    """Of the parameter's shape and strides, fp32, host; the step changes it in place."""
+    """Of the parameter's shape and strides, fp32, where the step is made; the step changes it in place."""
     grad: torch.Tensor
-    """A copy, fp32."""
+    """A copy, fp32, there."""
     state: Any
     """As the last step left it, its tensors views of where it rests; None before the first."""
 
@@ -342,6 +342,8 @@ class UnitStep(NamedTuple):
     """True if all learning rates are 0."""
     steps_all: bool
     """True if it steps all parameters of a model at once."""
+    device: torch.device
+    """Where it steps them."""
 
 
 class LossScaler(Protocol):
@@ -423,6 +425,16 @@ class Owner(ABC):
     def check_unitwise(self, call: str, *, together: bool) -> None:
         """Raise ConfigError where no optimizer of others can step this model, for `call`; of all parameters
         `together`."""
+
+    @property
+    @abstractmethod
+    def step_device(self) -> torch.device:
+        """A GPU that may make the steps of an optimizer of others; else the host."""
+
+    @property
+    @abstractmethod
+    def has_states_on_device(self) -> bool:
+        """True if states of some parameters rest in the memory of the compute device, where those are updated."""
 
     @abstractmethod
     def check_step(self) -> None:

@@ -44,11 +44,22 @@ class RowRegion:
 
     def lies_in(self, row: Tensor, begin: int) -> bool:
         """True if the values are at their place in the row already."""
-        return self.address == row.data_ptr() + begin + self.at and self.strides == self.source.stride()
+        is_there = self.source.device == row.device and self.address == row.data_ptr() + begin + self.at
+        return is_there and self.strides == self.source.stride()
 
     def intersects(self, row: Tensor) -> bool:
         first = row.data_ptr()
-        return self.address < first + row.numel() and first < self.address + _extent(self.source)
+        return (
+            self.source.device == row.device
+            and self.address < first + row.numel()
+            and first < self.address + _extent(self.source)
+        )
+
+    def bytes(self) -> Tensor:
+        """(nbytes,) uint8 of this region, a copy."""
+        row = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.source.device)
+        self.write(self.source, row, -self.at)
+        return row
 
     def write(self, source: Tensor, row: Tensor, begin: int) -> None:
         """Copy `source`, which has the values of this region, to its place."""

@@ -28,6 +28,7 @@ from zero_offload.optim.optimizer import FusedOptimizer, check_step, fill_group,
 from zero_offload.optim.param_groups import Names, PackedNumbers, group_records
 from zero_offload.optim.unitwise import grades
 from zero_offload.optim.unitwise.check import UnitCheck
+from zero_offload.optim.unitwise.products import multiplies_matrices
 from zero_offload.optim.unitwise.shared_numbers import GROUPS, from_outline, outlined, told
 from zero_offload.optim.unitwise.state_rows import packages_of, packed, unpack
 from zero_offload.optim.unitwise.state_sizes import state_sizes
@@ -35,6 +36,7 @@ from zero_offload.optim.unitwise.twin import Twin
 from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
 from zero_offload.standins.sources import Owner, ParamTensors, UnitStep
 
+_HOST = torch.device("cpu")
 _WALK = "_zo_walker"
 """The attribute of an optimizer that holds its `_Walker`."""
 
@@ -65,8 +67,11 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
 
     Raises ConfigError, with what differed, for an optimizer that cannot be stepped unit by unit. So it does for an
     optimizer of `zero_offload`, which needs no such call. Parameters that are not offloaded, and DTensors that tensor
-    parallelism divides, are refused. The same holds for overlap="backward", states on a GPU
-    (optimizer="device"), and `units="all"` on several ranks that divide states.
+    parallelism divides, are refused. The same holds for overlap="backward", and on several ranks that divide states for
+    `units="all"` and states on a GPU (optimizer="device").
+
+    The host makes the steps. A GPU makes them where a class multiplies matrices, as Muon does, and where its states
+    rest there. Where ranks divide states, the host makes all.
     """
     return let_step("zo.unitwise", optimizer, units)
 
@@ -345,7 +350,14 @@ class _Walker:
         self.states = RowStates(self)
         self._names = Names()
         self._params = self.params()
-        self._twin = Twin(optimizer, self._params, kind=kind)
+        self._twins: dict[torch.device, Twin] = {}
+        """By where they step."""
+        owners = list(_owners_of("zo.unitwise", optimizer))
+        on_host = all(owner.step_device == _HOST for owner in owners)
+        # Where all step together, copies of all would be on the GPU.
+        may_move = not on_host and check is not None
+        self._has_products = may_move and multiplies_matrices(_in_training(optimizer), kind=kind)
+        self._twin_on(self._device(owners))
 
     @property
     def units(self) -> str:
@@ -375,13 +387,16 @@ class _Walker:
                 owner.compare("optimizer", self.compared)
             if self._check is None:
                 _check_one_model(call, owners)
-        twin = self._current_twin()
+        device = self._device(list(owners))
+        twin = self._twin_on(device)
         numbers = {param: number for number, param in enumerate(self._params)}
+        groups = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         captured = twin.capture()
-        checking = None if self._check is None else self._check.begin(partial(self._new_twin), captured)
+        checking = None if self._check is None else self._check.begin(partial(self._new_twin, device), captured)
         with twin.step(captured) as walk:
 
             def step(given: Mapping[nn.Parameter, ParamTensors]) -> dict[nn.Parameter, Any]:
+                _move_counts(given, groups, device)
                 unit = {numbers[param]: tuple(each) for param, each in given.items()}
                 if checking is not None:
                     checking.look(unit)
@@ -403,6 +418,7 @@ class _Walker:
                 lambda rows: walk.merge(unpack(row, self.packages) for row in rows),
                 is_still,
                 self._check is None,
+                device,
             )
             for owner, params in owners.items():
                 owner.walk(params, stepper, self._optimizer)
@@ -411,7 +427,7 @@ class _Walker:
     def change(self, call: str, method: Callable[[Any], object]) -> None:
         """Let a method of the class change parameters between steps, one after the other."""
         self.states.check_unchanged()
-        twin, owners = self._current_twin(), _owners_of(call, self._optimizer)
+        twin, owners = self._twin_on(_HOST), _owners_of(call, self._optimizer)
         numbers = {param: number for number, param in enumerate(self._params)}
         with twin.step(twin.capture(), method) as walk:
             for owner, params in owners.items():
@@ -426,14 +442,26 @@ class _Walker:
                         owner.states.write_row(param, after, self.kind)
         twin.publish(walk)
 
-    def _current_twin(self) -> Twin:
-        """The twin, anew where the param groups have other parameters."""
-        if self._params != (params := self.params()):
-            self._params, self._twin = params, self._new_twin(params)
-        return self._twin
+    def _device(self, owners: Sequence[Owner]) -> torch.device:
+        """Where steps are made: on a GPU that computes a model, if states rest there, or for products of matrices."""
+        gpu = next((owner.step_device for owner in owners if owner.step_device.type != "cpu"), None)
+        if gpu is not None and (self._has_products or any(owner.has_states_on_device for owner in owners)):
+            return gpu
+        return _HOST
 
-    def _new_twin(self, params: Sequence[nn.Parameter] | None = None) -> Twin:
-        return Twin(self._optimizer, self._params if params is None else params, kind=self._class)
+    def _any_twin(self) -> Twin:
+        return self._twin_on(next(iter(self._twins), _HOST))
+
+    def _twin_on(self, device: torch.device) -> Twin:
+        """The twin that steps there, anew where the param groups have other parameters."""
+        if self._params != (params := self.params()):
+            self._params, self._twins = params, {}
+        if device not in self._twins:
+            self._twins[device] = self._new_twin(device)
+        return self._twins[device]
+
+    def _new_twin(self, device: torch.device) -> Twin:
+        return Twin(self._optimizer, self._params, kind=self._class, device=device)
 
     def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the last param groups."""
@@ -484,11 +512,11 @@ class _Walker:
         for number, group in enumerate(groups):
             texts[f"params of group {number}"] = self._names.describe(group["params"])
             texts |= {f"{name} of group {number}": repr(value) for name, value in group.items() if name != "params"}
-        found = self._current_twin().capture().values
+        found = self._any_twin().capture().values
         return texts | {told(path): repr(value) for path, value in found.items() if path[0] != GROUPS}
 
     def packed_numbers(self) -> str:
-        values = self._current_twin().capture().values
+        values = self._any_twin().capture().values
         row = packed(outlined(values if self._check is None else {**values, _CHECKED: self._check.steps}))
         return base64.b64encode(row.numpy().tobytes()).decode()
 
@@ -499,7 +527,7 @@ class _Walker:
         try:
             values = from_outline(unpack(row, self.packages))
             checked = values.pop(_CHECKED, 0)
-            self._current_twin().restore(values)
+            self._any_twin().restore(values)
             if self._check is not None:
                 self._check.steps = checked
         except (LookupError, TypeError, ValueError) as error:
@@ -608,6 +636,16 @@ class Shown(dict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (), None, None, iter(self.items())
+
+
+def _move_counts(
+    given: Mapping[nn.Parameter, ParamTensors], groups: Mapping[nn.Parameter, Mapping[str, Any]], device: torch.device
+) -> None:
+    """Bring counts of steps that the host has kept to a GPU, for optimizers that count there as torch's do."""
+    for param, (_, _, state) in given.items():
+        counts_there = groups[param].get("fused") or groups[param].get("capturable")
+        if device != _HOST and counts_there and isinstance(state, dict) and isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(device)
 
 
 def _plain(state: Any) -> Any:

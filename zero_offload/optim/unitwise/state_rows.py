@@ -6,6 +6,10 @@ their memory as it is. `packed_bytes`, `pack` and `unpack` come in this order; `
 `packages_of` says whose classes a state may have, and `copy_of` goes the whole way. No bytes are run as code, and
 nothing here knows where rows rest.
 
+A device may step a state. Its tensors are views of `memory` then, the row in the device's memory. The host has a row
+beside it, of which head and tensors of the host count, such as torch's counts of steps. `unpack` takes both, and
+`StateOutline.write_beside` writes them. `read_host_parts` brings to the host what it needs of a device's row.
+
 [Note: kinds of outlines]
 Numbers, texts, None and dicts whose keys are texts are those of JSON. The rest is a list whose first item is its kind:
 `_Reader` has a method for each. Numbers have room for the longest of 64 bits, so that a counter may grow in its place.
@@ -20,7 +24,7 @@ import math
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_offload.base.errors import CheckpointError, ConfigError
-from zero_offload.optim.unitwise.memory_regions import ALIGNMENT, aligned, regions_of, view_of
+from zero_offload.optim.unitwise.memory_regions import ALIGNMENT, RowRegion, aligned, regions_of, view_of
 from zero_offload.plan.quantized import is_wrapper, is_wrapper_class
 
 _HEADER = struct.Struct("<8sIIQQ")
@@ -39,6 +43,10 @@ _NUMBER_CHARS = 24
 """Room of a number in the outline: the longest float has so many characters, the longest of 64 bits 20."""
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+_HOST, _DEVICE = "host", "device"
+"""Where a tensor is beside a parameter on a device; only states that a device has stepped say so."""
+_FIRST_READ = 2048
+"""Bytes of a row that are read from a device to know how long its head is: mostly they are all of it."""
 
 Place = tuple[Any, ...]
 """Keys that lead to a value within a state."""
@@ -65,31 +73,79 @@ def pack(state: Any, row: Tensor) -> None:
     StateOutline(state).write(row)
 
 
-def unpack(row: Tensor, packages: Iterable[str] = ("torch",)) -> Any:
+def unpack(row: Tensor, packages: Iterable[str] = ("torch",), memory: Tensor | None = None) -> Any:
     """Return the state that a row has. Its tensors are views of the row: a change of them is a change of the row.
+
+    `memory`: the row in a device's memory. Tensors are views of that. Those that were on the host when a device stepped
+    them are copies there. So is "step" of a state that the host has stepped, as torch's `load_state_dict` has it.
 
     Raises CheckpointError for a row that `pack` did not write, and for a class that is not of `packages`.
     """
     _check_row(row, _HEADER.size)
     begin, outline = _read_outline(row)
     try:
-        return _Reader(row, begin, frozenset(packages)).value(outline)
+        return _Reader(row, begin, frozenset(packages), memory).value(outline)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise _damaged(f"its outline describes no state ({type(error).__name__}: {error})") from error
 
 
 def copy_of(state: Any, packages: Iterable[str] = ("torch",)) -> Any:
-    """A state of the same values in other memory, by way of a row."""
-    return unpack(packed(state), packages)
+    """A state of the same values in other memory, by way of a row; on the same devices."""
+    outline = StateOutline(state)
+    row = _new_row(outline)
+    return unpack(row, packages, None if outline.device is None else row.to(outline.device))
+
+
+def read_host_parts(read: Callable[[int, int], Tensor], nbytes: int, row: Tensor) -> None:
+    """Bring the head of a row of `nbytes`, and its tensors of the host, to `row`.
+
+    `read` gives bytes from one to another, (n,) uint8, host. Raises CheckpointError as `unpack`."""
+    first = min(nbytes, _FIRST_READ)
+    row[:first].copy_(read(0, first))
+    if first < _HEADER.size:
+        raise _damaged(f"it has {nbytes} bytes")
+    begin = min(_HEADER.unpack(_bytes_of(row[: _HEADER.size]))[-1], nbytes)
+    if begin > first:
+        row[first:begin].copy_(read(first, begin))
+    begin, outline = _read_outline(row)
+    for at, size in _host_parts(outline):
+        first, last = begin + at, min(begin + at + size, nbytes)
+        row[first:last].copy_(read(first, last))
+
+
+def _host_parts(node: Any, *, is_step: bool = False) -> Iterator[tuple[int, int]]:
+    """Of the tensors of a device's state that are on the host, their places and bytes."""
+    if type(node) is dict:
+        for key, each in node.items():
+            yield from _host_parts(each, is_step=key == "step")
+    elif type(node) is not list or not node:
+        return
+    elif node[0] in ("tensor", "parameter"):
+        dtype, shape, at, strides, *place = node[1:]
+        if _is_on_host(place, is_step=is_step) and 0 not in shape:
+            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            yield at, (last + 1) * _DTYPES[dtype].itemsize
+    elif node[0] == "dict":
+        for _, each in node[1:]:
+            yield from _host_parts(each, is_step=is_step)
+    else:
+        for each in node[1:]:
+            yield from _host_parts(each, is_step=is_step)
+
+
+def _is_on_host(place: Sequence[str], *, is_step: bool) -> bool:
+    return place[0] == _HOST if place else is_step
 
 
 def packed(state: Any) -> Tensor:
     """A new row that has this state."""
-    outline = StateOutline(state)
-    nbytes = outline.nbytes
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
+    return _new_row(StateOutline(state))
+
+
+def _new_row(outline: StateOutline) -> Tensor:
+    memory = torch.empty(outline.nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % ALIGNMENT
-    row = memory[begin : begin + nbytes]
+    row = memory[begin : begin + outline.nbytes]
     outline.write(row)
     return row
 
@@ -134,7 +190,8 @@ class StateOutline:
     """A state, described: the JSON text, and the regions of its tensors. It saves the second description where both the
     length of a state and its row are wanted."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, *, is_on_device: bool = False) -> None:
+        """`is_on_device`: a device has stepped it, or is to step it, whatever its tensors say."""
         self._tensors: list[Tensor] = []
         self._where: list[Place] = []
         self._nodes: list[list[Any]] = []
@@ -149,8 +206,16 @@ class StateOutline:
                 "optimizer state: its containers are nested without end, which no row can keep"
             ) from error
         self._regions, places, nbytes = regions_of(self._tensors, lambda number: _told(self._where[number]))
-        for tensor_node, (at, strides) in zip(self._nodes, places, strict=True):
+        away = [tensor.device for tensor in self._tensors if tensor.device.type not in ("cpu", "meta")]
+        self.device = away[0] if away else None
+        """That of its tensors which are not on the host."""
+        for tensor, tensor_node, (at, strides) in zip(self._tensors, self._nodes, places, strict=True):
             tensor_node += [self._number(at), list(map(self._number, strides))]
+            place = _HOST if tensor.device.type == "cpu" else _DEVICE
+            if is_on_device or away:
+                tensor_node.append(place)
+            # A state is as long wherever it is stepped.
+            self._room += len(f',"{_DEVICE}"') - len(f',"{place}"') * (is_on_device or bool(away))
         self._text = json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
         self._begin = aligned(_HEADER.size + len(self._text) + self._room)
         self.nbytes = aligned(self._begin + nbytes)
@@ -161,8 +226,7 @@ class StateOutline:
         begin = self._begin
         _check_row(row, self.nbytes)
         moved = [region for region in self._regions if not region.lies_in(row, begin)]
-        # A place that is written may be the source of another value, so sources within the row are copied first.
-        sources = [region.source.clone() if region.intersects(row) else region.source for region in moved]
+        sources = _apart_from(row, moved)
         at = begin
         for start, nbytes in (*((begin + region.at, region.nbytes) for region in self._regions), (self.nbytes, 0)):
             if start > at:
@@ -170,11 +234,26 @@ class StateOutline:
             at = start + nbytes
         for region, source in zip(moved, sources, strict=True):
             region.write(source, row, begin)
-        head = bytearray(begin)
-        text = self._text
-        _HEADER.pack_into(head, 0, _MAGIC, _VERSION, zlib.crc32(text), len(text), begin)
+        row[:begin].copy_(self._head())
+
+    @torch.no_grad()
+    def write_beside(self, memory: Tensor) -> list[tuple[int, Tensor]]:
+        """Write the device's tensors to their places in `memory`, the row in a device's memory, where they are not
+        there already. Returns what the host's row has beside them: places, and bytes, (n,) uint8, host; copies."""
+        found, begin = [(0, self._head())], self._begin
+        there = [region for region in self._regions if region.source.device.type != "cpu"]
+        moved = [region for region in there if not region.lies_in(memory, begin)]
+        for region, source in zip(moved, _apart_from(memory, moved), strict=True):
+            region.write(source, memory, begin)
+        found += [(begin + each.at, each.bytes()) for each in self._regions if each.source.device.type == "cpu"]
+        return found
+
+    def _head(self) -> Tensor:
+        """(begin,) uint8: header, outline and room."""
+        head, text = bytearray(self._begin), self._text
+        _HEADER.pack_into(head, 0, _MAGIC, _VERSION, zlib.crc32(text), len(text), self._begin)
         head[_HEADER.size : _HEADER.size + len(text)] = text
-        row[:begin].copy_(torch.frombuffer(head, dtype=torch.uint8))
+        return torch.frombuffer(head, dtype=torch.uint8)
 
     def _number(self, value: float) -> float:
         """A number, with room to grow."""
@@ -267,6 +346,11 @@ class StateOutline:
         return ["object", _class_name(value, where), self._dict(vars(value), where)]
 
 
+def _apart_from(row: Tensor, regions: Iterable[RowRegion]) -> list[Tensor]:
+    """Their sources. A place that is written may be the source of another value, so those within the row are copied."""
+    return [region.source.clone() if region.intersects(row) else region.source for region in regions]
+
+
 class _PlainObject:
     """A class of Python alone."""
 
@@ -302,8 +386,10 @@ _NODES: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
 class _Reader:
     """A state, made of an outline and views of a row."""
 
-    def __init__(self, row: Tensor, begin: int, packages: frozenset[str]) -> None:
-        self._row, self._begin, self._packages = row, begin, packages
+    def __init__(self, row: Tensor, begin: int, packages: frozenset[str], memory: Tensor | None) -> None:
+        self._row, self._begin, self._packages, self._memory = row, begin, packages, memory
+        self._is_step = False
+        """True within an entry of that name."""
         self._readers: dict[str, Callable[..., Any]] = {
             "float": lambda text: float(text),
             "complex": lambda text: complex(text),
@@ -326,15 +412,23 @@ class _Reader:
 
     def value(self, node: Any) -> Any:
         if type(node) is dict:
-            return {key: self.value(each) for key, each in node.items()}
+            return {key: self._entry(key, each) for key, each in node.items()}
         if type(node) is list:
             return self._readers[node[0]](*node[1:])
         return node
 
-    def _tensor(self, dtype: str, shape: list[int], at: int, strides: list[int]) -> Tensor:
+    def _entry(self, key: str, node: Any) -> Any:
+        self._is_step = key == "step"
+        return self.value(node)
+
+    def _tensor(self, dtype: str, shape: list[int], at: int, strides: list[int], *place: str) -> Tensor:
         if at < 0:
             raise ValueError(f"a tensor at {at} bytes")
-        return view_of(self._row, self._begin + at, _DTYPES[dtype], tuple(shape), tuple(strides))
+        where = self._begin + at, _DTYPES[dtype], tuple(shape), tuple(strides)
+        if self._memory is None:
+            return view_of(self._row, *where)
+        is_on_host = _is_on_host(place, is_step=self._is_step)
+        return view_of(self._row, *where).clone() if is_on_host else view_of(self._memory, *where)
 
     def _wrapper(self, name: str, shape: list[int], strides: list[int], parts: dict[str, Any], context: Any) -> Any:
         kind = self._class(name)

@@ -60,9 +60,15 @@ class Twin:
     """A copy of one optimizer. One thread uses it at a time; `capture` and `publish` belong to the program's."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], *, kind: type[Any] | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[Tensor],
+        *,
+        kind: type[Any] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """`params` are all that its groups may have. `kind` is its class, where the object's has become another.
+        `device`: where values, gradients and states are.
 
         Raises ConfigError, naming the class, for an optimizer that cannot be stepped so.
         """
@@ -70,7 +76,7 @@ class Twin:
         check_class(self.kind)
         self._optimizer = optimizer
         self._numbers_of = {id(param): number for number, param in enumerate(params)}
-        self._memory = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._memory = torch.zeros((), dtype=torch.float32, device=device)
         self._stand_ins = [self._stand_in(param) for param in params]
         self._packages = packages_of(self.kind)
         self._call = self._step = plain_step(self.kind)
