@@ -143,7 +143,7 @@ def read_rows(store: ShardStore, shard: Shard) -> Rows | None:
     return Rows.read(_read_bytes(store, shard, 0, shard_bytes(shard.layout, [shard.rows])), _where(shard))
 
 
-def rows_directory(store: ShardStore, shard: Shard) -> dict[int, Row]:
+def rows_directory(store: ShardStore, shard: Shard) -> Mapping[int, Row]:
     """The directory of a shard's rows."""
     if shard.rows is None:
         return {}

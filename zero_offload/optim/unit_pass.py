@@ -29,7 +29,7 @@ from zero_offload.hardware.device import Device, read_memory
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.device_sections import DeviceSection, DeviceSections
-from zero_offload.optim.unitwise.packing import keep_states
+from zero_offload.optim.unitwise.packing import content_of, keep_states
 from zero_offload.optim.unitwise.state_rows import unpack
 from zero_offload.optim.whole_params import Peers, WholeParams
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
@@ -87,6 +87,8 @@ class _SectionStep:
     """(shard_numel,) fp32, where the optimizer changes it."""
     device: DeviceSection | None = None
     """Where a device steps it."""
+    contents: dict[int, Any] = field(default_factory=dict)
+    """`content_of` states that are views of their rows, by first element."""
     beside: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """Bytes for its rows on the host, and their places: what a download does not bring."""
     writes: list[Transfer] = field(default_factory=list)
@@ -288,6 +290,8 @@ class UnitPass:
                 if rows is not None and piece.begin in rows:
                     _check_kind(rows, piece, stepper.kind)
                     state = unpack(rows[piece.begin], stepper.packages, _row_of(rows, piece, memory))
+                    if device is None:
+                        task.contents[piece.begin] = content_of(state)
                 given[param] = ParamTensors(piece.spec.view(found.master), piece.spec.view(found.grad), state)
         return given
 
@@ -298,9 +302,14 @@ class UnitPass:
         assert task.master is not None and whole is not None
         whole.hand_back(task.master)
         kinds = {piece.begin: (states.get(param), kind) for param, piece, _ in section.params if whole.steps(piece)}
+        # A state that was changed in its row alone is there.
+        for key, before in task.contents.items():
+            if before is not None and key in kinds and content_of(kinds[key][0]) == before:
+                del kinds[key]
         memory = None if device is None or shard.rows is None else device.arrays[shard.rows]
         with self._meeting(shard.layout.num_shards > 1):
-            kept = keep_states(task.rows, kinds, memory, is_on_device=device is not None)
+            num_chunks = len(shard.layout.chunks())
+            kept = keep_states(task.rows, kinds, memory, is_on_device=device is not None, num_chunks=num_chunks)
             if kept.array is not None:
                 self._grow(task, kept.array)
         if device is None:
@@ -391,8 +400,8 @@ class UnitPass:
             ctypes.memmove(chunks.addresses[component], array.data_ptr(), array.nbytes)
             return
         else:  # rows that are new, on a drive
-            target = host_reserved([shard_bytes(shard.layout, [component])], torch.uint8)
-            target[: array.numel()].copy_(array)
+            assert array.numel() == shard_bytes(shard.layout, [component])
+            target = array
             chunks.kept.append(target)
         chunks.addresses[component] = target.data_ptr()
 
@@ -429,6 +438,7 @@ class UnitPass:
         for write in task.writes:
             write.wait()
         self._spans.close(opened)
+        task.chunks = task.rows = None  # new rows are in memory of their own
         if task.staging is not None:
             self._free.append(task.staging)
 

@@ -25,6 +25,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -163,9 +164,13 @@ def _read_outline(row: Tensor) -> tuple[int, Any]:
     if (found := zlib.crc32(text)) != checksum:
         raise _damaged(f"its outline has the checksum {found:08x} instead of {checksum:08x}")
     try:
-        return begin, json.loads(text)
+        return begin, _parsed(text)
     except (ValueError, RecursionError) as error:
         raise _damaged(f"its outline is not JSON ({error})") from error
+
+
+_parsed = lru_cache(maxsize=1024)(json.loads)
+"""Outlines by their texts, which are those of many parameters, step after step; nothing changes one."""
 
 
 def _damaged(reason: str) -> CheckpointError:

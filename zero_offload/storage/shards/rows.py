@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ class Row(NamedTuple):
     """The optimizer's class: its module and name."""
 
 
-def read_directory(read: Callable[[int, int], torch.Tensor], nbytes: int, where: str) -> dict[int, Row]:
+def read_directory(read: Callable[[int, int], torch.Tensor], nbytes: int, where: str) -> Mapping[int, Row]:
     """The directory of an array of `nbytes`; `read` gives its bytes from one to another, (n,) uint8, host. Raises
     IntegrityError, with `where`, for an array that has none."""
     head = read(0, _HEAD).numpy().tobytes()
@@ -43,8 +44,7 @@ def read_directory(read: Callable[[int, int], torch.Tensor], nbytes: int, where:
     if not head.startswith(_MAGIC) or length > nbytes - _HEAD:
         raise _broken(where, "its first bytes are not those of a directory")
     try:
-        found = json.loads(read(_HEAD, _HEAD + length).numpy().tobytes())
-        directory = {int(key): Row(*row) for key, *row in found}
+        directory = _directory(read(_HEAD, _HEAD + length).numpy().tobytes())
     except (ValueError, TypeError) as error:
         raise _broken(where, f"its directory cannot be read: {error}") from error
     for key, row in directory.items():
@@ -52,6 +52,12 @@ def read_directory(read: Callable[[int, int], torch.Tensor], nbytes: int, where:
         if not (begins_well and isinstance(row.nbytes, int) and 0 < row.nbytes <= nbytes - row.begin):
             raise _broken(where, f"the row of element {key} lies outside")
     return directory
+
+
+@lru_cache(maxsize=256)
+def _directory(text: bytes) -> Mapping[int, Row]:
+    """As JSON has it; the same in each step."""
+    return {int(key): Row(*row) for key, *row in json.loads(text)}
 
 
 @dataclass(frozen=True)
