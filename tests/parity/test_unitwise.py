@@ -553,6 +553,25 @@ def test_a_state_dict_goes_to_the_plain_optimizer_and_back(tmp_path: Path) -> No
     zo.close(model)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_state_dicts_have_the_masters(name: str, precision: str, tmp_path: Path) -> None:
+    """Those of the model and the optimizer together, where values are rounded."""
+    model, optimizer = open_run(name, tmp_path / "one", "split", precision=precision)
+    train(model, optimizer, 0, 2)
+    masters = read_masters(model)
+    given = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    expected = train(model, optimizer, 2, 4)
+    zo.close(model)
+    model, optimizer = open_run(name, tmp_path / "other", "nvme", precision=precision)
+    train(model, optimizer, 10, 11)
+    model.load_state_dict(given[0])
+    optimizer.load_state_dict(given[1])
+    assert_same(read_masters(model), masters)
+    assert train(model, optimizer, 2, 4) == expected
+    zo.close(model)
+
+
 def test_numbers_of_states_that_are_made_at_build(tmp_path: Path) -> None:
     plain = build(TinyLM)
     theirs = torch.optim.Adagrad(plain.parameters(), 1e-2, initial_accumulator_value=0.1)

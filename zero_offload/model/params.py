@@ -491,7 +491,7 @@ class ModelStates(StateSource):
         if self.step_of(param) is None:
             return False
         place = self._places[param]
-        with self._reading_row(place):
+        with self._reading(place):
             has_one = place.piece.begin in rows_directory(self._store, place.section.shard)
         return has_one if place.section.layout.num_shards == 1 else self._collectives.any_rank([has_one])[0]
 
@@ -500,7 +500,7 @@ class ModelStates(StateSource):
         if self.step_of(param) is None:
             return None
         place = self._places[param]
-        with self._reading_row(place):
+        with self._reading(place):
             row = read_row(self._store, place.section.shard, place.piece.begin)
         if place.section.layout.num_shards > 1:
             mine = host_empty(0, torch.uint8) if row is None else row
@@ -509,8 +509,8 @@ class ModelStates(StateSource):
         return None if row is None else unpack(row, packages)
 
     @contextmanager
-    def _reading_row(self, place: ParamPlace) -> Iterator[None]:
-        """One rank has the row, and gives it to the others."""
+    def _reading(self, place: ParamPlace) -> Iterator[None]:
+        """Ranks read what each has for the others."""
         call = f"a read of the optimizer's state of {place.name}, {ALL_ALIKE}"
         is_cut = place.section.layout.num_shards > 1
         with self._together(call, may_be_alone=True) if is_cut else nullcontext():
@@ -525,6 +525,24 @@ class ModelStates(StateSource):
         if self._steps(place):
             self._edit(place, self._rows_with(place, {place.piece.begin: (state, kind)}))
         self._count_steps(place.name, self.param_steps[place.name], has_states=bool(state))
+
+    def read_beside(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        place = self._places[param]
+        piece, section = place.piece, place.section
+        if self.step_of(param) is None or not (parts := master_part(section.layout)):
+            return {}
+        with self._reading(place):
+            mine = read_master_part(self._store, section.shard, place.span(self._shard_index))
+        what = f"what completes {place.name} to its master"
+        whole = self._collectives.gather_param(section.layout, piece, mine, what)
+        (name,) = parts
+        return {name: piece.spec.view(whole).to("cpu")}
+
+    def write_beside(self, param: nn.Parameter, beside: Mapping[str, torch.Tensor]) -> None:
+        self.readers.before_replacing([param], BESIDE)
+        self.change()
+        self._write(self._places[param], {}, beside)
+        self.masters_completed([self._places.name_of(param)])
 
     def _steps(self, place: ParamPlace) -> bool:
         """True if this rank steps the whole parameter, and has its row."""

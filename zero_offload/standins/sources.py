@@ -296,6 +296,15 @@ class StateSource(ABC):
         """Replace it, by the state of an optimizer of this class; None drops it. Raises CapacityError."""
 
     @abstractmethod
+    def read_beside(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The part that completes a parameter's value to the master, by name, of its shape; a copy. Empty beside fp32,
+        and where no step has been. Collective where ranks divide the parameter."""
+
+    @abstractmethod
+    def write_beside(self, param: nn.Parameter, beside: Mapping[str, torch.Tensor]) -> None:
+        """Replace it."""
+
+    @abstractmethod
     def reset(self, params: Iterable[nn.Parameter]) -> None:
         """Drop the states of these parameters: their next step is the first."""
 

@@ -307,11 +307,12 @@ class _Methods(Unitwise):
             self._walker.states.replace(given)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of the optimizer on plain parameters. All states are in memory then."""
-        self._walker.states.check_unchanged()
-        found: dict[str, Any] = self.plain_class.state_dict(self)
-        found["state"] = {key: _plain(state) for key, state in found["state"].items()}
-        return found
+        """As that of the optimizer on plain parameters. All states are in memory then, and every rank has all of them.
+
+        bf16 parameters have a "residual" beside their states that completes them to their fp32 master, fp16 parameters
+        their "master". With the model's own state dict nothing is lost.
+        """
+        return self._walker.state_dict(partial(self.plain_class.state_dict, self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict` of this class: groups, and the states of each parameter as they are."""
@@ -478,6 +479,19 @@ class _Walker:
                 owner.states.add(new, ())
                 owner.train_with(self._optimizer, new)
 
+    def state_dict(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state dict as torch's method has `made` it, with the parts that complete masters."""
+        self.states.check_unchanged()
+        found = made()
+        states = {key: _plain(state) for key, state in found["state"].items()}
+        keys = (key for group in found["param_groups"] for key in group["params"])
+        for key, param in zip(keys, self.params(), strict=True):
+            owner = owner_of(param)
+            if owner is not None and (parts := owner.states.read_beside(param)):
+                states[key] = {**states.get(key, {}), **parts}
+        found["state"] = states
+        return found
+
     def load(self, state_dict: Mapping[str, Any]) -> None:
         given = dict(state_dict)
         for hook in vars(self._optimizer).get("_optimizer_load_state_dict_pre_hooks", {}).values():
@@ -491,7 +505,13 @@ class _Walker:
             )
         by_key = dict(zip((key for each in groups for key in each["params"]), self.params(), strict=True))
         states = {by_key.get(key, key): state for key, state in given["state"].items()}
+        beside = {param: parts for param, state in states.items() if (parts := _beside(param, state))}
+        for param, parts in beside.items():
+            states[param] = {name: each for name, each in states[param].items() if name not in parts}
         self.states.replace(states)
+        for param, parts in beside.items():
+            if (owner := owner_of(param)) is not None:
+                owner.states.write_beside(param, parts)
         for mine_group, theirs in zip(own, groups, strict=True):
             params = mine_group["params"]
             mine_group.update({key: tree_map(_copied, each) for key, each in theirs.items() if key != "params"})
@@ -650,6 +670,17 @@ def _move_counts(
 
 def _plain(state: Any) -> Any:
     return dict(state) if isinstance(state, Mapping) else state
+
+
+def _beside(param: Any, state: Any) -> dict[str, Tensor]:
+    """The part of a state that completes a 16-bit value to its master."""
+    if not isinstance(state, Mapping) or not isinstance(param, nn.Parameter):
+        return {}
+    name, dtype = {torch.bfloat16: ("residual", torch.int16), torch.float16: ("master", torch.float32)}.get(
+        param.dtype, ("", torch.float32)
+    )
+    found = state.get(name)
+    return {name: found} if isinstance(found, Tensor) and (found.dtype, found.shape) == (dtype, param.shape) else {}
 
 
 def _copied(value: Any) -> Any:
