@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.utils._pytree import tree_map
 
 from tests.fake_gpu import device
@@ -50,7 +51,35 @@ def test_the_bits_of_host_ranks(
     pools: RankPools,
     nvme: Path,
 ) -> None:
-    settings = {"precision": precision, "stage": stage}
+    check(num_ranks, name, {"precision": precision, "stage": stage}, placement, policy, how, pools, nvme)
+
+
+@pytest.mark.parametrize(
+    ("stage", "placement", "policy", "precision"),
+    [
+        (3, "device", Policy.LATE, "bf16"),
+        (2, "cpu", Policy.RANDOM, "fp32"),
+        (1, "nvme", Policy.SIDE_LATE, "fp16"),
+        (3, "nvme", Policy.SIDE_EARLY, "fp32"),
+    ],
+)
+def test_products_of_matrices_on_the_gpus_of_ranks(
+    stage: int, placement: str, policy: Policy, precision: str, pools: RankPools, nvme: Path
+) -> None:
+    how = {"micro_batches": 2, "max_norm": 0.5}
+    check(2, "Muon and AdamW", {"precision": precision, "stage": stage}, placement, policy, how, pools, nvme)
+
+
+def check(
+    num_ranks: int,
+    name: str,
+    settings: dict[str, Any],
+    placement: str,
+    policy: Policy,
+    how: Train,
+    pools: RankPools,
+    nvme: Path,
+) -> None:
     on_host = settings | {"params": "cpu", "nvme": nvme / "host"}
     expected = pools.of(num_ranks).succeed(run, name, on_host, range(3), how)
     settings |= {**PLACEMENTS[placement], "nvme": nvme / "ranks"}

@@ -2440,6 +2440,13 @@ FAULTS = [
         UNITWISE_ON_GPU + "test_states_that_the_program_assigns",
     ),
     fault(
+        "parameters of several ranks stay as they were before a GPU has stepped them",
+        "optim/unit_pass.py",
+        "            self._sections.download_whole(device, whole.whole)\n",
+        "",
+        "tests/fake_gpu/test_unitwise_ranks.py::test_products_of_matrices_on_the_gpus_of_ranks",
+    ),
+    fault(
         "a step on a GPU has no memory, since the next section has it already",
         "optim/unit_pass.py",
         "if may_wait and not self._has_room_beside(task):",

@@ -205,7 +205,7 @@ class ModelRuntime(Owner):
 
     @property
     def step_device(self) -> torch.device:
-        return self.device.torch_device if self.collectives.num_shards == 1 else torch.device("cpu")
+        return self.device.torch_device
 
     @property
     def has_states_on_device(self) -> bool:

@@ -47,7 +47,7 @@ class _MovedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that this rank steps: fp32, (numel,), host; views where it is whole here."""
+    """A parameter that this rank steps: fp32, (numel,); views where it is whole here."""
 
     master: torch.Tensor
     grad: torch.Tensor
@@ -62,7 +62,8 @@ class WholeParams:
         self._pieces = {piece.begin: piece for piece in pieces}
         self._index = peers.shard_index if layout.num_shards > 1 else 0
         self._parts = [part for piece in pieces for part in _parts_of(layout, piece)]
-        self._whole = dict[int, Whole]()
+        self.whole = dict[int, Whole]()
+        """Parameters that this rank steps, by their first elements, from `gather` on."""
 
     def steps(self, piece: ParamSlice) -> bool:
         """True if this rank does."""
@@ -95,12 +96,12 @@ class WholeParams:
                 whole, at = found[part.key], slice(part.begin, part.end)
                 received += [(part.shard, each[at]) for each in (whole.master, whole.grad)]
         self._swap(sent, received)
-        self._whole = found
+        self.whole = found
         return found
 
     def hand_back(self, master: torch.Tensor) -> None:
         """Have this rank's elements of `master`, (shard_numel,), as the steps left them."""
-        for key, whole in self._whole.items():
+        for key, whole in self.whole.items():
             begin, end = self._layout.in_shard(self._pieces[key], self._index)
             if begin < end:
                 own = whole.master[self._within(self._pieces[key], begin, end)]
@@ -112,7 +113,7 @@ class WholeParams:
                 begin, end = self._layout.in_shard(self._pieces[part.key], self._index)
                 received.append((part.stepper, master[begin:end]))
             elif part.stepper == self._index:
-                sent.append((part.shard, self._whole[part.key].master[part.begin : part.end]))
+                sent.append((part.shard, self.whole[part.key].master[part.begin : part.end]))
         self._swap(sent, received)
 
     def _within(self, piece: ParamSlice, begin: int, end: int) -> slice:

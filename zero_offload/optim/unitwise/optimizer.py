@@ -71,7 +71,7 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
     `units="all"` and states on a GPU (optimizer="device").
 
     The host makes the steps. A GPU makes them where a class multiplies matrices, as Muon does, and where its states
-    rest there. Where ranks divide states, the host makes all.
+    rest there.
     """
     return let_step("zo.unitwise", optimizer, units)
 
