@@ -4,7 +4,7 @@ Owns the memory of these copies, which is the section's own until the host has w
 states that rest on the host come from there and go back. Those of a shard that is `on_device` are stepped where they
 rest. Runs on the thread that launches compute. Copies of one section run beside the step of another. The calls: `load`,
 which launches uploads; `take`, after which the step may be launched; `put`, which splits masters; `download`. Where
-ranks divide a section, `bring` and `download_whole` move the parameters that one of them steps.
+ranks divide a section, `upload_whole` and `download_whole` move the parameters that one of them steps.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class DeviceSections:
             _wait_for(uploads)
             raise
 
-    def bring(self, whole: Mapping[int, Whole], host: Arrays) -> DeviceSection:
+    def upload_whole(self, whole: Mapping[int, Whole], host: Arrays) -> DeviceSection:
         """Upload parameters that ranks have brought together on the host, and rows of the arrays that are there.
         Compute launched from now on may use them. Raises torch.OutOfMemoryError."""
         uploads = list[Handoff]()
@@ -128,7 +128,7 @@ class DeviceSections:
             raise
 
     def download_whole(self, section: DeviceSection, whole: Mapping[int, Whole]) -> None:
-        """Launch the downloads of masters that `bring` has uploaded, to where they came from."""
+        """Launch the downloads of masters that `upload_whole` has uploaded, to where they came from."""
         for key, there in section.whole.items():
             section.copies.append(self._device.download(whole[key].master, there.master).ready)
 

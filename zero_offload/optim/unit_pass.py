@@ -126,7 +126,7 @@ class UnitPass:
         tasks = _tasks(sections)
         together = len(tasks) if stepper.steps_all else 1
         is_divided = any(section.shard.layout.num_shards > 1 for section in sections)
-        # All ranks exchange parameters in one order, and a device's room is no part of it.
+        # All ranks exchange parameters in one order, whatever room their devices have.
         beside = stepper.device.type != "cpu" and not is_divided
         self._take_staging(sections, max(READ_AHEAD, together) + 1 + beside * (DEVICE_AHEAD + DEVICE_BEHIND))
         if stepper.steps_all and not beside:
@@ -284,7 +284,7 @@ class UnitPass:
         given = dict[nn.Parameter, ParamTensors]()
         with self._meeting(task):
             if device is None and stepper.device.type != "cpu":
-                task.device = device = self._sections.bring(whole, arrays)
+                task.device = device = self._sections.upload_whole(whole, arrays)
                 whole = device.whole
             memory = None if device is None or section.shard.rows is None else device.arrays[section.shard.rows]
             for param, piece, _ in section.params:
