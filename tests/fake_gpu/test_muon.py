@@ -14,6 +14,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import LATE, Policy
 from tests.fake_gpu.test_unitwise import PLACEMENTS
 from tests.helpers.models import TinyLM, build, tokens_of
+from zero_offload.optim import muon
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -51,3 +52,23 @@ def test_the_bits_of_the_host(precision: str, placement: Any, policy: Policy, tm
     found = train(zo.OffloadConfig(precision=precision, durability="scratch", **places))
     assert found[0] == losses
     assert [name for name, value in expected.items() if not torch.equal(found[1][name], value)] == []
+
+
+def test_all_of_a_step_is_made_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where parameters and states rest in host memory: a section goes up once for both kinds."""
+    model: Any = zo.offload(build(TinyLM), zo.OffloadConfig(params="cpu", optimizer="cpu", precision="fp32"))
+    optimizer = zo.Muon(model.parameters())
+    seen = []
+    for name in ("torch_muon", "update_dense"):
+        real = getattr(muon, name)
+
+        def noting(first: Any, *args: Any, real: Any = real, **settings: Any) -> None:
+            seen.extend(each.device.type for each in (first if isinstance(first, list) else [first]))
+            real(first, *args, **settings)
+
+        monkeypatch.setattr(muon, name, noting)
+    model(tokens_of(0)).backward()
+    optimizer.step()
+    assert seen == [device.TYPE] * 21
+    assert optimizer.state[model.norm.weight]["step"].device.type == "cpu", "a count on a GPU would be waited for"
+    zo.close(model)

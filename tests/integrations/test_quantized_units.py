@@ -96,3 +96,17 @@ def test_gradients_of_weights_that_consist_of_others_can_be_dropped(nvme: Path) 
     for param in model.parameters():
         param.grad = None
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon_steps_matrices_beside_quantized_ones(kind: str, nvme: Path) -> None:
+    model = offloaded(model_of(kind), nvme, "12MiB")
+    optimizer = zo.Muon(model.parameters(), use_muon=lambda name, param: param.requires_grad)
+    trained = [param for param in model.parameters() if param.requires_grad and param.dim() == 2]
+    assert [param for group in optimizer.param_groups if group["use_muon"] for param in group["params"]] == trained
+    before = [param.detach().clone() for param in trained]
+    by_itself = zo.Muon(model.parameters())
+    model(torch.randn(2, 8, HIDDEN)).square().mean().backward()
+    by_itself.step()
+    assert trained and not any(torch.equal(*pair) for pair in zip(before, trained, strict=True))
+    zo.close(model)

@@ -322,6 +322,11 @@ def test_refusals() -> None:
     with pytest.raises(zo.ConfigError, match=r"zo\.Muon: 1 of \d+ parameters are not offloaded"):
         zo.Muon([*plain.named_parameters(), ("extra", nn.Parameter(torch.zeros(2, 2)))])
     zo.close(plain)
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
+    model(tokens_of(0)).backward()
+    with pytest.raises(zo.ZeroOffloadError, match=r"torch's Muon cannot step .* Step with zo\.Muon\(model\.parameters"):
+        torch.optim.Muon([model.blocks[0].up.weight]).step()
+    zo.close(model)
     model = zo.offload(build(Zoo), zo.OffloadConfig(precision="fp32"))
     hidden = [each["output"].weight for each in model.blocks]
     refused: list[tuple[Any, dict[str, Any], str]] = [

@@ -306,7 +306,8 @@ def ours_for(optimizer: torch.optim.Optimizer) -> str:
             check_class(type(optimizer))
         except ConfigError:
             return "zo.AdamW(model.parameters()), or another one of zero_offload"
-        return "zo.unitwise(optimizer)"
+        of_all = "zo.Muon(model.parameters()), which steps the rest of the model too, or let this one: "
+        return (of_all if isinstance(optimizer, torch.optim.Muon) else "") + "zo.unitwise(optimizer)"
     own = inspect.signature(ours[name]).parameters.items()
     arguments = [f"{key}={given[key]!r}" for key, each in own if key in given and given[key] != each.default]
     return f"zo.{name}({', '.join(['model.parameters()', *arguments])}), or let this one: zo.unitwise(optimizer)"
