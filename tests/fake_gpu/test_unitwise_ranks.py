@@ -15,7 +15,8 @@ from tests.helpers.ranks import RankPools
 from tests.parity.test_unitwise_ranks import Found, Train, assert_same, plain, run
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "device": {"params": "device", "grads": "device", "optimizer": "cpu"},
+    "device": {"params": "device", "grads": "device", "optimizer": "device"},
+    "states elsewhere": {"params": "device", "grads": "cpu", "optimizer": "cpu"},
     "cpu": {"params": "cpu", "grads": "device", "optimizer": "cpu"},
     "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
 }
@@ -61,6 +62,7 @@ def test_the_bits_of_host_ranks(
         (2, "cpu", Policy.RANDOM, "fp32"),
         (1, "nvme", Policy.SIDE_LATE, "fp16"),
         (3, "nvme", Policy.SIDE_EARLY, "fp32"),
+        (3, "states elsewhere", Policy.SIDE_EARLY, "bf16"),
     ],
 )
 def test_products_of_matrices_on_the_gpus_of_ranks(

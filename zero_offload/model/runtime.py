@@ -196,8 +196,6 @@ class ModelRuntime(Owner):
         pieces = (piece for section in self.layout.sections if section.trainable for piece in section.params)
         if divided := next((piece.spec.name for piece in pieces if piece.spec.division), None):
             problems.append(f"{divided} is a DTensor of which each rank has a part; such a step needs whole parameters")
-        if self.has_states_on_device and self.collectives.num_shards > 1:
-            problems.append('states rest on the GPU (optimizer="device"), and several ranks step them on the host')
         if self._in_backward is not None:
             problems.append('overlap="backward" updates while gradients come; offload with overlap="forward"')
         if problems:

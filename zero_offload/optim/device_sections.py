@@ -3,14 +3,13 @@
 Owns the memory of these copies, which is the section's own until the host has waited for its downloads. Masters and
 states that rest on the host come from there and go back. Those of a shard that is `on_device` are stepped where they
 rest. Runs on the thread that launches compute. Copies of one section run beside the step of another. The calls: `load`,
-which launches uploads; `take`, after which the step may be launched; `put`, which splits masters; `download`. Where
-ranks divide a section, `upload_whole` and `download_whole` move the parameters that one of them steps.
+which launches uploads; `take`, after which the step may be launched; `put`, which splits masters; `download`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +18,6 @@ from zero_offload.base.host import host_reserved
 from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.hardware.kernels.masters import join_on_device, split_on_device
 from zero_offload.optim.unitwise.state_rows import read_host_parts
-from zero_offload.optim.whole_params import Whole
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.grad_store import GradPiece, GradStore
@@ -44,8 +42,6 @@ class DeviceSection:
     """(shard_numel,) fp32, from `take` on."""
     copies: list[Event] = field(default_factory=list)
     """That the host waits for."""
-    whole: dict[int, Whole] = field(default_factory=dict)
-    """Of a section that ranks divide: parameters that this rank steps, by their first elements. No master then."""
 
     def take(self) -> torch.Tensor:
         """Let compute launched from now on use it; returns the masters."""
@@ -65,8 +61,7 @@ class DeviceSection:
     def put(self) -> None:
         """Write the stepped masters to the section's arrays, and the values that are rounded from them."""
         arrays, master = self.arrays, self.master
-        if master is None:
-            return
+        assert master is not None
         if Component.RESIDUAL in arrays:
             split_on_device(master, arrays[Component.VALUE], arrays[Component.RESIDUAL])
         elif Component.MASTER in arrays and Component.VALUE in arrays:
@@ -106,31 +101,9 @@ class DeviceSections:
                 arrays = {each: self._upload(host[each], uploads) for each in wanted}
             return DeviceSection(arrays, self._grads(grads, shard, uploads), uploads)
         except torch.OutOfMemoryError:
-            _wait_for(uploads)
+            for upload in uploads:  # their memory goes, and serves others
+                upload.ready.synchronize()
             raise
-
-    def upload_whole(self, whole: Mapping[int, Whole], host: Arrays) -> DeviceSection:
-        """Upload parameters that ranks have brought together on the host, and rows of the arrays that are there.
-        Compute launched from now on may use them. Raises torch.OutOfMemoryError."""
-        uploads = list[Handoff]()
-        try:
-            arrays = {each: self._upload(array, uploads) for each, array in host.items() if each.is_rows}
-            there = {
-                key: Whole(*(self._upload(tensor, uploads) for tensor in (own.master, own.grad)))
-                for key, own in whole.items()
-            }
-            copies = [upload.ready for upload in uploads]
-            for copy in copies:
-                copy.wait()
-            return DeviceSection(arrays, [], [], copies=copies, whole=there)
-        except torch.OutOfMemoryError:
-            _wait_for(uploads)
-            raise
-
-    def download_whole(self, section: DeviceSection, whole: Mapping[int, Whole]) -> None:
-        """Launch the downloads of masters that `upload_whole` has uploaded, to where they came from."""
-        for key, there in section.whole.items():
-            section.copies.append(self._device.download(whole[key].master, there.master).ready)
 
     def download(self, section: DeviceSection, host: Arrays, rows_begin: int | None) -> None:
         """Launch the downloads of a section that was stepped, to the arrays that it came from. Of rows those from the
@@ -195,12 +168,6 @@ class DeviceSections:
                 upload.ready.synchronize()  # the next chunk comes to the same memory
                 uploads.append(upload)
         return [GradPiece(0, numel, whole)]
-
-
-def _wait_for(uploads: Iterable[Handoff]) -> None:
-    """Their memory goes, and serves others."""
-    for upload in uploads:
-        upload.ready.synchronize()
 
 
 def _reader(memory: torch.Tensor) -> Callable[[int, int], torch.Tensor]:

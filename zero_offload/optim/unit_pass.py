@@ -29,7 +29,7 @@ from zero_offload.hardware.device import Device, read_memory
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.device_sections import DeviceSection, DeviceSections
-from zero_offload.optim.unitwise.packing import KeptStates, content_of, keep_states
+from zero_offload.optim.unitwise.packing import content_of, keep_states
 from zero_offload.optim.unitwise.state_rows import unpack
 from zero_offload.optim.whole_params import Peers, WholeParams
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
@@ -126,10 +126,9 @@ class UnitPass:
         tasks = _tasks(sections)
         together = len(tasks) if stepper.steps_all else 1
         is_divided = any(section.shard.layout.num_shards > 1 for section in sections)
-        # All ranks exchange parameters in one order, whatever room their devices have.
-        beside = stepper.device.type != "cpu" and not is_divided
-        self._take_staging(sections, max(READ_AHEAD, together) + 1 + beside * (DEVICE_AHEAD + DEVICE_BEHIND))
-        if stepper.steps_all and not beside:
+        on_device = stepper.device.type != "cpu"
+        self._take_staging(sections, max(READ_AHEAD, together) + 1 + on_device * (DEVICE_AHEAD + DEVICE_BEHIND))
+        if stepper.steps_all and not on_device:
             self._look_for_room(sections)
         buffers = _Buffers(sections, shared=together == 1)
         ahead, reading, ready = deque(tasks), deque[_SectionStep](), deque[_SectionStep]()
@@ -137,8 +136,8 @@ class UnitPass:
         while ahead or reading or ready:
             while ahead and len(reading) < max(READ_AHEAD, together):
                 reading.append(self._launch_reads(ahead.popleft()))
-            while reading and len(ready) < together + beside * DEVICE_AHEAD:
-                if beside and not self._load(reading[0], updates, may_wait=len(ready) >= together):
+            while reading and len(ready) < together + on_device * DEVICE_AHEAD:
+                if on_device and not self._load(reading[0], updates, may_wait=len(ready) >= together):
                     break
                 ready.append(reading.popleft())
             stepped = [ready.popleft() for _ in range(together)]
@@ -161,7 +160,7 @@ class UnitPass:
                 raise self._no_room(stepped[0]) from error
             for task in stepped:
                 self._behind.append(task)
-                while len(self._behind) > beside * DEVICE_BEHIND:
+                while len(self._behind) > on_device * DEVICE_BEHIND:
                     self._take(self._behind.popleft(), updates)
                 if task.last:
                     self._spans.close(unit)
@@ -260,6 +259,7 @@ class UnitPass:
     def _give(self, task: _SectionStep, stepper: UnitStep, buffers: _Buffers) -> dict[nn.Parameter, ParamTensors]:
         """The parameters of a section whose reads, or uploads, are launched, as the optimizer gets them."""
         section, device = task.section, task.device
+        memory: torch.Tensor | None = None
         if device is None:
             arrays = self._arrays_on_host(task)
             grads = self._grads_of(section, buffers)
@@ -267,6 +267,7 @@ class UnitPass:
         else:
             arrays = {} if task.chunks is None else _arrays(task.chunks, task.staging)
             master, grads = device.take(), device.grads
+            memory = None if section.shard.rows is None else device.arrays[section.shard.rows]
         if section.shard.on_device and device is not None:
             task.rows = rows = self._sections.rows_at_rest(section.shard, device.arrays)
         else:
@@ -283,10 +284,6 @@ class UnitPass:
         whole = task.whole.gather(master, grad_of)
         given = dict[nn.Parameter, ParamTensors]()
         with self._meeting(task):
-            if device is None and stepper.device.type != "cpu":
-                task.device = device = self._sections.upload_whole(whole, arrays)
-                whole = device.whole
-            memory = None if device is None or section.shard.rows is None else device.arrays[section.shard.rows]
             for param, piece, _ in section.params:
                 if (found := whole.get(piece.begin)) is None:
                     continue
@@ -303,14 +300,14 @@ class UnitPass:
         """Keep the states of a section that was stepped; launch its downloads."""
         section, device = task.section, task.device
         shard, whole = section.shard, task.whole
-        assert whole is not None
+        assert task.master is not None and whole is not None
+        whole.hand_back(task.master)
         kinds = {piece.begin: (states.get(param), kind) for param, piece, _ in section.params if whole.steps(piece)}
         # A state that was changed in its row alone is there.
         for key, before in task.contents.items():
             if before is not None and key in kinds and content_of(kinds[key][0]) == before:
                 del kinds[key]
         memory = None if device is None or shard.rows is None else device.arrays[shard.rows]
-        kept = KeptStates(None, [])
         with self._meeting(task):
             num_chunks = len(shard.layout.chunks())
             kept = keep_states(task.rows, kinds, memory, is_on_device=device is not None, num_chunks=num_chunks)
@@ -324,7 +321,6 @@ class UnitPass:
             assert task.chunks is not None
             begin = None if rows is None else min((row.begin for row in rows.directory.values()), default=None)
             self._sections.download(device, _arrays(task.chunks, task.staging), begin)
-            self._sections.download_whole(device, whole.whole)
             task.beside = kept.beside
         elif rows is not None:
             self._sections.write_rows(shard, rows, kept.beside)
@@ -336,13 +332,12 @@ class UnitPass:
         if task.first:
             self._delivery = updates[section.unit].begin()
         opened = self._spans.open(Track.UPDATE, "write")
-        assert task.master is not None and task.whole is not None
         if device is not None:
             device.wait_on_host()
-        task.whole.hand_back(task.master)
         if chunks is not None:
             arrays = _arrays(chunks, task.staging)
-            if task.master.device.type == "cpu":
+            if device is None:
+                assert task.master is not None
                 _split_master(arrays, task.master)
             elif Component.MASTER in arrays:
                 _split_master(arrays, arrays[Component.MASTER])

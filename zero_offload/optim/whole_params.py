@@ -47,7 +47,7 @@ class _MovedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that this rank steps: fp32, (numel,); views where it is whole here."""
+    """A parameter that this rank steps: fp32, (numel,), where the step is made; views where it is whole here."""
 
     master: torch.Tensor
     grad: torch.Tensor
@@ -62,8 +62,7 @@ class WholeParams:
         self._pieces = {piece.begin: piece for piece in pieces}
         self._index = peers.shard_index if layout.num_shards > 1 else 0
         self._parts = [part for piece in pieces for part in _parts_of(layout, piece)]
-        self.whole = dict[int, Whole]()
-        """Parameters that this rank steps, by their first elements, from `gather` on."""
+        self._whole = dict[int, Whole]()
 
     def steps(self, piece: ParamSlice) -> bool:
         """True if this rank does."""
@@ -80,7 +79,7 @@ class WholeParams:
             if end - begin == piece.spec.numel:
                 found[key] = Whole(master[begin:end], grad_of(piece, begin, end))
                 continue
-            found[key] = Whole(*(host_reserved([piece.spec.numel], torch.float32) for _ in range(2)))
+            found[key] = Whole(*(_empty(piece.spec.numel, master.device) for _ in range(2)))
             if begin < end:
                 at = self._within(piece, begin, end)
                 found[key].master[at] = master[begin:end]
@@ -95,13 +94,13 @@ class WholeParams:
             elif part.stepper == self._index:
                 whole, at = found[part.key], slice(part.begin, part.end)
                 received += [(part.shard, each[at]) for each in (whole.master, whole.grad)]
-        self._swap(sent, received)
-        self.whole = found
+        self._swap(sent, received, master.device)
+        self._whole = found
         return found
 
     def hand_back(self, master: torch.Tensor) -> None:
         """Have this rank's elements of `master`, (shard_numel,), as the steps left them."""
-        for key, whole in self.whole.items():
+        for key, whole in self._whole.items():
             begin, end = self._layout.in_shard(self._pieces[key], self._index)
             if begin < end:
                 own = whole.master[self._within(self._pieces[key], begin, end)]
@@ -113,15 +112,15 @@ class WholeParams:
                 begin, end = self._layout.in_shard(self._pieces[part.key], self._index)
                 received.append((part.stepper, master[begin:end]))
             elif part.stepper == self._index:
-                sent.append((part.shard, self.whole[part.key].master[part.begin : part.end]))
-        self._swap(sent, received)
+                sent.append((part.shard, self._whole[part.key].master[part.begin : part.end]))
+        self._swap(sent, received, master.device)
 
     def _within(self, piece: ParamSlice, begin: int, end: int) -> slice:
         """Elements of the shard as a range of the parameter."""
         offset = self._index * self._layout.shard_numel - piece.begin
         return slice(begin + offset, end + offset)
 
-    def _swap(self, sent: Sequence[_Move], received: Sequence[_Move]) -> None:
+    def _swap(self, sent: Sequence[_Move], received: Sequence[_Move], device: torch.device) -> None:
         """Send and receive these, in the order of parts, which is that of all ranks; nothing where no rank does."""
         if not self._parts:
             return
@@ -129,7 +128,7 @@ class WholeParams:
             [[each for rank, each in moves if rank == other] for other in range(self._layout.num_shards)]
             for moves in (sent, received)
         )
-        flats, rooms = ([_room(tensors) for tensors in each] for each in (leaving, arriving))
+        flats, rooms = ([_room(tensors, device) for tensors in each] for each in (leaving, arriving))
         for flat, tensors in zip(flats, leaving, strict=True):
             if tensors:
                 torch.cat(tensors, out=flat)
@@ -165,5 +164,12 @@ def _parts_of(layout: SectionLayout, piece: ParamSlice) -> list[_MovedPart]:
     return found
 
 
-def _room(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return host_reserved([sum(each.numel() for each in tensors)], torch.float32)
+def _room(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return _empty(sum(each.numel() for each in tensors), device)
+
+
+def _empty(numel: int, device: torch.device) -> torch.Tensor:
+    """(numel,) fp32; in host memory pages that are taken when they are touched."""
+    if device.type == "cpu":
+        return host_reserved([numel], torch.float32)
+    return torch.empty(numel, dtype=torch.float32, device=device)

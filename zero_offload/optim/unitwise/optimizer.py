@@ -67,8 +67,8 @@ def unitwise(optimizer: torch.optim.Optimizer, units: str = "each") -> torch.opt
 
     Raises ConfigError, with what differed, for an optimizer that cannot be stepped unit by unit. So it does for an
     optimizer of `zero_offload`, which needs no such call. Parameters that are not offloaded, and DTensors that tensor
-    parallelism divides, are refused. The same holds for overlap="backward", and on several ranks that divide states for
-    `units="all"` and states on a GPU (optimizer="device").
+    parallelism divides, are refused. The same holds for overlap="backward", and for `units="all"` on
+    several ranks that divide states.
 
     The host makes the steps. A GPU makes them where a class multiplies matrices, as Muon does, and where its states
     rest there.

@@ -174,8 +174,8 @@ class Collectives:
     def launch_swap(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str
     ) -> Callable[[], None]:
-        """Send `sent[i]`, (n,), host, to the rank with shard i, and fill `received[i]` with what it sends here; returns
-        the wait. All have said before that they do so."""
+        """Send `sent[i]`, (n,), to the rank with shard i, and fill `received[i]` with what it sends here; returns the
+        wait. On a GPU host memory goes by way of it. All have said before that they do so."""
         assert self._gathers is not None
         self.counters.add("gathered", sum(each.nbytes for each in received))
         if self._device.type == "cpu":
@@ -187,7 +187,8 @@ class Collectives:
         def finish() -> None:
             wait()
             for target, each in zip(received, arriving, strict=True):
-                target.copy_(each)
+                if target is not each:
+                    target.copy_(each)
 
         return finish
 
