@@ -27,7 +27,7 @@ KINDS = {
     "published": "by others, with the source",
 }
 """Figures that are not measured, and where they are from."""
-RECORDS = {"docs/TEST-ALL.md", "docs/STAGES.md", "docs/VERSIONS.md", "docs/ZOO.md"}
+RECORDS = {"docs/TEST-ALL.md", "docs/STAGES.md", "docs/VERSIONS.md", "docs/ZOO.md", "docs/OPTIMIZERS.md"}
 """Pages to which claims lead: each says itself what ran, when and where."""
 
 _UNIT = r"(?:ns|us|ms|s|seconds?|minutes?|hours?|[KMGT]i?B(?:/s)?|TFLOPS?(?:/s)?|tokens/s|%)(?![\w/])"

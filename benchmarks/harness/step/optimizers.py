@@ -278,9 +278,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     rows = update_rows(4 if args.quick else 12)
-    rows += memory_rows(4 if args.quick else 12)
     with command.scratch_directory(args.nvme) as folder:
         rows += peak_rows(folder)
+        write(rows, args.json)
+        rows += memory_rows(4 if args.quick else 12)
+        write(rows, args.json)
         rows += drive_rows(folder, 2 if args.quick else 5)
     show(rows)
     write(rows, args.json)
