@@ -1436,9 +1436,9 @@ FAULTS = [
     ),
     fault(
         "numbers of ranks are added up over ranks with the same shard",
-        "runtime/ranks/group.py",
-        "sorted(self.members))",
-        "self.members)",
+        "runtime/ranks/agreement.py",
+        "sorted(group.members)",
+        "list(group.members)",
         "tests/parity/test_meshes.py::test_four_ranks_follow_one",
     ),
     # Between steps, what is assigned
