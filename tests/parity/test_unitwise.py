@@ -713,6 +713,38 @@ def test_refusals_name_the_way(tmp_path: Path) -> None:
     zo.close(model)
 
 
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, and moves weights by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for param in (each for group in self.param_groups for each in group["params"]):
+            param.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("units", ["each", "all"])
+def test_an_optimizer_around_another_one_is_not_left_out(units: str, tmp_path: Path) -> None:
+    model = build(TinyLM)
+    zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32"))
+    with pytest.raises(zo.ConfigError, match="zo.unitwise: Around is an optimizer around AdamW, and what it does"):
+        zo.unitwise(Around(torch.optim.AdamW(model.parameters())), units=units)
+    optimizer = zo.AdamW(model.parameters())
+    calls: list[Callable[[torch.optim.Optimizer], Any]] = [
+        lambda each: zo.commit(model, each),
+        lambda each: zo.resume(model, each),
+        lambda each: zo.save_checkpoint(model, each, tmp_path / "saved"),
+        lambda each: next(iter(zo.steps(model, each, 3))),
+    ]
+    for call in calls:
+        with pytest.raises(zo.ConfigError, match=r"Around is an optimizer around AdamW, .* Train with AdamW alone"):
+            call(Around(optimizer))
+    zo.close(model)
+
+
 def test_room_for_rows_is_counted(tmp_path: Path) -> None:
     """Beyond two states of a parameter, which plans count."""
     model, optimizer = open_run("AdamW", tmp_path, "memory")

@@ -32,12 +32,25 @@ def check_config(call: str, config: object) -> OffloadConfig:
 
 
 def check_optimizer(call: str, optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, without the wrappers that accelerate and lightning put around it."""
+    """The optimizer, without the wrappers that accelerate, Lightning and Ray put around it.
+
+    Raises ConfigError for others around one (lookahead, masks of updates): they have steps and numbers of their own.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(f"{call} takes the optimizer after the model, not {_kind(optimizer)}")
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        name, inside = type(optimizer).__name__, type(inner).__name__
+        if type(optimizer).__module__.partition(".")[0] not in _WRAPPERS:
+            raise ConfigError(
+                f"{call}: {name} is an optimizer around {inside}, and what it does and keeps itself would be left out. "
+                f"Train with {inside} alone. Where {name} keeps nothing, give the {inside} inside"
+            )
         optimizer = inner
     return cast(torch.optim.Optimizer, optimizer)
+
+
+_WRAPPERS = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "ray"})
+"""Packages whose optimizers have no states beside those of the one inside."""
 
 
 def params_of(call: str, given: object) -> list[nn.Parameter]:
