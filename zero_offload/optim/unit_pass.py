@@ -29,7 +29,7 @@ from zero_offload.hardware.device import Device, read_memory
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.device_sections import DeviceSection, DeviceSections
-from zero_offload.optim.unitwise.packing import content_of, keep_states
+from zero_offload.optim.unitwise.packing import KeptStates, content_of, keep_states
 from zero_offload.optim.unitwise.state_rows import unpack
 from zero_offload.optim.whole_params import Peers, WholeParams
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
@@ -58,7 +58,7 @@ class WalkedParam(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkedSection:
-    """One section's part of a walk, on a rank that has all of it."""
+    """One section's part of a walk."""
 
     unit: int
     name: str
@@ -308,6 +308,7 @@ class UnitPass:
             if before is not None and key in kinds and content_of(kinds[key][0]) == before:
                 del kinds[key]
         memory = None if device is None or shard.rows is None else device.arrays[shard.rows]
+        kept = KeptStates(None, [])
         with self._meeting(task):
             num_chunks = len(shard.layout.chunks())
             kept = keep_states(task.rows, kinds, memory, is_on_device=device is not None, num_chunks=num_chunks)
