@@ -83,7 +83,7 @@ def _versions(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _is_refused(row: dict[str, Any]) -> bool:
     """True if no argument of `zo.unitwise` lets it step."""
-    return str(row.get("cpu")).startswith("NotByUnitsError")
+    return str(row.get("cpu")).startswith(("NotByUnitsError", "ConfigError"))
 
 
 def _word(kind: str) -> str:
