@@ -43,7 +43,7 @@ def test_a_rank_that_waits_for_its_device_learns_it(on: int, pool: RankPool) -> 
     pool.renew()
 
 
-@pytest.mark.parametrize(("stage", "most"), [(0, 4), (1, 5), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("stage", "most"), [(0, 3), (1, 4), (2, 4), (3, 4)])
 def test_rounds_do_not_grow_with_units(stage: int, most: int, pool: RankPool) -> None:
     """The first steps are announced. One round of each is about the memory of devices."""
     assert NUM_BLOCKS > 3

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +37,7 @@ from zero_offload.runtime.ranks import group as groups
 from zero_offload.runtime.ranks import neighbours
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Course
-from zero_offload.runtime.ranks.neighbours import RankProcess
+from zero_offload.runtime.ranks.neighbours import RankProcess, Words
 from zero_offload.runtime.ranks.watch import Notice
 
 ROUND_TRIP_S, INSIDE_S, BYTES_PER_S = 100e-6, 20e-6, 1.25e9
@@ -57,7 +58,9 @@ def record(rank: int, world_size: int, stage: int, num_blocks: int) -> list[list
     def recorded(name: str, method: Any) -> Any:
         def call(self: Agreement, *args: Any, **kwargs: Any) -> Any:
             if not depth[0]:
-                calls[-1].append((name, *_plain(name, args, kwargs)))
+                # Facts that a block finds travel with the words at its end.
+                at = len(calls[-1]) - (name == "compare" and calls[-1][-1][0] == "together")
+                calls[-1].insert(at, (name, *_plain(name, args, kwargs)))
             depth[0] += 1
             try:
                 return method(self, *args, **kwargs)
@@ -78,8 +81,9 @@ def record(rank: int, world_size: int, stage: int, num_blocks: int) -> list[list
             zo.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
+        calls.append([])
         zo.close(model)
-    return calls[1:]
+    return calls[1:-1]
 
 
 def _plain(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -175,26 +179,23 @@ class Pages:
     """The channel between ranks of a machine."""
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
-        self._ranks, self._words, self._first = ranks, [()] * len(ranks), [0]
-        self._meeting = threading.Barrier(len(ranks), self._meet)
+        self._ranks, self._words = ranks, [np.zeros(0, np.int64)] * len(ranks)
+        self._meeting, self._read = threading.Barrier(len(ranks), self._meet), threading.Barrier(len(ranks))
 
     def _meet(self) -> None:
         at_s = max(each.now_s for each in self._ranks) + INSIDE_S
         for each in self._ranks:
             each.now_s = at_s
 
-    def tell(self, words: Sequence[int], numbers: Sequence[float] = ()) -> list[tuple[int, ...]]:
-        self._words[self._ranks.index(_here())] = tuple(words)
+    def gather(self, mine: Words) -> Words:
+        self._words[self._ranks.index(_here())] = mine
         self._meeting.wait()
-        found = list(self._words)
-        self._meeting.wait()  # none writes its next words before all have read these
+        found = np.stack(self._words)
+        self._read.wait()  # none writes its next words before
         return found
 
-    def of_first(self, numbers: Sequence[int], count: int) -> list[int]:
-        if _here() is self._ranks[0]:
-            self._first = list(numbers)
-        self._meeting.wait()
-        return self._first
+    def of_first(self, words: Words) -> Words:
+        return self.gather(words)[0]
 
 
 class _Watch:
@@ -324,12 +325,9 @@ def known_step(pools: RankPools, num_ranks: int, per_machine: int) -> Step:
 
 
 def ring_s(num_ranks: int, per_machine: int, step: Step) -> float:
-    """The same step by gloo's own gathers, which pass words around a ring: a round trip for each other machine.
-
-    Two of the rounds are of all ranks' numbers, which pass through the ranks of each machine too.
-    """
-    machines = math.ceil(num_ranks / per_machine)
-    return step.rounds * (machines - 1) * ROUND_TRIP_S + 2 * (num_ranks - machines) * INSIDE_S
+    """The same step by gloo's own gathers, which pass words around a ring: a round trip for each other machine."""
+    inside_s = 2 * INSIDE_S * (per_machine > 1)
+    return step.rounds * ((math.ceil(num_ranks / per_machine) - 1) * ROUND_TRIP_S + inside_s)
 
 
 def line_of(num_ranks: int, per_machine: int, step: Step) -> str:

@@ -152,6 +152,8 @@ def train(rank: int, world_size: int, case: Case) -> Outcome:
                     loss.backward()
                 out.losses.append(loss.item())
             if case.max_norm is not None:
+                with owner.together_and_reduce("a norm"):
+                    pass
                 out.norms.append(math.sqrt(owner.grad_access.squares(list(model.parameters()))))
                 zo.clip_grad_norm_(model, case.max_norm)
             optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,10 +19,11 @@ from tests.helpers.pairwise import in_turn
 from tests.helpers.parting import ENOUGH_S, WAYS, Way, part
 from tests.helpers.parting import Outcome as Parting
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
-from zero_offload.base.types import STAGES
+from zero_offload.base.types import STAGES, Branches
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.ranks import agreement, levels, neighbours
-from zero_offload.runtime.ranks.group import gather_few
+from zero_offload.runtime.ranks.agreement import Agreement
+from zero_offload.runtime.ranks.group import RankGroup, gather_few
 from zero_offload.runtime.ranks.watch import RankProcess
 
 WORLD_SIZE = 4
@@ -70,6 +72,30 @@ def test_words_go_by_first_ranks_and_bits_are_those_of_one_machine(machines: str
         assert counts["inside"] == (2 * counts["rounds"] if machines.count(machines[rank]) > 1 else 0)
 
 
+def agree(
+    rank: int, world_size: int, machines: str, counts: Sequence[int], on_host: bool, apart: bool
+) -> list[list[list[float]]]:
+    """Numbers that ranks tell each other in turns; `apart`, after a call in which rank 1 alone told some."""
+    with pytest.MonkeyPatch.context() as patch:
+        on_machines(patch, machines)
+        group = RankGroup.of(zo.OffloadConfig(stage=1))
+        agreement = Agreement(group, Branches.SAME, on_host=on_host)
+        if apart:
+            with pytest.raises(zo.ZeroOffloadError, match=r"rank 1 at a norm \(1 numbers\)"):
+                agreement.numbers([1.0], "a norm") if rank == 1 else agreement.same("a look")
+            agreement.begin()
+        return [agreement.numbers([rank + i / 2 for i in range(count)], "numbers") for count in counts]
+
+
+@pytest.mark.parametrize(("machines", "on_host"), [("aaaa", True), ("aaaa", False), ("aabb", True), ("abbb", False)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_numbers_of_all_ranks_are_in_their_order(machines: str, on_host: bool, apart: bool, pool: RankPool) -> None:
+    """Few ride with the words between machines, and many have a round of their own."""
+    counts = [1, 2, 0, 126, 127, 5000, 3]
+    expected = [[[rank + i / 2 for i in range(count)] for rank in range(WORLD_SIZE)] for count in counts]
+    assert pool.succeed(agree, machines, counts, on_host, apart) == [expected] * WORLD_SIZE
+
+
 def few(rank: int, world_size: int, numel: int) -> list[list[int]]:
     every = torch.empty(world_size * numel, dtype=torch.int64)
     for turn in range(3):
@@ -84,12 +110,11 @@ def test_few_words_of_all_ranks_are_in_their_order(size: int, pools: RankPools) 
 
 
 def test_many_ranks_agree_in_as_many_rounds_as_two(pools: RankPools) -> None:
-    """Words take as many hops as the number of machines doubles, and the numbers of a norm as that of ranks."""
+    """They take as many hops as the number of machines doubles. Numbers of norms ride with words."""
     steps = pools.of(2).succeed(record, 3, 4)[0]
     two, pairs, many = (simulate(steps, *each)[-1] for each in [(2, 1), (33, 1), (64, 8)])
-    assert two.rounds == pairs.rounds == many.rounds == 5 + 2
-    assert (two.most_messages, pairs.most_messages) == (7, 7 * 6)
-    assert many.most_messages == 5 * 3 + 2 * 6
+    assert two.rounds == pairs.rounds == many.rounds == 3
+    assert (two.most_messages, pairs.most_messages, many.most_messages) == (3, 3 * 6, 3 * 3)
     assert two.seconds < many.seconds < 4.5 * two.seconds
 
 

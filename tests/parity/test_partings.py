@@ -103,12 +103,12 @@ def test_steps_that_change_on_all_ranks(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("without_pages", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_rounds_do_not_grow_with_units(stage: int, without_pages: bool, pool: RankPool) -> None:
-    """Without pages the first steps are announced."""
+@pytest.mark.parametrize(("stage", "most"), [(0, 2), (1, 3), (2, 3), (3, 3)])
+def test_rounds_do_not_grow_with_units(stage: int, most: int, without_pages: bool, pool: RankPool) -> None:
+    """Without pages the first steps are announced. Numbers of norms ride with other words."""
     assert NUM_BLOCKS > 3
     for counts in pool.succeed(count_rounds, {"stage": stage}, without_pages):
-        assert max(counts[2:] if without_pages else counts) <= 4, counts
+        assert max(counts[2:] if without_pages else counts) <= most, counts
         assert not without_pages or counts[0] > 6
 
 

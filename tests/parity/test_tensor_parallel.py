@@ -160,6 +160,8 @@ def go_on(rank: int, case: Case, model: nn.Module, optimizer: zo.AdamW, span: ra
             loss.backward()
             out.losses.append(loss.item())
         if case.max_norm is not None:
+            with owner.together_and_reduce("a norm"):
+                pass
             norm = math.sqrt(owner.grad_access.squares(list(model.parameters())))
             of_grads = torch.nn.utils.get_total_norm(
                 [param.grad for param in model.parameters() if param.grad is not None]

@@ -289,17 +289,20 @@ class Cluster:
 ONE_RANK_ALONE = Cluster()
 ROUND_TRIP_S = 1e-4
 """Between two machines of a local network, gloo's part included."""
-ROUNDS_OF_MACHINES, ROUNDS_OF_RANKS = 5, 2
-"""Of a clipped step that all ranks know: of words, and of numbers. `tests/helpers/agreeing.py` counts them."""
+INSIDE_S = 2e-5
+"""Words of one process for another of its machine, in pages."""
+ROUNDS, RANKS_WITH_ROOM = 3, 128
+"""Of a clipped step that all ranks know. Among more ranks numbers have a round of their own, since the others have
+little room. `tests/helpers/agreeing.py` counts them."""
 
 
 def agreement_s(cluster: Cluster) -> float:
-    """Seconds of a step in which words double with each hop, among machines and then among ranks; a hop is a round
-    trip."""
+    """Seconds of a step in which words double with each hop among machines. A hop is a round trip; ranks of a machine
+    meet before and after."""
     if cluster.nodes == 1:
         return 0.0
-    of_machines, of_ranks = ((count - 1).bit_length() for count in (cluster.nodes, cluster.ranks))
-    return ROUND_TRIP_S * (ROUNDS_OF_MACHINES * of_machines + ROUNDS_OF_RANKS * of_ranks)
+    rounds, inside_s = ROUNDS + (cluster.ranks > RANKS_WITH_ROOM), 2 * INSIDE_S * (cluster.ranks > cluster.nodes)
+    return rounds * (ROUND_TRIP_S * (cluster.nodes - 1).bit_length() + inside_s)
 
 
 def share_of_rank(

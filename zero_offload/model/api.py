@@ -190,10 +190,10 @@ def _clip_compared(settings: Mapping[str, object], owner: ModelRuntime, params: 
 
 @contextmanager
 def _together(call: str, owners: Iterable[tuple[ModelRuntime, object]]) -> Iterator[None]:
-    """`ModelRuntime.together` of each."""
+    """`ModelRuntime.together_and_reduce` of each."""
     with ExitStack() as met:
         for owner, _ in owners:
-            met.enter_context(owner.together(call))
+            met.enter_context(owner.together_and_reduce(call))
         yield
 
 

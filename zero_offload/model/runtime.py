@@ -177,13 +177,12 @@ class ModelRuntime(Owner):
             self._in_backward.add_trainer(optimizer)
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
-        with self.together("scaler.unscale_"):
+        with self.together_and_reduce("scaler.unscale_"):
             check_holds_grads(self.config, "zo.GradScaler")
             settings = {f"{name} of the loss scale": value for name, value in scaler.settings().items()}
             self.compare("loss scale", lambda: Compared.of(settings))
             self._scaler = scaler
             self.tracker.recover()
-        self.grads.reduce_waiting()
         return self.grad_access.unscale(scaler.get_scale(), overflowed)
 
     def instead_of(self, optimizer: torch.optim.Optimizer) -> str | None:
@@ -595,6 +594,16 @@ class ModelRuntime(Owner):
         what = f"{call}, which all ranks call ({instead})" if may_be_alone else call
         with self.collectives.together(what, notice, may_be_alone=may_be_alone):
             yield
+
+    @contextmanager
+    def together_and_reduce(self, call: str) -> Iterator[None]:
+        """As `together`; then gradients that earlier backwards have left on each rank are reduced. Raises too where the
+        program has changed gradients on some ranks only."""
+        notice = Notice()
+        with self.together(call + self.grads.ledger.changes(), notice=notice):
+            yield
+            notice.flags = self.grads.waiting()
+        self.grads.reduce_waiting(notice.flags)
 
     @contextmanager
     def together_in_step(self, call: str) -> Iterator[None]:

@@ -214,7 +214,6 @@ class GradAccess(GradSource):
 
     def squares(self, params: Collection[nn.Parameter]) -> float:
         """The sum of squares of these gradients, as the next update would use them. Collective."""
-        self.arriving.reduce_waiting()
         return self.norms.squares(params)[0]
 
     def unscale(self, loss_scale: float, overflowed: bool) -> bool:

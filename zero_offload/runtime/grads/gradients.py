@@ -297,20 +297,33 @@ class Gradients:
     def _awaits_more(self, section: GradSection) -> bool:
         return any(map(self._is_expected, section.params))
 
-    def reduce_waiting(self) -> None:
-        """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
-        # A sum that this rank lacks may be waiting on another rank.
-        if not self.has_deferred and not self._collectives.partition.any_branches:
-            return
-        self.has_deferred = False
-        self.norms.clear()
+    @property
+    def _may_wait(self) -> bool:
+        """True if earlier backwards may have left something on a rank; this one may lack it."""
+        return self.has_deferred or self._collectives.partition.any_branches
+
+    def waiting(self) -> list[bool]:
+        """For each parameter, section by section, whether earlier backwards have left something of it on this rank;
+        empty where no rank has anything."""
+        if not self._may_wait:
+            return []
         left = [each.waiting if each.joined is None else each.joined for each in self.ledger.sections]
-        flags = [
+        return [
             index in each
             for section, each in zip(self.ledger.sections, left, strict=True)
             for index in range(len(section.params))
         ]
-        found = iter(self._collectives.any_rank(flags))
+
+    def reduce_waiting(self, told: Sequence[bool] = ()) -> None:
+        """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank.
+
+        `told`: what is `waiting` on one rank or more, if ranks have told each other already.
+        """
+        if not self._may_wait:
+            return
+        found = iter(told or self._collectives.any_rank(self.waiting()))
+        self.has_deferred = False
+        self.norms.clear()
         for section in self.ledger.sections:
             anywhere = {index for index in range(len(section.params)) if next(found)}
             self.ledger.hold(section, anywhere)

@@ -57,11 +57,13 @@ class GradNorms:
         """By the order: of all gradients held. Known until one of them changes."""
         self._are_finite = False
         """True if all gradients held, without factors, are known to be finite on every rank."""
+        self._whole: tuple[float, float] | None = None
+        """The sums over ranks of `squares`, for all gradients held, if none of them had a factor then."""
 
     def clear(self) -> None:
         """A gradient has changed."""
         self._by_order.clear()
-        self._are_finite = False
+        self._are_finite, self._whole = False, None
 
     def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
         """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
@@ -78,12 +80,25 @@ class GradNorms:
         )
 
     def squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
-        total, bad, is_all = 0.0, 0.0, True
+        """The sum of squares of the gradients held of `params` (None: of all), and whether all are finite, on every
+        rank. Collective."""
+        mine, is_all, has_factors = self._squares_here(params)
+        total, bad = self._whole or (0.0, 0.0)
+        if self._whole is None or has_factors or not is_all:
+            total, bad = self._collectives.sum_over_shards(list(mine))
+        self._are_finite = bad == 0 and is_all
+        return total, bad == 0
+
+    def _squares_here(self, params: Collection[nn.Parameter] | None) -> tuple[tuple[float, float], bool, bool]:
+        """As `squares`, of this rank's parts, with how many are not finite; whether these are all that are held;
+        whether they have factors."""
+        total, bad, is_all, has_factors = 0.0, 0.0, True, self._ledger.loss_scale != 1.0
         self._ledger.read_factors()
         self._complete_sums(self._ledger.sections)
         for section, indices in self._ledger.chosen(params):
             sums, factors = section.sums(indices), section.store.factors  # here, not by a call: this runs in each step
             is_all = is_all and len(indices) == len(section.holding)
+            has_factors = has_factors or bool(factors)
             squares = math.fsum(
                 [
                     (factors.get(index, 1.0) / self._ledger.loss_scale) ** 2 * each.sumsq
@@ -98,9 +113,7 @@ class GradNorms:
                     for index, each in zip(indices, sums, strict=True)
                 ]
             )
-        total, bad = self._collectives.sum_over_shards([total, bad])
-        self._are_finite = bad == 0 and is_all
-        return total, bad == 0
+        return (total, bad), is_all, has_factors
 
     def finite(self, units: Sequence[Sequence[GradSection]], params: Container[nn.Parameter]) -> list[bool]:
         """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
@@ -148,7 +161,7 @@ class GradNorms:
         if order not in self._by_order:
             if self._collectives.divides:
                 self._collectives.agreement.same(f"a norm of order {order:g} of .grad: all ranks ask for it, or none")
-            self._by_order[order] = self._find(order)
+            self._by_order[order], _ = self._find(order)
         found = self._by_order[order]
         if found.rows is None:
             values = torch.tensor([*found.of.values()], dtype=torch.float64, device="cpu")
@@ -177,10 +190,14 @@ class GradNorms:
         On a GPU the sums are still under way, and the host waits for nothing here.
         """
         if self._device.is_host and self._collectives.divides and not self._updates_in_backward:
-            self._by_order[2.0] = self._find(2.0)
+            mine, _, has_factors = self._squares_here(None)
+            self._by_order[2.0], (total, bad) = self._find(2.0, mine)
+            self._whole = None if has_factors else (total, bad)
 
-    def _find(self, order: float) -> Norms:
-        """Norms of all gradients held, without factors and loss scale. Collective."""
+    def _find(self, order: float, beside: Sequence[float] = ()) -> tuple[Norms, list[float]]:
+        """Norms of all gradients held, without factors and loss scale; with those of order 2 numbers `beside` them,
+        added up over ranks. Collective.
+        """
         if order == 2:
             self._complete_sums(self._ledger.sections)
         at, found = dict[int, int](), list[float]()
@@ -190,12 +207,13 @@ class GradNorms:
                 found += [each.sumsq / section.layout.num_copies for each in section.sums(indices)]
             elif indices:
                 found += self._powers(section, indices, order)
+        sums = list[float]()
         if order == math.inf:
             norms = self._collectives.most_over_shards(found)
         else:
-            sums = self._collectives.sum_over_shards(found)
-            norms = [math.sqrt(each) if order == 2 else each ** (1 / (order or 1)) for each in sums]
-        return Norms(dict(zip(at, norms, strict=True)), at)
+            sums = self._collectives.sum_over_shards([*found, *beside])
+            norms = [math.sqrt(each) if order == 2 else each ** (1 / (order or 1)) for each in sums[: len(found)]]
+        return Norms(dict(zip(at, norms, strict=True)), at), sums[len(found) :]
 
     def _powers(self, section: GradSection, indices: Sequence[int], order: float) -> list[float]:
         """The sum of each gradient's absolute values to a power, of this rank's part; of order inf the largest one."""

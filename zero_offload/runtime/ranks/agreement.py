@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ from zero_offload.base.host import host_empty, host_tensor
 from zero_offload.base.types import Branches
 from zero_offload.runtime.ranks.group import RankGroup, gather_few
 from zero_offload.runtime.ranks.levels import Levels
-from zero_offload.runtime.ranks.neighbours import NUMBERS_MAX, TURNS_AHEAD
+from zero_offload.runtime.ranks.neighbours import TURNS_AHEAD
 from zero_offload.runtime.ranks.script import Script
 from zero_offload.runtime.ranks.sockets import end_device_groups
 from zero_offload.runtime.ranks.watch import ErrorReport, Notice, raise_first, report_of
@@ -52,6 +54,8 @@ class Intent(IntEnum):
 
 _START_AGAIN = "Ranks have closed their connections: start all again; existing='resume' goes on from the last commit"
 _SAID_KEPT = 256
+_FLAGS_OF_NUMBER = 48
+"""A float64 has these bits exactly."""
 _CRC_BITS = 32
 _CRC_MAX = (1 << _CRC_BITS) - 1
 
@@ -151,15 +155,17 @@ class Agreement:
         if self._group is None:
             return [list(mine)]
         call = f"{what} ({len(mine)} numbers)"
-        if self._levels.pages is not None and len(mine) <= NUMBERS_MAX:
+        if len(mine) <= self._levels.most_numbers:
             self._same(call, mine)
-            return self._levels.pages.numbers(len(mine))
+            return self._levels.numbers(len(mine))
         self.same(call)
-        every = host_empty(self._num_ranks * len(mine), torch.float64)
         with self._watch.waiting(what):
-            gather_few(every, host_tensor(mine, torch.float64), group=self._group)
-        found: list[list[float]] = every.view(self._num_ranks, -1).tolist()
-        return found
+            return self._levels.many(mine)
+
+    def any_of(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """For each flag, whether a rank has set it; all say as many now, for `what`, or all raise."""
+        call = f"{what} ({len(flags)} flags)"
+        return _any(self.numbers(_pack(flags), call), len(flags)) if self._group is not None else list(flags)
 
     # Words that are compared later
 
@@ -225,8 +231,8 @@ class Agreement:
         """A block at the beginning of `call`, which all ranks make, succeeds on all of them, or all raise.
 
         The first rank's error is raised where nothing went wrong. Inside there must be no communication. At the end
-        `notice` is given on all ranks if it was given on one, and has what `compare` was given. Raises ConfigError on
-        all where they differ in that. With `ends_step` it is the last call of a step.
+        `notice` and each of its flags are given on all ranks if they were given on one. It has what `compare` was
+        given, too. Raises ConfigError on all where they differ in that. With `ends_step` it is the last call of a step.
         """
         notice = notice or Notice()
         if self._group is None:
@@ -243,17 +249,25 @@ class Agreement:
         try:
             intent = Intent.CALL if failure is None else Intent.ERROR
             notice.compared += self._take_compared()
+            if notice.flags:
+                call = f"{call} ({len(notice.flags)} flags)"
+            packed = _pack(notice.flags)
+            rides = len(packed) <= self._levels.most_numbers
             word = self._word(call, notice.of_column()) | notice.given << _CRC_BITS
             self._note(call)
             if ends_step and self._script is not None:
                 word |= self._script.forecast() << _CRC_BITS + 1
-            heard = self._ask(intent, word, call, failure=failure)
+            heard = self._ask(intent, word, call, packed if rides else (), failure)
             if _differ(heard):
                 raise self._mismatch(self._turn, heard, call, failure, notice.of_column())
             notice.given = any(word >> _CRC_BITS & 1 for _, word in heard)
             if ends_step and self._script is not None:
                 forecasts = {word >> _CRC_BITS + 1 for _, word in heard}
                 self._script.end(alike=len(forecasts) == 1 and 0 not in forecasts)
+            if packed and failure is None:
+                with self._watch.waiting(call):
+                    every = self._levels.numbers(len(packed)) if rides else self._levels.many(packed)
+                notice.flags = _any(every, len(notice.flags))
         except ZeroOffloadError:
             if failure is None:
                 raise
@@ -396,6 +410,8 @@ class Agreement:
             # A rank says no more than that before it hears this turn, and so all go on from one number.
             self._turn = self._heard = turn + TURNS_AHEAD
             self._channel.skip_to(self._turn)
+        elif self._levels.pages is not None:
+            self._levels.pages.begin_numbers()  # some ranks may have told numbers, and others not
         return found
 
     # Without words before each call
@@ -452,6 +468,19 @@ class Agreement:
         begin = 0 if notice is None else notice.word
         # With a script a round compares all that ranks have said nothing about.
         return zlib.crc32(call.encode(), begin if self._script is None else begin ^ self._course.digest)
+
+
+def _pack(flags: Sequence[bool]) -> list[float]:
+    return [
+        float(sum(flag << place for place, flag in enumerate(flags[begin : begin + _FLAGS_OF_NUMBER])))
+        for begin in range(0, len(flags), _FLAGS_OF_NUMBER)
+    ]
+
+
+def _any(every: Sequence[Sequence[float]], count: int) -> list[bool]:
+    """Of each of so many flags that ranks have packed, whether it is set on one."""
+    words = [reduce(or_, map(int, numbers)) for numbers in zip(*every, strict=True)]
+    return [bool(words[i // _FLAGS_OF_NUMBER] >> i % _FLAGS_OF_NUMBER & 1) for i in range(count)]
 
 
 def _differ(words: Words) -> bool:

@@ -111,6 +111,8 @@ class Collectives:
         ):
             try:
                 yield
+                if self._row is not None:
+                    notice.flags = []  # they concern ranks with other parts of the model too
             finally:
                 if may_be_alone and self.is_shared:
                     waiting.enter_context(warning_after(WARN_S, lambda: self._waiting_text(call)))
@@ -298,7 +300,10 @@ class Collectives:
         """For each flag, whether it is set on some rank, whatever part of the model that holds."""
         if not self.is_shared:
             return list(flags)
-        found = self._all_reduce(list(map(float, flags)), dist.ReduceOp.MAX, self._everyone, "an agreement about flags")
+        what = "an agreement about flags"
+        if self._row is None:
+            return self.agreement.any_of(flags, what)
+        found = self._all_reduce(list(map(float, flags)), dist.ReduceOp.MAX, self._everyone, what)
         return [bool(flag) for flag in found]
 
     def extremes(self, value: float) -> tuple[float, float]:

@@ -30,8 +30,8 @@ TURNS_AHEAD = 16
 _TURNS_KEPT = 4 * TURNS_AHEAD
 """A rank has heard k - 16 when it posts k, so all others have posted that, and heard k - 32. A parting skips 16 turns
 at once."""
-NUMBERS_MAX = 2048
-"""Numbers that one turn may have."""
+NUMBERS_MAX = 1 << 14
+"""Numbers that one turn may have. Memory is taken when it is first used."""
 
 _POSTED, _LEFT = 0, 1
 """Words of a page: the last turn that was told; 1 if no other follows."""
@@ -46,6 +46,7 @@ _PAGE_WORDS = _NUMBERS + 2 * NUMBERS_MAX
 _LOOK_EVERY_S = 0.1
 
 Words = npt.NDArray[np.int64]
+Numbers = Sequence[float] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,7 @@ class Channel(Neighbours):
         super().__init__(pages, index)
         self._turn = self._num_with_numbers = 0
 
-    def post(
-        self, words: Sequence[int], text: str = "", numbers: Sequence[float] = (), report: ErrorReport = None
-    ) -> None:
+    def post(self, words: Sequence[int], text: str = "", numbers: Numbers = (), report: ErrorReport = None) -> None:
         """Take the next turn, with one or two words. It waits for no other rank."""
         self._turn += 1
         slot = _slot(self._turn)
@@ -148,26 +147,26 @@ class Channel(Neighbours):
         self._mine.put_text(_text(self._turn), _TEXT_WORDS, text)
         if report is not None:
             self._mine.put_text(_REPORT, _REPORT_WORDS, "\n".join(report))
-        if numbers:
+        if len(numbers):
             self._num_with_numbers += 1
             self._mine.numbers(self._num_with_numbers, len(numbers))[:] = numbers
         self._mine.post(_POSTED, self._turn)
 
-    def tell(self, words: Sequence[int], numbers: Sequence[float] = ()) -> list[tuple[int, ...]]:
+    def tell(self, words: Sequence[int], numbers: Numbers = ()) -> list[tuple[int, ...]]:
         """Every rank's words of the next turn."""
         self.post(words, numbers=numbers)
         self.wait(self._turn)
         return self.words(self._turn)
 
-    def of_first(self, numbers: Sequence[int], count: int) -> list[int]:
-        """The first rank's `numbers`, so many, on all ranks, in a turn without words."""
-        self._num_with_numbers += 1
-        at = _numbers_at(self._num_with_numbers)
-        if self._mine is self._pages[0]:
-            self._mine.words[at : at + count] = numbers
-        self.tell((0, 0))
-        found: list[int] = self._pages[0].words[at : at + count].tolist()
-        return found
+    def gather(self, mine: Words) -> Words:
+        """(ranks, n): every rank's words, (n,), in a turn of their own."""
+        self.tell((0, 0), mine.view(np.float64))
+        return np.stack([page.numbers(self._num_with_numbers, len(mine)).view(np.int64) for page in self._pages])
+
+    def of_first(self, words: Words) -> Words:
+        """(n,): the first rank's words, on all ranks, in a turn of their own."""
+        self.tell((0, 0), words.view(np.float64))
+        return self._pages[0].numbers(self._num_with_numbers, len(words)).view(np.int64).copy()
 
     def wait(self, turn: int) -> None:
         """Return when all ranks have taken that turn.
@@ -196,7 +195,12 @@ class Channel(Neighbours):
 
     def skip_to(self, turn: int) -> None:
         """The turn after that is the next one, on all ranks."""
-        self._turn, self._num_with_numbers = turn, 0
+        self._turn = turn
+        self.begin_numbers()
+
+    def begin_numbers(self) -> None:
+        """All ranks have heard all turns that had numbers, perhaps of some of them alone."""
+        self._num_with_numbers = 0
 
     def late(self) -> list[int]:
         """Ranks that have not taken this rank's turn yet. Any thread may ask."""

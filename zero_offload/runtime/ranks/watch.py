@@ -135,6 +135,8 @@ class Notice:
     """Facts that all ranks must have alike."""
     of_parts: list[Compared] = field(default_factory=list)
     """Facts that ranks with the same part of the model must have alike."""
+    flags: list[bool] = field(default_factory=list)
+    """Of this rank, and in the end those that a rank with the same part of the model has set."""
 
     @property
     def word(self) -> int:
