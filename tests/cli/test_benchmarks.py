@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from zero_offload.base.types import Tier
-from zero_offload.finetune.gpt import num_parameters
+from zero_offload.finetune.gpt_config import num_parameters
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Isa
 

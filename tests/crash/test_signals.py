@@ -144,6 +144,7 @@ class Strike(MetaPathFinder):
         if name == "zero_offload.model.api": os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Strike())
 sys.orig_argv[1:] = ["-m", "zero_offload"]
+sys.argv[1:] = ["chat", "no-such-folder"]
 runpy.run_module("zero_offload", run_name="__main__")
 """
 

@@ -18,6 +18,7 @@ SERVER = """
 import os, sys
 from multiprocessing.connection import Connection
 import zero_offload
+[getattr(zero_offload, name) for name in zero_offload.__all__]  # imported at its first use
 
 def script(requests):
     while True:

@@ -39,9 +39,10 @@ from tests.helpers.tool_runs import in_processes
 from tests.helpers.trainer import fork_server
 from zero_offload.cli.main import main
 from zero_offload.finetune import run as finetune_run
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.data.prepare import Prepared, prepare
 from zero_offload.finetune.model.build import build_model
-from zero_offload.finetune.model.folder import Lora, open_folder
+from zero_offload.finetune.model.folder import open_folder
 from zero_offload.finetune.outputs import Weights, is_published
 from zero_offload.finetune.settings import TABLE, FinetuneConfig
 from zero_offload.finetune.trainers import FinetuneSFT, best_of

@@ -17,8 +17,9 @@ import transformers
 import zero_offload as zo
 from tests.helpers import folders
 from zero_offload.cli.main import main
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.model.build import build_model, meta_model, recompute_blocks
-from zero_offload.finetune.model.folder import Lora, open_folder
+from zero_offload.finetune.model.folder import open_folder
 from zero_offload.runtime.experts import GroupedExperts
 
 pytestmark = pytest.mark.tools

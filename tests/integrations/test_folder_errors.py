@@ -17,11 +17,12 @@ import tests.helpers.tools  # before transformers  # noqa: F401
 import zero_offload as zo
 from tests.helpers.folders import CHATML, CHATML_MARKED, write_folder
 from zero_offload.cli.main import main
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.data.rows import BadRow
 from zero_offload.finetune.data.turns import ChatTemplate
 from zero_offload.finetune.model import folder as folders
 from zero_offload.finetune.model.build import build_model, meta_model
-from zero_offload.finetune.model.folder import Lora, check_chat_template, open_folder
+from zero_offload.finetune.model.folder import check_chat_template, open_folder
 from zero_offload.hardware.probe import peak_resident_bytes
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

@@ -15,8 +15,9 @@ import zero_offload as zo
 from tests.helpers.folders import write_folder
 from tests.helpers.resident import measured_alone, peak_bytes, reset_peak
 from zero_offload.base.types import MIB
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.model.build import build_model
-from zero_offload.finetune.model.folder import Lora, open_folder
+from zero_offload.finetune.model.folder import open_folder
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2560}
 LAYERS = {"lora": 78, "full": 18}

@@ -19,8 +19,9 @@ import zero_offload as zo
 from tests.helpers import folders
 from tests.helpers.folders import write_folder
 from tests.helpers.ranks import RankPools
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.model.build import build_model, meta_model
-from zero_offload.finetune.model.folder import Lora, open_folder
+from zero_offload.finetune.model.folder import open_folder
 
 TOKENS = torch.arange(5, 45).view(2, 20)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

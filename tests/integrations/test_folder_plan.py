@@ -23,6 +23,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import GIB, MIB, Tier
 from zero_offload.cli.main import build_parser, main
+from zero_offload.finetune.choices import CAUSAL, Lora
 from zero_offload.finetune.fit.figures import FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
@@ -30,7 +31,7 @@ from zero_offload.finetune.fit.rehearsal import rehearse
 from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.finetune.model import build
 from zero_offload.finetune.model.build import build_model, meta_model
-from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder, open_folder
+from zero_offload.finetune.model.folder import ModelFolder, open_folder
 from zero_offload.hardware.machines import default_machine, parse_drives
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement

@@ -23,8 +23,9 @@ from tests.helpers import folders
 from zero_offload.checkpoint.run_dir import RunDir
 from zero_offload.cli.main import main
 from zero_offload.finetune import run as finetune_run
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.identity import made_of
-from zero_offload.finetune.model.folder import Lora, ModelFolder, open_folder
+from zero_offload.finetune.model.folder import ModelFolder, open_folder
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.integrations import identity
 from zero_offload.integrations.identity import first_difference

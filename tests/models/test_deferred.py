@@ -19,7 +19,8 @@ from tests.helpers.models import AttentionBlock, TinyLM, tokens_of
 from tests.helpers.pretrained import write_weights
 from tests.helpers.ranks import UNEVEN, Case, Outcome, RankPool, read_params, steps
 from tests.helpers.reference import param_groups, placed, read_masters
-from zero_offload.finetune.gpt import GPT, preset
+from zero_offload.finetune.gpt import GPT
+from zero_offload.finetune.gpt_config import preset
 from zero_offload.integrations.file_names import FileNames
 from zero_offload.integrations.pretrained import plan_weights
 from zero_offload.model.deferred.recipe import RecordedRecipe

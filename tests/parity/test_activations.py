@@ -18,7 +18,8 @@ from tests.helpers.activations import make_small
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.pairwise import full, in_turn
 from tests.helpers.twins import assert_same, run_offloaded, run_plain, train
-from zero_offload.finetune.gpt import GPT, GPTConfig, next_token_loss
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig
 
 ACTIVATIONS: list[Any] = ["nvme", {"device": 0.4, "nvme": 0.6}, "cpu", "auto"]
 

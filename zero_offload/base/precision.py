@@ -38,7 +38,9 @@ class Precision:
 
 
 STATE_FORMATS = {format.name.lower(): format for format in StateFormat}
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
+"""4 bit (NormalFloat), the same with scales that are quantized too, 8 bit integers, 8 bit floats."""
 
 
 def precision_problems(precision: object) -> Iterator[str]:

@@ -17,6 +17,8 @@ from zero_offload.base.errors import ConfigError
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO; `plan.partition` says what each divides."""
+ADAPTERS = ("separate", "merged")
+"""The folder of a model with adapters: theirs alone, or the base with them in its weights."""
 SECTOR = 4096
 """Bytes that O_DIRECT takes whole, on drives with sectors of 512 bytes too."""
 FRAME = 2 * MIB

@@ -32,6 +32,7 @@ from zero_offload.storage.files.system import (
     replace_file,
 )
 
+RUN_HELP = "run directory of `train` or `finetune`, NVMe directory, or checkpoint"
 RUN_FILE, METRICS_FILE, FILES_FILE = "run.json", "metrics.jsonl", "files.json"
 PAGE_FILE, PICTURE_FILE, SAMPLE_FILE = "report.html", "report.png", "sample.txt"
 TRACE_FILE = "trace.json"

@@ -43,22 +43,6 @@ ROUNDS, LIMIT_S = 5, 60.0
 _SIZE_MIN_BYTES = 16 * MIB
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure how fast a directory is read and written, or how fast the GPU is",
-        description="With --io measure each file engine in a directory, checksums included, and print what "
-        "io_engine='auto' would use there. Several directories: also the share of each in a stripe. With --device "
-        "measure the GPU: products of matrices, training, copies from and to host memory. It is remembered, and plans "
-        "for this GPU use it.",
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--io", nargs="+", type=Path, metavar="DIR", help="directories on the drives to measure")
-    what.add_argument("--device", action="store_true", help="measure the GPU that a run would compute on")
-    parser.add_argument("--size", default="1GiB", metavar="SIZE", help="bytes of the file or copy that is moved [1GiB]")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-
-
 def run(args: argparse.Namespace) -> int:
     nbytes = parse_bytes(args.size) // (4 * MIB) * 4 * MIB
     if nbytes < _SIZE_MIN_BYTES:

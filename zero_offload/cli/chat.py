@@ -21,43 +21,14 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
-from zero_offload.cli.reading import add_folder_argument, add_tier_flags, open_checked, open_for_reading
+from zero_offload.cli.reading import open_checked, open_for_reading
 from zero_offload.finetune.data.rendering import Renderer, RenderError
 from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.model.api import close, need_runtime, stats
 from zero_offload.runs.terminal import printable
 
-_DESCRIPTION = """\
-Talk to a model in the terminal: a Hugging Face folder, or the folder of an adapter. Weights stream from memory and
-drives, so it may be larger than both GPU and RAM. Nothing is written to DIR.
-/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. Of a pipe each line is a prompt."""
 _RESET, _EXIT = "/reset", "/exit"
-_MAX_NEW_TOKENS = 512
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "chat",
-        help="talk to a model of any size in the terminal",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_folder_argument(parser)
-    parser.add_argument("--system", metavar="TEXT", help="instructions that the conversation begins with")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=_MAX_NEW_TOKENS,
-        metavar="N",
-        help=f"of an answer (default {_MAX_NEW_TOKENS})",
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token (default: as the folder says)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    add_tier_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print each answer as a JSON object in a line")
 
 
 def run(args: argparse.Namespace) -> int:

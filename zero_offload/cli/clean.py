@@ -17,19 +17,6 @@ from zero_offload.base.types import format_bytes, user_path
 from zero_offload.runs.clean import Cleaned, clean
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "clean",
-        help="delete a run's files by manifest",
-        description="Delete the files of a run: only those that its manifests name. Lists them and asks first; without "
-        "a terminal it deletes with --yes only.",
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUNDIR", help="run directory, or directory of the NVMe tier")
-    parser.add_argument("--dry-run", action="store_true", help="delete nothing; print what would be deleted")
-    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking, as scripts have to")
-    parser.add_argument("--json", action="store_true", help="print what was deleted as JSON")
-
-
 def run(args: argparse.Namespace) -> int:
     run_dir = user_path(args.run_dir)
     if args.dry_run or not args.yes:

@@ -24,7 +24,7 @@ from zero_offload.hardware.accelerators import ACCELERATORS
 from zero_offload.hardware.device import read_memory
 from zero_offload.hardware.kernels import choice
 from zero_offload.plan.memory import margin_bytes
-from zero_offload.runs.locate import RUN_HELP, base_of, base_text
+from zero_offload.runs.locate import base_of, base_text
 from zero_offload.storage.files.directory import check_private
 from zero_offload.storage.files.engines import io_uring_problem
 from zero_offload.storage.memory import arena
@@ -50,18 +50,6 @@ class Check:
     status: Status
     detail: str
     fix: str = ""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="what this machine has, and a fix per problem",
-        description="Check this machine, and the model files that a run reads in place. Exit code 3 when something "
-        "does not work.",
-    )
-    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help=f"{RUN_HELP}, whose base to check")
-    parser.add_argument("--nvme", nargs="+", type=Path, default=[], metavar="DIR", help="directories to check")
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

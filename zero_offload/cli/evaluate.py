@@ -17,42 +17,19 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.base.errors import ConfigError, NonFiniteError
-from zero_offload.cli.reading import add_folder_argument, add_tier_flags, open_checked, open_for_reading
-from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, ModelFolder
+from zero_offload.cli.parsers import EVALUATE_SEQ
+from zero_offload.cli.reading import open_checked, open_for_reading
+from zero_offload.finetune.choices import CAUSAL, CLASSIFY
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.finetune.scores import NO_LABEL, Score, mean_loss
 from zero_offload.finetune.settings import TASKS
 from zero_offload.model.api import close, need_runtime
 from zero_offload.runs.terminal import printable
 
-_DESCRIPTION = """\
-Compute the loss and the perplexity of a model on data: a Hugging Face folder, or the folder of an adapter. Of
-conversations only the assistant's words count, as in `finetune`. Weights stream from memory and drives. Works under
-torchrun too."""
-_METHODS = tuple(method for method in TASKS if method != "dpo")
-_SEQ, _SAMPLE_TOKENS = 1024, 128
+_SAMPLE_TOKENS = 128
 
 Row = dict[str, Any]
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "evaluate",
-        help="loss and perplexity of a model of any size on data",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_folder_argument(parser)
-    parser.add_argument("--data", nargs="+", required=True, metavar="FILE_OR_DIR", help="as for finetune")
-    parser.add_argument(
-        "--method", choices=_METHODS, default="sft", help="mlm and classify are for encoders (default sft)"
-    )
-    parser.add_argument("--seq", type=int, metavar="N", help=f"most tokens of a sample (default {_SEQ})")
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="samples of a rank at once (default 4)")
-    parser.add_argument("--eval-samples", type=int, default=0, metavar="N", help="print so many answers of the model")
-    parser.add_argument("--seed", type=int, default=0, help="of the words that mlm masks (default 0)")
-    add_tier_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     folder = open_checked(args, TASKS[args.method])
     from zero_offload.finetune.data.prepare import prepare
 
-    seq = min(_SEQ, folder.num_positions) if args.seq is None else args.seq
+    seq = min(EVALUATE_SEQ, folder.num_positions) if args.seq is None else args.seq
     prepared = prepare(args.data, folder, method=args.method, seq=seq, packing=False)
     _check_labels(folder, prepared.labels)
     if args.eval_samples and folder.task == CAUSAL:

@@ -17,39 +17,14 @@ from zero_offload.base.types import Existing
 from zero_offload.checkpoint.run_dir import METRICS_FILE
 from zero_offload.cli.flags import (
     INTERRUPTED_EXIT_CODE,
-    add_finetune_flags,
-    add_offload_flags,
     given_flags,
     with_given,
 )
 from zero_offload.finetune.model.folder import quiet_libraries
-from zero_offload.finetune.settings import TABLE, FinetuneConfig, default_offload
+from zero_offload.finetune.settings import TABLE, FinetuneConfig
 from zero_offload.runs.report.files import write_reports
 from zero_offload.runs.settings import read_tables
 from zero_offload.runs.stop import Ending
-
-_DESCRIPTION = """\
-Fine-tune a Hugging Face folder on conversations, prompts with completions, text or preferences, whole or by LoRA.
-The plan is printed first. The same command again continues an interrupted run at its last commit; OUT gets the model,
-its tokenizer and a model card. Flags override run.toml, whose tables are [finetune] (settings named as the flags here,
-with _ for -) and [offload] (the fields of OffloadConfig); OUT/run.toml has all settings of the run."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "finetune",
-        usage="%(prog)s MODEL --data FILE [FILE ...] [flags]",
-        help="fine-tune a Hugging Face folder, whole or by LoRA",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("finetune_model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or an adapter's")
-    parser.add_argument("--config", type=Path, metavar="run.toml", help="settings of the run")
-    add_finetune_flags(parser.add_argument_group("the run"))
-    add_offload_flags(parser.add_argument_group("where states rest"), default_offload(), "OUT")
-    parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
 
 
 def run(args: argparse.Namespace) -> int:

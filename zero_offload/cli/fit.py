@@ -15,12 +15,12 @@ from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import user_path
-from zero_offload.cli.flags import add_finetune_flags
+from zero_offload.cli.flags import FOLDER_SETTINGS, flag_of
 from zero_offload.finetune.fit import measure
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
 from zero_offload.finetune.fit.text import as_json, as_text, command
-from zero_offload.finetune.gpt import PRESETS
+from zero_offload.finetune.gpt_config import PRESETS
 from zero_offload.finetune.identity import check_outputs
 from zero_offload.finetune.learning import Learning
 from zero_offload.finetune.model.folder import check_training, open_folder, quiet_libraries
@@ -29,11 +29,6 @@ from zero_offload.hardware.machines import ONE_DRIVE, Cluster, Drives, parse_net
 from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import SHAPES
 
-_OF_RUNS = (
-    *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
-    *("packing", "lora_targets", "group_size", "live_blocks", "live_order", "live_every", "live_master"),
-)
-"""Settings of `finetune` whose flags `plan` has for folders alone."""
 _SHARED = ("accumulate", "recompute")
 _PLACES = (
     *("nvme", "params", "grads", "optimizer", "activations", "stage", "precision", "states"),
@@ -47,18 +42,6 @@ _NO_DATA = "DATA"
 """Stands for data that the user has yet to name."""
 
 
-def add_flags(group: argparse._ArgumentGroup) -> None:
-    """Those of `finetune` alone; defaults are its own."""
-    add_finetune_flags(group, _OF_RUNS)
-
-
-def flag_of(name: str) -> str:
-    """The flag of a setting, in both commands."""
-    if name == "packing":
-        return "--no-packing"
-    return f"--{name.replace('_', '-')}" + "-tier" * (name in ("params", "grads", "optimizer", "activations"))
-
-
 def folder_of(args: argparse.Namespace) -> Path | None:
     """The folder that the plan is for; None where it is for a model by its name or size. Raises ConfigError where the
     flags do not go with that."""
@@ -67,7 +50,7 @@ def folder_of(args: argparse.Namespace) -> Path | None:
     named = args.folder or args.model or ""
     # A name of a model, or a typo of it, is a folder only if there is one.
     is_folder = named not in (*PRESETS, *SHAPES) and (named and user_path(named).is_dir() or "/" in named)
-    others = _OF_MODELS if named and is_folder else [name for name in _OF_RUNS if name != "lora"]
+    others = _OF_MODELS if named and is_folder else [name for name in FOLDER_SETTINGS if name != "lora"]
     strange = [flag_of(name) for name in _given(args, others)]
     if named and is_folder:
         if strange:
@@ -80,7 +63,7 @@ def folder_of(args: argparse.Namespace) -> Path | None:
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """The values that the user typed."""
-    values = {name: vars(args)[f"finetune_{name}" if name in _OF_RUNS else name] for name in names}
+    values = {name: vars(args)[f"finetune_{name}" if name in FOLDER_SETTINGS else name] for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -109,7 +92,7 @@ def _job(
     args: argparse.Namespace, folder: Path, drives: Drives | None, places: Mapping[str, Any]
 ) -> tuple[FolderJob, Path | None, list[str], Learning | None]:
     """The run, where it writes, lines to say first, and what it learns, which data tell."""
-    given = _given(args, (*_OF_RUNS, *_SHARED))
+    given = _given(args, (*FOLDER_SETTINGS, *_SHARED))
     is_elsewhere = args.gpu is not None or args.ram is not None or drives is not None
     note = []
     if is_elsewhere and drives is None and args.nvme is None:
@@ -159,7 +142,7 @@ def _job(
 
 def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:
     """The arguments of the run's command beside the folder: given flags that `finetune` takes too."""
-    for name, value in _given(args, (*_OF_RUNS, *_SHARED, *_PLACES)).items():
+    for name, value in _given(args, (*FOLDER_SETTINGS, *_SHARED, *_PLACES)).items():
         if name == "nvme" and drives is not None:
             continue
         yield flag_of(name)

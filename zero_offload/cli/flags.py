@@ -10,10 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.precision import QUANTIZATIONS
 from zero_offload.finetune.settings import RECOMPUTE, TASKS, FinetuneConfig
-from zero_offload.integrations.quantize import QUANTIZATIONS
 from zero_offload.plan.turns import PERIODS
 
+FOLDER_SETTINGS = (
+    *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
+    *("packing", "lora_targets", "group_size", "live_blocks", "live_order", "live_every", "live_master"),
+)
+"""Settings of `finetune` whose flags `plan` has for folders alone."""
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -120,6 +125,30 @@ def add_budget_flags(group: argparse._ArgumentGroup, prefix: str = "") -> None:
         group.add_argument(f"--{name}-memory", dest=f"{prefix}{name}_memory", metavar="SIZE", help=help)
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting, in both commands."""
+    if name == "packing":
+        return "--no-packing"
+    return f"--{name.replace('_', '-')}" + "-tier" * (name in ("params", "grads", "optimizer", "activations"))
+
+
+# A folder that is only read
+
+
+def add_folder_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
+
+
+def add_tier_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where the weights rest")
+    group.add_argument("--nvme", nargs="+", metavar="DIR", help="directories for what memory has no room for")
+    add_budget_flags(group)
+    group.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    group.add_argument(
+        "--quantize", metavar="KIND", help=f"make linear layers {', '.join(QUANTIZATIONS)}, as an adapter's base was"
+    )
+
+
 # A folder's run
 
 
@@ -209,3 +238,8 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
     merges = "write OUT/merged too: the base with the adapter merged into it"
     add("--merge", merges, action="store_const", const=True)
     add("--no-packing", "one sample per sequence, padded", "packing", action="store_const", const=False)
+
+
+def add_folder_flags(group: argparse._ArgumentGroup) -> None:
+    """Those of `finetune` alone; defaults are its own."""
+    add_finetune_flags(group, FOLDER_SETTINGS)

@@ -1,6 +1,7 @@
 """The `zero-offload` command: one parser, one module per subcommand, one place that turns errors into codes.
 
-Never knows what a command does. Each module has `add_parser(subparsers)` and `run(args) -> int`.
+Never knows what a command does. parsers.py has the flags of each, and the module of its name `run(args) -> int`. That
+module brings torch, which takes seconds, so it is imported when the arguments have been read.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import NoReturn
 
 import zero_offload
 from zero_offload.base.errors import StorageError, ZeroOffloadError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.base.startup import interrupts_raise
-from zero_offload.cli import bench, chat, clean, doctor, evaluate, export, finetune, plan, report, train, verify
 from zero_offload.cli.flags import INTERRUPTED_EXIT_CODE
+from zero_offload.cli.parsers import add_parsers
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -48,7 +50,6 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    interrupts_raise()
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
         flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*", args.parser.format_help())
@@ -61,9 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal has every letter
+    run = import_module(f"zero_offload.cli.{args.command}").run
+    interrupts_raise()
     try:
         with _plain_warnings():
-            code: int = args.run(args)
+            code: int = run(args)
         sys.stdout.flush()
     except ZeroOffloadError as error:
         goes_on = isinstance(error, StorageError) and args.command in _RUNS
@@ -104,9 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zero_offload {zero_offload.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands = (finetune, train, chat, evaluate, plan, doctor, bench, report, verify, export, clean)
-    for command in commands:
-        command.add_parser(subparsers)
-    for command, each in zip(commands, subparsers.choices.values(), strict=True):
-        each.set_defaults(parser=each, run=command.run)
+    add_parsers(subparsers)
+    for each in subparsers.choices.values():
+        each.set_defaults(parser=each)
     return parser

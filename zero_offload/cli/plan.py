@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,8 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.cli import fit
-from zero_offload.cli.flags import flag_values, steps_or_duration, with_states
+from zero_offload.cli.flags import with_states
+from zero_offload.cli.parsers import PLAN_SETTINGS
 from zero_offload.finetune.fit import measure
 from zero_offload.finetune.fit.figures import ModelPlan
 from zero_offload.finetune.fit.request import (
@@ -30,105 +30,10 @@ from zero_offload.finetune.fit.request import (
     suggestions_of,
 )
 from zero_offload.finetune.fit.text import as_json, as_text
-from zero_offload.hardware.machines import GPUS, Drives, find_gpu, parse_drives
+from zero_offload.hardware.machines import Drives, find_gpu, parse_drives
 from zero_offload.hardware.probe import resident_bytes
 from zero_offload.plan.forecast import forecast
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, StepBatch
-from zero_offload.plan.wear import TBW_USUAL
-
-_SETTINGS = {
-    "stage": "ZeRO stage: 0, 1, 2 or 3",
-    "params": "tier of the parameters: device, cpu, nvme or auto; where --gpu is given and no tier, all three are auto",
-    "grads": "tier of the gradients",
-    "optimizer": "tier of the optimizer states",
-    "activations": "tier of what forward keeps for backward",
-    "precision": "bf16, fp16 or fp32",
-    "states": "optimizer states: fp32, bf16 or compact",
-    "device_memory": "plan for a GPU with this memory, such as 24GiB (default: the GPU that is here, else the CPU)",
-    "cpu_memory": "CPU memory of one rank, for example 48GiB",
-    "nvme_capacity": "disk space of one rank, for example 400GiB",
-    "durability": "commit, process or scratch",
-    "commit_every": "between generations: optimizer steps, a duration such as 2min, or auto; where not given, as many "
-    "steps as spare the drives",
-}
-
-
-_TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_duration}
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="will it fit, and how fast: bytes per tier, seconds and SSD bytes per step",
-        description="Plan a run without starting it, on this machine or on another. Of a Hugging Face folder it is a "
-        "run of `finetune`, with its flags and defaults, and the command is printed. Sizes that are given replace what "
-        "this machine has. For a model by its name, tiers that are not given are cpu, those of zo.OffloadConfig. "
-        "`train` puts parameters and optimizer states on nvme: give it the same flags. Exit code 3 when the plan does "
-        "not fit.",
-    )
-    # The model, and where its states rest.
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a Hugging Face folder, or an adapter's")
-    parser.add_argument(
-        "--model",
-        help="preset, a known model such as llama-8b, a number of parameters such as 8B, or a folder (default small)",
-    )
-    parser.add_argument(
-        "--nvme",
-        nargs="+",
-        metavar="DIR",
-        help="directories of the NVMe tier; or drives that are not here, such as 2x7GB/s, or 7GB/s/5GB/s (read/write)",
-    )
-    defaults = flag_values(OffloadConfig())
-    for name, text in _SETTINGS.items():
-        if defaults[name] is not None and name != "commit_every":
-            text = f"{text} (default {defaults[name]})"
-        parser.add_argument(fit.flag_of(name), dest=name, help=text, type=_TYPES.get(name, str))
-    # The machine.
-    parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
-    parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
-    parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are on (default 1)")
-    parser.add_argument(
-        "--network",
-        metavar="RATE",
-        help="of each machine, per direction, such as 10Gbit/s (default: that of the GPU's host)",
-    )
-    parser.add_argument(
-        "--hybrid",
-        action="store_true",
-        help="ranks of a machine divide the states, and all machines hold the same: a mesh of (replicate, shard)",
-    )
-    # The step.
-    parser.add_argument("--tokens", type=int, help="tokens of one rank in a step (default 2048)")
-    parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
-    parser.add_argument("--accumulate", type=int, help="micro-batches per step (default 1; of a folder, as finetune)")
-    parser.add_argument(
-        "--loop",
-        action="store_true",
-        default=None,
-        help="micro-batches one after the other; without it as zo.accumulate has them",
-    )
-    parser.add_argument(
-        "--recompute", choices=("block", "none"), help="what backward runs again (default: as the model)"
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure this machine, its GPU if it has one, and --nvme, and remember it",
-    )
-    parser.add_argument(
-        "--step-time", type=float, metavar="S", help="seconds of a step, in place of the predicted ones"
-    )
-    parser.add_argument(
-        "--tbw",
-        type=float,
-        default=TBW_USUAL,
-        metavar="TB",
-        help=f"terabytes that each drive is rated to be written (default {TBW_USUAL:g}: many consumer drives of 1 TB)",
-    )
-    # Flags of a run of `finetune`, and the form of the output.
-    fit.add_flags(parser.add_argument_group("a folder, as finetune has them"))
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -188,7 +93,7 @@ def _check(args: argparse.Namespace, *, has_gpu: bool) -> None:
 
 def _given(args: argparse.Namespace, drives: Drives | None) -> dict[str, Any]:
     """Settings of `OffloadConfig` that the user typed."""
-    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in PLAN_SETTINGS if getattr(args, name) is not None}
     if drives is not None:
         given["nvme"] = [f"drive {index + 1}" for index in range(drives.count)]
     elif args.nvme is not None:

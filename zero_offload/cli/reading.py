@@ -16,26 +16,11 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
-from zero_offload.cli.flags import add_budget_flags
+from zero_offload.finetune.choices import CAUSAL
 from zero_offload.finetune.identity import check_outputs
 from zero_offload.finetune.model.build import build_model
-from zero_offload.finetune.model.folder import CAUSAL, ModelFolder, open_folder, quiet_libraries
-from zero_offload.integrations.quantize import QUANTIZATIONS
+from zero_offload.finetune.model.folder import ModelFolder, open_folder, quiet_libraries
 from zero_offload.runs.locate import described
-
-
-def add_folder_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="a Hugging Face folder, or the folder of an adapter")
-
-
-def add_tier_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where the weights rest")
-    group.add_argument("--nvme", nargs="+", metavar="DIR", help="directories for what memory has no room for")
-    add_budget_flags(group)
-    group.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
-    group.add_argument(
-        "--quantize", metavar="KIND", help=f"make linear layers {', '.join(QUANTIZATIONS)}, as an adapter's base was"
-    )
 
 
 def open_checked(args: argparse.Namespace, task: str = CAUSAL) -> ModelFolder:

@@ -14,12 +14,11 @@ from typing import Any
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.types import format_bytes, user_path
-from zero_offload.plan.wear import TBW_USUAL
 from zero_offload.runs.locate import base_of, base_text
 from zero_offload.runs.reader import Run, read_run
 from zero_offload.runs.report.files import write_pages
 from zero_offload.runs.report.summary import IN_TABLES, summarize, tables
-from zero_offload.runs.report.watch import PORT, watch
+from zero_offload.runs.report.watch import watch
 
 _WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "steps": ("steps", "{:,}".format),
@@ -41,26 +40,6 @@ _WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "report": ("picture", str),
 }
 """Entries of the summary as they are printed; `--json` has their names."""
-_DESCRIPTION = """\
-Draw RUN/report.html, a page with plots to hover and zoom that needs no other file, and RUN/report.png; print a summary.
-Works while RUN trains; with --watch the page follows it."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="plots and summary of a run",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory of a command, or of zo.RunLog")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where page and picture go (default: RUN)")
-    parser.add_argument("--watch", action="store_true", help="serve the page on this machine until the run has ended")
-    parser.add_argument("--port", type=int, metavar="PORT", help=f"of --watch (default: {PORT}, or any that is free)")
-    parser.add_argument(
-        "--tbw", type=float, default=TBW_USUAL, help="rating of one drive, TB written (default %(default)g)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

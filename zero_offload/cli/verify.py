@@ -29,22 +29,9 @@ from zero_offload.checkpoint.saved_generation import (
 )
 from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.integrations.folder_check import FolderVerdict, check_folder, is_model_folder
-from zero_offload.runs.locate import RUN_HELP, alone, find_home
+from zero_offload.runs.locate import alone, find_home
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "verify",
-        help="check every checksum",
-        description="Read every block of a run's generations, or of a checkpoint, and compare it with its checksum. "
-        "Of a Hugging Face folder, as export and finetune write, say what from_pretrained would miss. "
-        "Exit code 5 when something is not what was written, 6 when a run at work there writes over what is read.",
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help=f"{RUN_HELP}, or a folder of a model")
-    parser.add_argument("--generation", type=int, metavar="N", help="this one only (default: all that are there)")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

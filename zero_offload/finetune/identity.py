@@ -15,13 +15,12 @@ from typing import Any
 from zero_offload.base.errors import ConfigError
 from zero_offload.checkpoint.hf_files import files_of
 from zero_offload.checkpoint.run_dir import RUN_FILE
+from zero_offload.finetune.choices import CAUSAL, Lora
 from zero_offload.finetune.data.sources import digests
 from zero_offload.finetune.model.folder import (
     ADAPTER_CONFIG_NAME,
-    CAUSAL,
     CONFIG_NAME,
     GENERATION_NAME,
-    Lora,
     ModelFolder,
     adapter_file,
     class_name,

@@ -26,8 +26,9 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.run_dir import RUN_FILE, RunDir, read_json
+from zero_offload.finetune.choices import CLASSIFY
 from zero_offload.finetune.model.build import build_model
-from zero_offload.finetune.model.folder import ADAPTER_CONFIG_NAME, CLASSIFY, CONFIG_NAME, ModelFolder, open_folder
+from zero_offload.finetune.model.folder import ADAPTER_CONFIG_NAME, CONFIG_NAME, ModelFolder, open_folder
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.integrations.pretrained import export_pretrained
 from zero_offload.integrations.quantize import words_for

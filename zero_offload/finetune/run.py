@@ -26,6 +26,7 @@ from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError
 from zero_offload.base.types import Existing
 from zero_offload.checkpoint.metrics import read_lines
 from zero_offload.checkpoint.run_dir import FILES_FILE, METRICS_FILE, RUN_FILE, RunDir, read_json
+from zero_offload.finetune.choices import CAUSAL
 from zero_offload.finetune.data.prepare import prepare
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
@@ -40,7 +41,7 @@ from zero_offload.finetune.identity import (
     places_that_may_change,
 )
 from zero_offload.finetune.model.build import build_model, recompute_blocks
-from zero_offload.finetune.model.folder import CAUSAL, ModelFolder, check_training, open_folder
+from zero_offload.finetune.model.folder import ModelFolder, check_training, open_folder
 from zero_offload.finetune.outputs import (
     BEST,
     CARD,

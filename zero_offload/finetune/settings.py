@@ -23,10 +23,10 @@ from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
+from zero_offload.base.precision import QUANTIZATIONS
 from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import Existing, StateKind, user_path
-from zero_offload.finetune.model.folder import CAUSAL, CLASSIFY, MASKED, LiveChoice, Lora
-from zero_offload.integrations.quantize import QUANTIZATIONS
+from zero_offload.finetune.choices import CAUSAL, CLASSIFY, MASKED, LiveChoice, Lora
 from zero_offload.plan.turns import MASTERS, PERIODS
 from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
 

@@ -33,11 +33,12 @@ import zero_offload as zo
 from zero_offload.base.errors import NonFiniteError
 from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.checkpoint.format import History
+from zero_offload.finetune.choices import CAUSAL, LiveChoice
 from zero_offload.finetune.data.prepare import Prepared
 from zero_offload.finetune.data.rendering import Renderer
 from zero_offload.finetune.learning import Learning
 from zero_offload.finetune.model.build import blocks_of
-from zero_offload.finetune.model.folder import CAUSAL, LiveChoice, ModelFolder
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.text_generation import write_text
 from zero_offload.finetune.outputs import Weights
 from zero_offload.finetune.scores import has_loss, loss_of_labels, mean_loss

@@ -27,8 +27,9 @@ from torch import nn
 from zero_offload.base.alike import Compared, word_of
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.base.host import host_empty
+from zero_offload.base.precision import TORCH_NAMES
 from zero_offload.base.problems import warn_user
-from zero_offload.base.types import parse_bytes
+from zero_offload.base.types import ADAPTERS, parse_bytes
 from zero_offload.checkpoint.hf_export import (
     FolderWriter,
     TensorEntry,
@@ -100,8 +101,7 @@ from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.shards.shard import Component
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ADAPTERS = ("separate", "merged")
+EXPORT_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, long) for name, long in TORCH_NAMES.items()}
 CONFIGS = ("config", "generation_config")
 """Attributes of a model that, where they have a `save_pretrained`, are written beside the weights."""
 

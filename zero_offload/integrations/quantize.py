@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zero_offload.base.errors import CapacityError, ConfigError, IntegrityError
 from zero_offload.base.host import host_zeros
+from zero_offload.base.precision import FP8, INT8, NF4, NF4_DOUBLE, QUANTIZATIONS
 from zero_offload.base.types import MIB
 from zero_offload.checkpoint.hf_files import FileTensor, StoredTensor
 from zero_offload.integrations.gate import read_object
@@ -32,8 +33,6 @@ from zero_offload.model.deferred.recorder import unrecorded
 from zero_offload.plan.quantized import BoundTensor, is_wrapper, slots
 from zero_offload.standins.owners import keep_recipe
 
-NF4, NF4_DOUBLE, INT8, FP8 = QUANTIZATIONS = ("nf4", "nf4-double", "int8", "fp8")
-"""4 bit (NormalFloat), the same with scales that are quantized too, 8 bit integers, 8 bit floats."""
 _CONFIG, _MODELOPT = "config.json", "hf_quant_config.json"
 """Where folders say how they are quantized. transformers does not read ModelOpt's file, which may be there alone."""
 _FOUR_BIT_KINDS = ("nf4", "fp4")

@@ -70,6 +70,7 @@ from zero_offload.plan.memory import (
     activations_ahead_bytes,
     estimate_memory,
     measure_units,
+    numels_in_turns,
 )
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
@@ -78,7 +79,7 @@ from zero_offload.plan.quantized import offloaded_tensors, ordinary_buffers_of, 
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, StepBatch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
-from zero_offload.plan.turns import most_live, numels_in_turns
+from zero_offload.plan.turns import most_live
 from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.hooks import experts_in, install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.pass_tracker import ModelLife

@@ -26,7 +26,7 @@ on a GPU that it does not update are copies of values in the host's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_offload.base.config import OffloadConfig
@@ -42,7 +42,8 @@ from zero_offload.base.types import (
 )
 from zero_offload.hardware.abi import STATE_BLOCK
 from zero_offload.plan.expert_groups import GROUPS_IN_FLIGHT, group_bytes
-from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout, UnitLayout
+from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.table import (
     GENERATIONS,
@@ -273,6 +274,33 @@ class UnitBytes:
     def updated_bytes(self) -> int:
         """The part of `optimizer_bytes` that a step changes."""
         return self.optimizer_bytes - self.resting_master_bytes
+
+
+def numels_in_turns(
+    layout: ShardLayout,
+    spec: ModelSpec,
+    blocks: Sequence[Collection[str]],
+    num_live: int,
+    in_base: Collection[int],
+    master: str,
+) -> list[UnitNumel]:
+    """Units of a model whose `blocks`, by the names of their parameters, take turns, when all have been trained.
+
+    They are frozen in `layout`. The largest live, the others have masters alone or, with `master` "drop", values.
+    Sections `in_base` rest in files of a base unless they take turns.
+    """
+    sections = [
+        [each for each in layout.sections if any(piece.spec.name in names for piece in each.params)] for names in blocks
+    ]
+    largest = sorted(sections, key=lambda found: sum(each.used_numel for each in found), reverse=True)
+    turns = {each.index for found in sections for each in found}
+    live = {each.index for found in largest[:num_live] for each in found}
+    thawed = live if master == "drop" else turns
+    laid_out = layout.thawed({each.index for each in layout.sections if each.index in thawed and not each.trainable})
+    return [
+        UnitNumel.of(unit, spec.in_use_with(index), in_base, thawed - live, turns, drops_masters=master == "drop")
+        for index, unit in enumerate(laid_out.units)
+    ]
 
 
 def measure_units(

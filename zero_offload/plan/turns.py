@@ -8,14 +8,11 @@ Pure arithmetic of a step's number. The orders are those of two papers, the peri
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems
-from zero_offload.plan.layout import ShardLayout
-from zero_offload.plan.memory import UnitNumel
-from zero_offload.plan.model_spec import ModelSpec
 
 PERIODS = {"random": 20, "ascending": 50, "descending": 50}
 """By order, the steps of a turn where none are given."""
@@ -76,33 +73,6 @@ class BlockTurns:
         """The blocks that so many steps do not train."""
         lived = {index for step in range(0, num_steps, self.period) for index in self.at(step)}
         return [index for index in range(self.num_blocks) if index not in lived]
-
-
-def numels_in_turns(
-    layout: ShardLayout,
-    spec: ModelSpec,
-    blocks: Sequence[Collection[str]],
-    num_live: int,
-    in_base: Collection[int],
-    master: str,
-) -> list[UnitNumel]:
-    """Units of a model whose `blocks`, by the names of their parameters, take turns, when all have been trained.
-
-    They are frozen in `layout`. The largest live, the others have masters alone or, with `master` "drop", values.
-    Sections `in_base` rest in files of a base unless they take turns.
-    """
-    sections = [
-        [each for each in layout.sections if any(piece.spec.name in names for piece in each.params)] for names in blocks
-    ]
-    largest = sorted(sections, key=lambda found: sum(each.used_numel for each in found), reverse=True)
-    turns = {each.index for found in sections for each in found}
-    live = {each.index for found in largest[:num_live] for each in found}
-    thawed = live if master == "drop" else turns
-    laid_out = layout.thawed({each.index for each in layout.sections if each.index in thawed and not each.trainable})
-    return [
-        UnitNumel.of(unit, spec.in_use_with(index), in_base, thawed - live, turns, drops_masters=master == "drop")
-        for index, unit in enumerate(laid_out.units)
-    ]
 
 
 def turns_text(turns: BlockTurns, most: int) -> str:

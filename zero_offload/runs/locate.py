@@ -18,7 +18,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.base_record import BaseState, look_at_base
 from zero_offload.checkpoint.format import GENERATION_NAMES, History
-from zero_offload.checkpoint.run_dir import RUN_FILE
+from zero_offload.checkpoint.run_dir import RUN_FILE, RUN_HELP
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.storage.files.directory import RunDirectory
@@ -27,7 +27,6 @@ from zero_offload.storage.files.system import read_file
 
 _OF_TRAINERS = ("zero_offload", "states")
 """Where checkpoints of OffloadTrainer and of OffloadStrategy have their states."""
-RUN_HELP = "run directory of `train` or `finetune`, NVMe directory, or checkpoint"
 
 
 def find_home(path: Path) -> Path:

@@ -21,6 +21,8 @@ from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import UpdateOverlap
 
 RUNS = Path("runs")
+PORT = 8320
+"""Of the page of a run that trains."""
 
 
 def with_offload(

@@ -30,7 +30,8 @@ from torch import Tensor
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
-from zero_offload.finetune.gpt import GPT, GPTConfig, next_token_loss
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig
 from zero_offload.hardware.probe import peak_resident_bytes
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine

@@ -26,7 +26,8 @@ from harness.rows import Row, row, show, write
 
 import zero_offload as zo
 from zero_offload.base.types import format_bytes, parse_bytes
-from zero_offload.finetune.gpt import GPT, GPTConfig, next_token_loss, num_parameters
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig, num_parameters
 
 SIZES = {
     "91m": (12, 768, 12, 8192),  # with the small vocabulary of quick runs, since an embedding is one unit

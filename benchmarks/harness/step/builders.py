@@ -23,7 +23,8 @@ from harness.processes import disk_bytes, reset_peak
 from torch import Tensor
 
 import zero_offload as zo
-from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, next_token_loss
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig, RecomputeMode
 from zero_offload.hardware.probe import peak_resident_bytes
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

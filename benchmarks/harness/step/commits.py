@@ -24,7 +24,8 @@ from harness.rows import Row, row, show, write
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
-from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, next_token_loss
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig, RecomputeMode
 from zero_offload.model.api import runtime_of
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=RecomputeMode.BLOCK)

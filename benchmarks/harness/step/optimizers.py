@@ -36,7 +36,8 @@ from torch import nn
 
 import zero_offload as zo
 from zero_offload.base.types import GIB, MIB
-from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, next_token_loss
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig, RecomputeMode
 from zero_offload.hardware.probe import peak_resident_bytes
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=RecomputeMode.BLOCK)

@@ -23,7 +23,8 @@ from harness.rows import Row, show, write
 
 import zero_offload as zo
 from zero_offload.finetune.fit.measure import drive_rates, update_rates
-from zero_offload.finetune.gpt import GPT, GPTConfig, next_token_loss
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig
 from zero_offload.hardware.machines import Machine
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.plan.model_spec import ModelSpec

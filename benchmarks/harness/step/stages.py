@@ -22,7 +22,8 @@ from harness.rows import Row, row, write
 
 import zero_offload as zo
 from zero_offload.base.types import MIB, STAGES
-from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, next_token_loss, num_parameters
+from zero_offload.finetune.gpt import GPT, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig, RecomputeMode, num_parameters
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=64, recompute=RecomputeMode.BLOCK)
 NUM_STEPS, MICRO_BATCHES = 3, 2

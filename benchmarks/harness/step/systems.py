@@ -46,7 +46,7 @@ from harness.rows import Row, missing, row, show, ungraded, write
 from harness.step.builders import DTYPES, INSTALL, LABELS, MODELS, OURS, PEERS, Case, serve
 
 from zero_offload.base.types import GIB, MIB
-from zero_offload.finetune.gpt import num_parameters, unit_numels
+from zero_offload.finetune.gpt_config import num_parameters, unit_numels
 
 WARM_UP_STEPS = 2  # and one more, as in each turn: the first records the trace, the next ones fill pools
 STARTS_AT_ONCE = 2  # most of a start runs on one core

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.finetune.gpt import (
-    GPT,
+from zero_offload.finetune.gpt import GPT, generate, next_token_loss
+from zero_offload.finetune.gpt_config import (
     PRESETS,
     GPTConfig,
     Head,
     RecomputeMode,
-    generate,
-    next_token_loss,
     num_parameters,
     preset,
     unit_numels,

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.finetune import gpt
+from zero_offload.finetune.gpt_config import PRESETS, GPTConfig
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.shapes import SHAPES, Shape, equal_blocks, find_shape, work_of
 
@@ -64,7 +65,7 @@ def flops(block: nn.Module, *, recompute: bool) -> float:
     return float(sum(count for operation, count in counted.items() if operation in (aten.mm, aten.addmm)))
 
 
-BLOCK = gpt.GPTConfig(num_layers=1, width=64, num_heads=4, seq_max=32)
+BLOCK = GPTConfig(num_layers=1, width=64, num_heads=4, seq_max=32)
 
 
 def test_recompute_leaves_the_last_product_out() -> None:
@@ -106,7 +107,7 @@ def test_a_typo_is_offered_what_is_near(typed: str, near: str) -> None:
 
 def test_names_of_other_tables_are_offered_too() -> None:
     with pytest.raises(ConfigError, match="did you mean gpt125m"):
-        find_shape("gpt125", tuple(gpt.PRESETS))
+        find_shape("gpt125", tuple(PRESETS))
 
 
 def test_a_size_is_equal_blocks() -> None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.precision import INT8, NF4
 from zero_offload.base.types import GIB, Tier
+from zero_offload.finetune.choices import LiveChoice, Lora
 from zero_offload.finetune.fit.figures import Alternative, FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import find_gpu_here, is_automatic
-from zero_offload.finetune.model.folder import LiveChoice, Lora
-from zero_offload.integrations.quantize import INT8, NF4, find_missing
+from zero_offload.integrations.quantize import find_missing
 from zero_offload.plan.memory import PLACED_KINDS
 
 _LORA = Lora(16, 32.0)

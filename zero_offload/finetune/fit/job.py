@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.finetune.model.folder import LiveChoice, Lora, ModelFolder
+from zero_offload.finetune.choices import LiveChoice, Lora
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.settings import FinetuneConfig
 from zero_offload.hardware.machines import ONE_RANK_ALONE, Cluster, Drives
 from zero_offload.plan.step_time import StepBatch

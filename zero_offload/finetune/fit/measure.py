@@ -26,7 +26,8 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import MIB, format_bytes
-from zero_offload.finetune.gpt import GPT, GPTConfig
+from zero_offload.finetune.gpt import GPT
+from zero_offload.finetune.gpt_config import GPTConfig
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.device import Device, compute_device
 from zero_offload.hardware.kernels.arguments import Segment, segment_array

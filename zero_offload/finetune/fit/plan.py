@@ -24,6 +24,7 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Durability, HardwareProfile, StateKind, Tier, parse_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.finetune.choices import LiveChoice
 from zero_offload.finetune.fit.alternatives import by_tokens, find_alternatives
 from zero_offload.finetune.fit.figures import BESIDE_BYTES, FileSystemNeed, FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
@@ -39,7 +40,6 @@ from zero_offload.finetune.fit.request import (
     plan_request,
 )
 from zero_offload.finetune.fit.work import FolderWork, with_saved
-from zero_offload.finetune.model.folder import LiveChoice
 from zero_offload.hardware.machines import DRIVE_BYTES, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
 from zero_offload.plan.forecast import NOTICED, break_even_tokens, find_bottleneck

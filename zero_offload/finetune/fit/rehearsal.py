@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.host import host_empty
+from zero_offload.finetune.choices import CAUSAL, Lora
 from zero_offload.finetune.model.build import meta_model, recompute_blocks
-from zero_offload.finetune.model.folder import CAUSAL, Lora, ModelFolder
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.model.first_forward import DtypeWatch, give_dtypes
 from zero_offload.model.without_memory import without_memory
 from zero_offload.plan.dtypes import resolve

@@ -16,7 +16,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import Durability, HardwareProfile, StateKind, Tier, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import count_reusable
-from zero_offload.finetune import gpt
+from zero_offload.finetune import gpt_config as gpt
 from zero_offload.finetune.fit.measure import remembered, remembered_drives
 from zero_offload.hardware.device import compute_device, on_likely_gpu
 from zero_offload.hardware.machines import (

@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.finetune.choices import LiveChoice
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.rehearsal import Rehearsal, rehearse
 from zero_offload.finetune.model.build import blocks_of, drawn_heads, group_frozen_experts, meta_model
-from zero_offload.finetune.model.folder import LiveChoice, ModelFolder
+from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.targets import adapted, not_adapted
 from zero_offload.hardware.probe import is_remote
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
-from zero_offload.plan.memory import UnitNumel, value_bytes
+from zero_offload.plan.memory import UnitNumel, numels_in_turns, value_bytes
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec
 from zero_offload.plan.shapes import UnitWork, work_of
-from zero_offload.plan.turns import numels_in_turns
 from zero_offload.runtime.hooks import experts_in
 
 _INSIDE_WIDTHS = 50

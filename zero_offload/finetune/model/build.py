@@ -18,16 +18,8 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.checkpoint.hf_files import open_weights
-from zero_offload.finetune.model.folder import (
-    ADAPTER_CONFIG_NAME,
-    CAUSAL,
-    CLASSIFY,
-    LiveChoice,
-    Lora,
-    ModelFolder,
-    adapter_file,
-    model_of,
-)
+from zero_offload.finetune.choices import CAUSAL, CLASSIFY, LiveChoice, Lora
+from zero_offload.finetune.model.folder import ADAPTER_CONFIG_NAME, ModelFolder, adapter_file, model_of
 from zero_offload.finetune.model.targets import Targets
 from zero_offload.finetune.model.text_generation import generation_config
 from zero_offload.integrations.adapter_kinds import plain_init

@@ -23,6 +23,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.problems import did_you_mean
 from zero_offload.base.types import user_path
 from zero_offload.checkpoint.hf_files import INDEX_NAME, SINGLE_NAME, open_weights
+from zero_offload.finetune.choices import CAUSAL, CLASSIFY, KINDS, MASKED
 from zero_offload.finetune.model.text_generation import check_generation
 from zero_offload.finetune.model.tokenizer import read_tokenizer
 from zero_offload.integrations.adapter_kinds import check_adapter_words, reads_base
@@ -30,9 +31,7 @@ from zero_offload.integrations.gate import check_sizes, culprit_of, read_object,
 from zero_offload.integrations.quantize import need_library, stored_quantization
 from zero_offload.plan.hints import Hints
 from zero_offload.plan.shapes import EXPERT_COUNTS
-from zero_offload.plan.turns import BlockTurns
 
-CAUSAL, MASKED, CLASSIFY = TASKS = ("causal", "masked", "classify")
 CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_NAME = "config.json", "adapter_config.json", "generation_config.json"
 _PACKAGES = ("transformers", "trl", "peft", "datasets")
 _LOUD = ("torchao", "bitsandbytes", "torch.utils._pytree")
@@ -43,42 +42,6 @@ _ONE_CLASS = "single_label_classification"
 _TRIAL_TOKENS = 4
 """Of the forward that a config is tried with."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Adapters of rank `rank`, their product scaled by `alpha / rank`."""
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-    """As `Targets` takes them; () is what peft calls "all-linear"."""
-
-
-@dataclass(frozen=True)
-class LiveChoice:
-    """Blocks of a model that take turns; the fields are `BlockTurns`'."""
-
-    num_live: int | str
-    """Or "auto", until a plan has found how many fit."""
-    order: str
-    every: int
-    seed: int
-    master: str = "keep"
-
-    @property
-    def trains_around(self) -> bool:
-        """True if what is around the blocks is trained in all steps."""
-        return self.order == "random"
-
-    def of(self, num_blocks: int) -> BlockTurns:
-        """Raises ConfigError where the model has too few blocks for it."""
-        assert isinstance(self.num_live, int), "the plan says how many"
-        try:
-            return BlockTurns(num_blocks, self.num_live, self.order, self.every, self.seed, self.master)
-        except ConfigError as error:
-            raise ConfigError(f"--live-blocks {self.num_live}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -508,8 +471,8 @@ OWN_LOSS = frozenset((
 
 
 def _check_task(folder: Path, config: Any, task: str) -> None:
-    if task not in TASKS:
-        raise ConfigError(f"task={task!r} is unknown; use one of {', '.join(TASKS)}")
+    if task not in KINDS:
+        raise ConfigError(f"task={task!r} is unknown; use one of {', '.join(KINDS)}")
     known, kind, classes = _mapping(task), config.model_type, config.architectures or []
     causal = any("CausalLM" in name or "LMHead" in name for name in classes)
     if getattr(config, "is_encoder_decoder", False) and task != CLASSIFY:

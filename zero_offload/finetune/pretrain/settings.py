@@ -23,7 +23,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.problems import list_problems, unknown_names
 from zero_offload.base.types import Existing, user_path
 from zero_offload.checkpoint.run_dir import offload_settings
-from zero_offload.finetune.gpt import PRESETS, GPTConfig, RecomputeMode, preset
+from zero_offload.finetune.gpt_config import PRESETS, GPTConfig, RecomputeMode, preset
 from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
 
 

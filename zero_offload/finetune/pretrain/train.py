@@ -30,7 +30,8 @@ from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.metrics import Row
 from zero_offload.checkpoint.run_dir import SAMPLE_FILE, TRACE_FILE, RunDir
 from zero_offload.finetune.fit.request import GpuHere, Request, find_work
-from zero_offload.finetune.gpt import GPT, GPTConfig, RecomputeMode, generate, next_token_loss
+from zero_offload.finetune.gpt import GPT, generate, next_token_loss
+from zero_offload.finetune.gpt_config import GPTConfig, RecomputeMode
 from zero_offload.finetune.pretrain.corpus import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.hardware.machines import Cluster

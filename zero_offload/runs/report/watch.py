@@ -20,8 +20,8 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.checkpoint.run_dir import METRICS_FILE, RUN_FILE
 from zero_offload.runs.reader import read_run
 from zero_offload.runs.report.page import page_data, page_of
+from zero_offload.runs.settings import PORT
 
-PORT = 8320
 EVERY_S = 2.0
 GONE_S = 10.0
 """A run that cannot be read for so long is gone."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.finetune.gpt import RecomputeMode
+from zero_offload.finetune.gpt_config import RecomputeMode
 from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.runs.settings import read_tables
 
