@@ -654,6 +654,9 @@ class ModelRuntime(Owner):
             return
         self._step(dict.fromkeys(params), stepper.records(), optimizer, stepper)
 
+    def wait_for_walk(self) -> None:
+        self._updates.wait_for_worker()
+
     def _step(
         self,
         params: Mapping[nn.Parameter, object],
@@ -768,14 +771,14 @@ class ModelRuntime(Owner):
                 sections = self._updates.walked_of(params, held, order, counts)
             else:
                 sections = self._updates.sections_of(by, held, order, counts)
-            self._updates.prepare(sections)
+            self._updates.prepare(sections, stepper)
         begins = self.iterations.is_over
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with failing(self.errors) if finite else nullcontext():
             self._count(params, groups, optimizer)
             if finite:
                 self._states.param_steps = counts
-                if self._updates.overlaps(sections):
+                if self._updates.overlaps(sections, stepper):
                     self._stats.cut()
                 self._updates.launch(params, sections, stepper)
                 if begins and stepper is not None:

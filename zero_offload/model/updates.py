@@ -97,9 +97,10 @@ class Updates:
         the values that they deliver stay as they are."""
         found: dict[int, list[WalkedSection]] = {}
         for section in sections:
-            walked = []
+            walked, is_first = [], False
             for index in sorted(index for index in section.holding if section.params[index] in params):
                 piece = section.layout.params[index]
+                is_first = is_first or not param_steps[piece.spec.name]
                 param_steps[piece.spec.name] += 1
                 walked.append(WalkedParam(section.params[index], piece, section.store.factors.get(index, 1.0)))
             update = WalkedSection(
@@ -110,6 +111,7 @@ class Updates:
                 grads=section.store,
                 params=walked,
                 loss_scale=self._grads.ledger.loss_scale,
+                is_first=is_first,
             )
             found.setdefault(update.unit, []).append(update)
         busy = {unit for unit, updates in found.items() if any(update.params for update in updates)}
@@ -136,16 +138,19 @@ class Updates:
             found.setdefault(hyper.rule, []).append(segment)
         return found
 
-    def overlaps(self, sections: Sections) -> bool:
-        """True if the update runs beside compute: pointless where both are arithmetic on the same cores. A walk may
-        take room for states, and does not."""
-        if any(isinstance(section, WalkedSection) for section in sections):
+    def overlaps(self, sections: Sections, stepper: UnitStep | None = None) -> bool:
+        """True if the update runs beside compute: pointless where both are arithmetic on the same cores. A walk, by
+        `stepper`, does not where it may take room for states, exchanges parts with other ranks, or computes on a GPU.
+        """
+        if stepper is not None and not (
+            stepper.may_go_on and stepper.device.type == "cpu" and all(map(_may_go_on, sections))
+        ):
             return False
         if self._overlap == UpdateOverlap.AUTO:
             return not self._device.is_host or any(each.shard.on_disk or each.grads.on_disk for each in sections)
         return self._overlap != UpdateOverlap.NONE
 
-    def prepare(self, sections: Sections, *, in_backward: bool = False) -> None:
+    def prepare(self, sections: Sections, stepper: UnitStep | None = None, *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `wait_for_worker` itself, once."""
         self._errors.check()
         self._store.read_lazy()
@@ -155,7 +160,10 @@ class Updates:
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
         fused = [section for section in sections if isinstance(section, SectionUpdate)]
         self.states.ensure((section.shard, STATES[rule]) for section in fused for rule in section.segments)
-        here = not self.overlaps(sections) or any(section.shard.on_device for section in sections)
+        # The first part of a walk is made on this thread in any case.
+        here = (
+            stepper is not None or not self.overlaps(sections) or any(section.shard.on_device for section in sections)
+        )
         if here and not in_backward:
             self.wait_for_worker()
         if not in_backward:
@@ -213,7 +221,9 @@ class Updates:
         return updates
 
     def _run(self, sections: Sections, updates: Mapping[int, UnitUpdate], stepper: UnitStep | None) -> None:
-        walked = [section for section in sections if isinstance(section, WalkedSection)]
+        if stepper is not None:
+            self._walk([section for section in sections if isinstance(section, WalkedSection)], updates, stepper)
+            return
         fused = [section for section in sections if isinstance(section, SectionUpdate)]
         beside = self.overlaps(sections)
         threads = update_threads(kernel_threads(), beside, self._device.is_host)
@@ -222,15 +232,29 @@ class Updates:
             self._worker.submit(partial(self._pipeline.run, on_host, updates, threads))
         elif not beside:
             with self._store.counters.waiting(Cause.UPDATE):
-                if stepper is not None:
-                    self._unit_pass.run(walked, updates, stepper)
-                else:
-                    self._pipeline.run(on_host, updates, threads)
+                self._pipeline.run(on_host, updates, threads)
             self._prefetcher.gatherer.end_update()
         if len(on_host) < len(fused):
             on_device = [section for section in fused if section.shard.on_device]
             with self._store.counters.waiting(Cause.UPDATE):
                 self._device_pass.run(on_device, updates)
+
+    def _walk(self, sections: Sequence[WalkedSection], updates: Mapping[int, UnitUpdate], stepper: UnitStep) -> None:
+        """Step by an optimizer of others, until the numbers are known that parameters share; then beside compute, where
+        that may be."""
+        beside = self.overlaps(sections, stepper)
+        unknown = _groups_of(sections, stepper)
+        walk = self._unit_pass.walk(_leads_first(sections, unknown) if beside else sections, updates, stepper)
+        with self._store.counters.waiting(Cause.UPDATE):
+            for stepped in walk:
+                unknown = [group for group in unknown if group.isdisjoint(stepped)]
+                if beside and not unknown:
+                    break
+        if beside:
+            stepper.go_on()
+            self._worker.submit(partial(_go_on, walk, stepper, torch.get_num_threads()))
+        else:
+            self._prefetcher.gatherer.end_update()
 
 
 def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
@@ -240,6 +264,43 @@ def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
     if not overlaps:
         return available
     return max(1, available // 2 if is_host else available - 1)
+
+
+@torch.no_grad()
+def _go_on(walk: Iterator[object], stepper: UnitStep, num_threads: int) -> None:
+    """The rest of a walk, on the update's thread. Sums of some optimizers depend on the number of threads, and a thread
+    keeps that with which it began."""
+    torch.set_num_threads(num_threads)
+    for _ in walk:
+        pass
+    stepper.end()
+
+
+def _may_go_on(section: SectionUpdate | WalkedSection) -> bool:
+    """True if the step of a section takes no room, meets no other rank and launches nothing."""
+    is_whole = section.shard.layout.num_shards == 1 and not section.shard.on_device
+    return is_whole and isinstance(section, WalkedSection) and not section.is_first
+
+
+def _groups_of(sections: Sequence[WalkedSection], stepper: UnitStep) -> list[set[nn.Parameter]]:
+    """The param groups, of parameters that a walk steps."""
+    walked = {each.param for section in sections for each in section.params}
+    return [found for group in stepper.groups if (found := walked.intersection(group))]
+
+
+def _leads_first(sections: Sequence[WalkedSection], groups: Sequence[set[nn.Parameter]]) -> list[WalkedSection]:
+    """The sections, those of a unit together; before the others some that have parameters of all groups."""
+    by_unit: dict[int, list[WalkedSection]] = {}
+    for section in sections:
+        by_unit.setdefault(section.unit, []).append(section)
+    leads, unknown = list[int](), groups
+    for unit, found in by_unit.items():
+        params = [each.param for section in found for each in section.params]
+        left = [group for group in unknown if group.isdisjoint(params)]
+        if len(left) < len(unknown):
+            leads.append(unit)
+        unknown = left
+    return [section for unit in dict.fromkeys([*leads, *by_unit]) for section in by_unit[unit]]
 
 
 def check_holds_grads(config: OffloadConfig, call: str) -> None:

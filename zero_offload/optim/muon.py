@@ -40,7 +40,7 @@ OUTPUTS = frozenset(
 )
 """Names of output layers."""
 
-GRADED = Graded(Grade.SEPARABLE, "products of whole matrices", STEPS_MIN)
+GRADED = Graded(Grade.SEPARABLE, "products of whole matrices", STEPS_MIN, grown=1)
 """As `grade` finds it, which takes seconds of small products."""
 
 Choice = Callable[[str, nn.Parameter], bool]

@@ -4,15 +4,16 @@ Owns the order of a walk and its memory. For each section the optimizer gets fp3
 the states of whole parameters, as ordinary tensors. On the host, masters and states in memory are stepped in place; of
 bf16 a master is a copy. Those on drives are read while the section before is stepped, and written beside later ones.
 On a device (`device_sections.py`) one section comes up and one goes down beside the section that is stepped. States are
-rows of the shard (`storage/shards/rows.py`), whose room grows when a step has made larger ones. Runs on the control
-thread: rows may take room. Cf. `UpdatePipeline`, which has the kernels' optimizers.
+rows of the shard (`storage/shards/rows.py`), whose room grows when a step has made larger ones. The control thread
+alone takes room. So a walk in which states may grow is made by that thread, and others may go on beside it
+(`Updates`). Cf. `UpdatePipeline`, which has the kernels' optimizers.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class WalkedSection:
     grads: GradStore
     params: Sequence[WalkedParam]
     loss_scale: float
+    is_first: bool
+    """True if one of the parameters has had no step."""
 
 
 @dataclass
@@ -117,10 +120,13 @@ class UnitPass:
         self._failure: Exception | None = None
         """The error of this rank in a pass that it has to end with others."""
 
-    def run(self, sections: Sequence[WalkedSection], updates: Mapping[int, UnitUpdate], stepper: UnitStep) -> None:
-        """Step the sections, which are in order of first use; one after the other, or all in one step.
+    def walk(
+        self, sections: Sequence[WalkedSection], updates: Mapping[int, UnitUpdate], stepper: UnitStep
+    ) -> Iterator[Collection[nn.Parameter]]:
+        """Step the sections in their order; one after the other, or all in one step. Yields the parameters that were
+        stepped, after each; another thread may go on then.
 
-        `updates`: of each unit, by its index. Returns when the last write is complete.
+        `updates`: of each unit, by its index. Ends when the last write is complete.
         """
         opened = self._spans.open(Track.UPDATE, "update")
         tasks = _tasks(sections)
@@ -144,8 +150,8 @@ class UnitPass:
             states: Mapping[nn.Parameter, Any] = {}  # those of before go
             while self._behind and not self._has_room_beside(stepped[0]):
                 self._take(self._behind.popleft(), updates)
+            given = dict[nn.Parameter, ParamTensors]()
             try:
-                given = dict[nn.Parameter, ParamTensors]()
                 for task in stepped:
                     if task.first:
                         unit = self._spans.open(Track.UPDATE, task.section.name)
@@ -155,7 +161,7 @@ class UnitPass:
                     states = stepper.step(given) if given and self._failure is None else {}
                 self._spans.close(compute)
                 for task in stepped:
-                    self._keep(task, stepper.kind, states)
+                    self._keep(task, stepper, states)
             except torch.OutOfMemoryError as error:
                 raise self._no_room(stepped[0]) from error
             for task in stepped:
@@ -164,6 +170,7 @@ class UnitPass:
                     self._take(self._behind.popleft(), updates)
                 if task.last:
                     self._spans.close(unit)
+            yield list(given)
         while self._behind:
             self._take(self._behind.popleft(), updates)
         while self._writing:
@@ -296,13 +303,15 @@ class UnitPass:
                 given[param] = ParamTensors(piece.spec.view(found.master), piece.spec.view(found.grad), state)
         return given
 
-    def _keep(self, task: _SectionStep, kind: str, states: Mapping[nn.Parameter, Any]) -> None:
+    def _keep(self, task: _SectionStep, stepper: UnitStep, states: Mapping[nn.Parameter, Any]) -> None:
         """Keep the states of a section that was stepped; launch its downloads."""
         section, device = task.section, task.device
         shard, whole = section.shard, task.whole
         assert task.master is not None and whole is not None
         whole.hand_back(task.master)
-        kinds = {piece.begin: (states.get(param), kind) for param, piece, _ in section.params if whole.steps(piece)}
+        kinds = {
+            piece.begin: (states.get(param), stepper.kind) for param, piece, _ in section.params if whole.steps(piece)
+        }
         # A state that was changed in its row alone is there.
         for key, before in task.contents.items():
             if before is not None and key in kinds and content_of(kinds[key][0]) == before:
@@ -313,7 +322,7 @@ class UnitPass:
             num_chunks = len(shard.layout.chunks())
             kept = keep_states(task.rows, kinds, memory, is_on_device=device is not None, num_chunks=num_chunks)
             if kept.array is not None:
-                self._grow(task, kept.array)
+                self._grow(task, kept.array, stepper)
         if device is None:
             return
         device.put()
@@ -377,7 +386,7 @@ class UnitPass:
                 out[begin + piece.begin : begin + piece.end].copy_(piece.grad)
         return [GradPiece(0, layout.shard_numel, out)]
 
-    def _grow(self, task: _SectionStep, array: torch.Tensor) -> None:
+    def _grow(self, task: _SectionStep, array: torch.Tensor, stepper: UnitStep) -> None:
         """Let a new array be the section's rows; in rows with more room, where it does not fit."""
         shard, chunks = task.section.shard, task.chunks
         if task.device is not None:
@@ -386,6 +395,7 @@ class UnitPass:
         if component is None or array.numel() > shard_bytes(shard.layout, [component]):
             if component is not None and chunks is not None:
                 del chunks.addresses[component]
+            stepper.note_growth()
             component = Component.rows(array.numel(), len(shard.layout.chunks()))
             self._add_states(shard, component)
         if chunks is None:

@@ -332,27 +332,51 @@ class ParamTensors(NamedTuple):
     """As the last step left it, its tensors views of where it rests; None before the first."""
 
 
-class UnitStep(NamedTuple):
-    """An optimizer that steps some of its parameters at a time."""
+class UnitStep(ABC):
+    """One step of an optimizer that steps some of its parameters at a time."""
 
     kind: str
     """Its class: module and name. A state of another class is not its own."""
     packages: Collection[str]
     """Packages whose classes its states may have."""
-    step: Callable[[Mapping[nn.Parameter, ParamTensors]], Mapping[nn.Parameter, Any]]
-    """Steps these parameters; their new states, None for those that have none."""
-    records: Callable[[], list[dict[str, Any]]]
-    """The param groups for generations, as the step leaves them."""
-    pack_numbers: Callable[[], torch.Tensor]
-    """Numbers of the optimizer as the steps on this rank have left them, (n,) uint8, host."""
-    merge_numbers: Callable[[Sequence[torch.Tensor]], None]
-    """Takes those of all ranks. Raises ConfigError where they differ."""
     is_still: bool
     """True if all learning rates are 0."""
     steps_all: bool
     """True if it steps all parameters of a model at once."""
     device: torch.device
     """Where it steps them."""
+    groups: Sequence[Collection[nn.Parameter]]
+    """Its param groups: parameters of one leave the same numbers."""
+    may_go_on: bool
+    """True if it may go on beside the program when its numbers are known: no state is expected to grow."""
+
+    @abstractmethod
+    def step(self, given: Mapping[nn.Parameter, ParamTensors]) -> Mapping[nn.Parameter, Any]:
+        """Step these parameters; return their new states, None for those that have none."""
+
+    @abstractmethod
+    def records(self) -> list[dict[str, Any]]:
+        """The param groups for generations, as the step leaves them. The program's object has their numbers then."""
+
+    @abstractmethod
+    def pack_numbers(self) -> torch.Tensor:
+        """Numbers of the optimizer as the steps on this rank have left them, (n,) uint8, host."""
+
+    @abstractmethod
+    def merge_numbers(self, rows: Sequence[torch.Tensor]) -> None:
+        """Take those of all ranks. Raises ConfigError where they differ."""
+
+    @abstractmethod
+    def note_growth(self) -> None:
+        """A state needs more room than before. Raises ConfigError beside the program, whose thread alone takes room."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """The rest is stepped beside the program, and `end` is called there."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """All of its parameters are stepped."""
 
 
 class LossScaler(Protocol):
@@ -461,7 +485,12 @@ class Owner(ABC):
 
     @abstractmethod
     def walk(self, params: Collection[nn.Parameter], stepper: UnitStep, optimizer: Trainer) -> None:
-        """As `update`, at once, by an optimizer of others that steps some of its parameters at a time."""
+        """As `update`, by an optimizer of others that steps some of its parameters at a time. Returns when the numbers
+        that they share are known; the rest may go on beside the program."""
+
+    @abstractmethod
+    def wait_for_walk(self) -> None:
+        """Return when no such step goes on beside the program."""
 
     @abstractmethod
     def train_with(self, optimizer: Trainer, params: Iterable[nn.Parameter]) -> None:

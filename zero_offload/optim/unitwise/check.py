@@ -23,6 +23,8 @@ class UnitCheck:
 
     def __init__(self, optimizer: torch.optim.Optimizer, verdict: Graded) -> None:
         self._kind = type(optimizer)
+        self._is_proven = not verdict.beyond and verdict.steps >= 2 * verdict.grown
+        self._grown = verdict.grown
         self._periods = {value for value, _ in periods_of(optimizer, self._kind) if value >= verdict.steps}
         self._next = verdict.steps if verdict.beyond else 0
         """The next step, by intervals that grow; 0 where the test has passed every period."""
@@ -42,6 +44,11 @@ class UnitCheck:
         if self.steps >= self._next:
             self._next = 2 * self.steps
         return UnitComparison(self, make_twin, numbers, self.steps)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if states take no more room in the step that has begun, by the test of the class."""
+        return self._is_proven and self.steps > self._grown
 
     def is_small(self, unit: Unit) -> bool:
         """True for one of the two smallest units of different shapes seen so far."""

@@ -72,6 +72,9 @@ class Graded:
     """Of a coupled one: units in the order of its groups, one after the other, have the same bits. It draws random
     numbers that the program shares, so nothing else may draw meanwhile."""
 
+    grown: int = 0
+    """The last step in which a state took more room than before."""
+
     @property
     def may_walk(self) -> bool:
         """True if nothing has been found against steps by units."""
@@ -231,7 +234,8 @@ class _UnitTest:
         if not flat and beyond:
             flat = "only steps within its periods show that parts of parameters are apart"
         reason = "; ".join(filter(None, [flat, *self._failed]))
-        return Graded(Grade.SEPARABLE if flat else Grade.ELEMENTWISE, reason, self.steps, beyond)
+        grown = max(trial.outcome.grown for trial in self.trials.values())
+        return Graded(Grade.SEPARABLE if flat else Grade.ELEMENTWISE, reason, self.steps, beyond, grown=grown)
 
     def _step(self) -> str:
         """Step all trials; return the first difference."""

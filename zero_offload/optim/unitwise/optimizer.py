@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial, wraps
 from typing import Any, NoReturn, cast
@@ -29,14 +29,14 @@ from zero_offload.optim.param_groups import Names, PackedNumbers, group_records
 from zero_offload.optim.unitwise import grades
 from zero_offload.optim.unitwise.check import UnitCheck
 from zero_offload.optim.unitwise.products import multiplies_matrices
-from zero_offload.optim.unitwise.shared_numbers import GROUPS, from_outline, outlined, told
+from zero_offload.optim.unitwise.shared_numbers import GROUPS, Values, changes, from_outline, outlined, told
 from zero_offload.optim.unitwise.state_rows import packages_of, packed, unpack
 from zero_offload.optim.unitwise.state_sizes import state_sizes
-from zero_offload.optim.unitwise.twin import Twin
+from zero_offload.optim.unitwise.twin import Numbers, Twin
+from zero_offload.optim.unitwise.walk_step import HOST, WalkStep, name_of
 from zero_offload.standins.owners import by_owner, check_adopted, dropped_error, is_dropped, owner_of
-from zero_offload.standins.sources import Owner, ParamTensors, UnitStep
+from zero_offload.standins.sources import Owner
 
-_HOST = torch.device("cpu")
 _WALK = "_zo_walker"
 """The attribute of an optimizer that holds its `_Walker`."""
 
@@ -108,7 +108,7 @@ def let_step(
     sizes = cache(lambda: state_sizes(optimizer).nbytes)
     for owner, params in owners.items():
         with owner.together(call):
-            owner.states.check_rows(params, sizes, _name_of(kind))
+            owner.states.check_rows(params, sizes, name_of(kind))
     held = {param: state for param, state in before.items() if isinstance(param, nn.Parameter)}
     vars(optimizer)["state"] = defaultdict(dict, _shared_of(optimizer))
     try:
@@ -256,11 +256,6 @@ def _walked(kind: Any, name: str) -> Any:
     return walked
 
 
-def _name_of(kind: type) -> str:
-    """The class as rows name it."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 class Unitwise(PackedNumbers, torch.optim.Optimizer):
     """An optimizer that `unitwise` has taken."""
 
@@ -346,15 +341,19 @@ class _Walker:
         self._check = check
         self._reference = weakref.ref(optimizer)
         self._class = kind
-        self.kind = _name_of(kind)
+        self.kind = name_of(kind)
         self.packages = packages_of(kind)
         self.states = RowStates(self)
         self._names = Names()
         self._params = self.params()
         self._twins: dict[torch.device, Twin] = {}
         """By where they step."""
+        self._left: Values | None = None
+        """The numbers that the last step has left, if no state took more room in it."""
+        self._waits: list[Callable[[], None]] = []
+        """For the end of the last step, which may go on beside the program."""
         owners = list(_owners_of("zo.unitwise", optimizer))
-        on_host = all(owner.step_device == _HOST for owner in owners)
+        on_host = all(owner.step_device == HOST for owner in owners)
         # Where all step together, copies of all would be on the GPU.
         may_move = not on_host and check is not None
         self._has_products = may_move and multiplies_matrices(_in_training(optimizer), kind=kind)
@@ -380,6 +379,7 @@ class _Walker:
     def step(self, call: str) -> None:
         self.states.check_unchanged()
         owners = _owners_of(call, self._optimizer)
+        self._wait()
         with ExitStack() as met:
             for owner in owners:
                 met.enter_context(owner.together_in_step(call))
@@ -390,45 +390,52 @@ class _Walker:
                 _check_one_model(call, owners)
         device = self._device(list(owners))
         twin = self._twin_on(device)
-        numbers = {param: number for number, param in enumerate(self._params)}
-        groups = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         captured = twin.capture()
-        checking = None if self._check is None else self._check.begin(partial(self._new_twin, device), captured)
-        with twin.step(captured) as walk:
-
-            def step(given: Mapping[nn.Parameter, ParamTensors]) -> dict[nn.Parameter, Any]:
-                _move_counts(given, groups, device)
-                unit = {numbers[param]: tuple(each) for param, each in given.items()}
-                if checking is not None:
-                    checking.look(unit)
-                states = walk.unit(unit)
-                return {self._params[number]: state for number, state in states.items()}
-
-            def records() -> list[dict[str, Any]]:
-                twin.publish(walk)
-                makes_generations = any(owner.makes_generations for owner in owners)
-                return group_records(self._optimizer) if makes_generations else []
-
-            is_still = all(not group.get("lr", 1.0) for group in self._optimizer.param_groups)
-            stepper = UnitStep(
-                self.kind,
-                self.packages,
-                step,
-                records,
-                lambda: packed(walk.left()),
-                lambda rows: walk.merge(unpack(row, self.packages) for row in rows),
-                is_still,
-                self._check is None,
-                device,
-            )
+        comparison = None if self._check is None else self._check.begin(partial(self._new_twin, device), captured)
+        stepper = WalkStep(
+            twin,
+            captured,
+            self._params,
+            self._optimizer.param_groups,
+            comparison=comparison,
+            steps_all=self._check is None,
+            may_go_on=comparison is None and len(owners) == 1 and self._is_settled(captured),
+            records=partial(self._records, owners),
+        )
+        try:
             for owner, params in owners.items():
                 owner.walk(params, stepper, self._optimizer)
-        twin.publish(walk)
+        except BaseException as error:
+            self._left = None
+            stepper.give_up(error)
+            raise
+        stepper.close()
+        self._left = None if stepper.grew else {**captured.values, **stepper.changed}
+        self._waits = [owner.wait_for_walk for owner in owners]
+
+    def _is_settled(self, captured: Numbers) -> bool:
+        """True if no state is expected to take more room in the step that begins. None has in the last one, and the
+        program has switched nothing on or off since."""
+        if self._check is None or not self._check.is_settled or self._left is None:
+            return False
+        changed = changes(self._left, captured.values)
+        return all(path[-1] == "lr" or _are_on(self._left.get(path), value) for path, value in changed.items())
+
+    def _records(self, owners: Iterable[Owner]) -> list[dict[str, Any]]:
+        makes_generations = any(owner.makes_generations for owner in owners)
+        return group_records(self._optimizer) if makes_generations else []
+
+    def _wait(self) -> None:
+        """Return when the twin is not stepped any more."""
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
 
     def change(self, call: str, method: Callable[[Any], object]) -> None:
         """Let a method of the class change parameters between steps, one after the other."""
         self.states.check_unchanged()
-        twin, owners = self._twin_on(_HOST), _owners_of(call, self._optimizer)
+        self._wait()
+        twin, owners = self._twin_on(HOST), _owners_of(call, self._optimizer)
         numbers = {param: number for number, param in enumerate(self._params)}
         with twin.step(twin.capture(), method) as walk:
             for owner, params in owners.items():
@@ -448,10 +455,10 @@ class _Walker:
         gpu = next((owner.step_device for owner in owners if owner.step_device.type != "cpu"), None)
         if gpu is not None and (self._has_products or any(owner.has_states_on_device for owner in owners)):
             return gpu
-        return _HOST
+        return HOST
 
     def _any_twin(self) -> Twin:
-        return self._twin_on(next(iter(self._twins), _HOST))
+        return self._twin_on(next(iter(self._twins), HOST))
 
     def _twin_on(self, device: torch.device) -> Twin:
         """The twin that steps there, anew where the param groups have other parameters."""
@@ -658,14 +665,9 @@ class Shown(dict[Any, Any]):
         return dict, (), None, None, iter(self.items())
 
 
-def _move_counts(
-    given: Mapping[nn.Parameter, ParamTensors], groups: Mapping[nn.Parameter, Mapping[str, Any]], device: torch.device
-) -> None:
-    """Bring counts of steps that the host has kept to a GPU, for optimizers that count there as torch's do."""
-    for param, (_, _, state) in given.items():
-        counts_there = groups[param].get("fused") or groups[param].get("capturable")
-        if device != _HOST and counts_there and isinstance(state, dict) and isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(device)
+def _are_on(before: Any, value: Any) -> bool:
+    """True for two numbers, neither of which is 0: a momentum of 0 may have no state."""
+    return all(isinstance(each, float) and each != 0 for each in (before, value))
 
 
 def _plain(state: Any) -> Any:

@@ -76,6 +76,9 @@ class Outcome:
     """True if the last step has drawn random numbers that are not its own."""
     moved: set[int] = field(default_factory=set)
     """Numbers of the parameters whose weights have changed."""
+    steps: int = 0
+    grown: int = 0
+    """The last step in which a state took more room than before."""
 
 
 def tinies_of(optimizer: torch.optim.Optimizer) -> list[Tiny]:
@@ -180,6 +183,7 @@ class UnitTrial:
     def step(self) -> None:
         """Step all copies with the same gradients and the same random numbers, and compare them."""
         outcome = self.outcome
+        outcome.steps += 1
         grads = [self._scale * (each + self._noise(each.shape)) for each in self._direction]
         with torch.random.fork_rng(devices=[]):
             begun = random_state()
@@ -252,8 +256,10 @@ class UnitTrial:
         outline = StateOutline(state)
         if self._rows[at].numel() == outline.nbytes:
             outline.write(self._rows[at])
-        else:
-            self._rows[at] = packed(state)
+            return
+        if outline.nbytes > self._rows[at].numel():
+            self.outcome.grown = self.outcome.steps
+        self._rows[at] = packed(state)
 
     def _difference_of_state(self, at: int, counters: list[Any]) -> str:
         state, walked = self._joint.state.get(self._params[at]), self._state(at)

@@ -76,6 +76,7 @@ class Twin:
         check_class(self.kind)
         self._optimizer = optimizer
         self._numbers_of = {id(param): number for number, param in enumerate(params)}
+        self.device = torch.device(device)
         self._memory = torch.zeros((), dtype=torch.float32, device=device)
         self._stand_ins = [self._stand_in(param) for param in params]
         self._packages = packages_of(self.kind)
