@@ -110,17 +110,19 @@ def test_a_plan_counts_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -
     assert not dist.is_initialized()
 
 
-def budgets_of(rank: int) -> tuple[int, int]:
+def budgets_of(rank: int) -> tuple[int, int, int]:
     probe.memory_limits = lambda: (MemoryLimit("host", 400 * MIB),)  # type: ignore[assignment]
+    probe.nvme_free_bytes = lambda _: 600 * MIB
     planned = zo.plan(TinyLM(64), zo.OffloadConfig()).budget
     runtime: Any = runtime_of(zo.offload(build(TinyLM), zo.OffloadConfig()))
     assert runtime.sizes.hardware.device_memory_bytes == planned.device_bytes
-    return planned.cpu_bytes, runtime.sizes.placement.budget.cpu_bytes
+    on_drive = zo.plan(TinyLM(64), zo.OffloadConfig(nvme=Path(__file__).parent)).budget.nvme_bytes
+    return planned.cpu_bytes, runtime.sizes.placement.budget.cpu_bytes, on_drive
 
 
-def test_ranks_of_a_machine_share_its_memory() -> None:
+def test_ranks_of_a_machine_share_its_memory_and_drives() -> None:
     """Each by itself would fit, all of them would not."""
-    assert start(budgets_of) == [(200 * MIB, 200 * MIB)] * 2
+    assert start(budgets_of) == [(200 * MIB, 200 * MIB, 300 * MIB)] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,21 @@ import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import zero_offload as zo
+from tests.helpers.models import build
 from tests.helpers.pairwise import in_turn
 from tests.helpers.ranks import RankPool, RankPools
 from zero_offload.base.events import Counters
+from zero_offload.model.api import runtime_of
+from zero_offload.plan.memory import NEAR_LEAST, NEAR_ROOM
 from zero_offload.runtime.ranks import exchange, near_bytes, neighbours
 from zero_offload.runtime.ranks.exchange import HostExchange
 from zero_offload.runtime.ranks.group import Course
@@ -52,8 +58,8 @@ def cross(rank: int, world_size: int, machines: str, room: int, largest: int, re
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankProcess, "here", lambda: RankProcess(machines[rank], "pid:[1]", os.getpid()))
         patch.setattr(neighbours, "RankProcess", RankProcess)
-        patch.setattr(near_bytes, "ROOM", room)
-        patch.setattr(exchange, "LARGEST", largest)
+        patch.setattr(near_bytes, "NEAR_ROOM", room)
+        patch.setattr(exchange, "NEAR_LARGEST", largest)
         group = dist.new_group(list(range(world_size)))
         made = HostExchange(group, course, open_near_bytes(group, range(world_size)), Counters())
         under_way: list[tuple[str, Callable[[], Any], torch.Tensor | None, torch.Tensor]] = []
@@ -121,3 +127,51 @@ def fill_again(rank: int, world_size: int) -> int:
 
 def test_room_is_used_again(pool: RankPool) -> None:
     assert max(pool.succeed(fill_again)) <= 4 * 4096
+
+
+# Plans
+
+
+def page_bytes() -> int:
+    """This process's share of memory under pages for bytes: that of a page which two map is half of each."""
+    found, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name:
+            begin, _, end = name.partition("-")
+            is_ours = "zero_offload ranks" in rest and int(end, 16) - int(begin, 16) > NEAR_ROOM
+        elif name == "Pss:" and is_ours:
+            found += int(rest.split()[0]) << 10
+    return found
+
+
+def take_pages(rank: int, world_size: int, stage: int, width: int, num_blocks: int) -> tuple[int, int]:
+    """Bytes that a plan has for pages of a rank, and its share of those that some steps have taken."""
+    before = page_bytes()
+    blocks = build(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(num_blocks))))
+    model = zo.offload(blocks, zo.OffloadConfig(stage=stage, precision="fp32"))
+    optimizer, delays = zo.AdamW(model.parameters(), lr=1e-3), random.Random(rank)
+    for _ in range(4):
+        time.sleep(delays.random() * 0.01)
+        model(torch.ones(2, width)).square().mean().backward()
+        zo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    owner = runtime_of(model)
+    assert owner is not None
+    plan = owner.sizes.plan
+    dist.barrier()
+    taken = page_bytes() - before
+    dist.barrier()
+    text = str(plan)
+    zo.close(model)
+    assert ("pages in which ranks of one machine leave bytes" in text) == (plan.near_bytes > 0)
+    return plan.near_bytes, taken
+
+
+@in_turn(stage=[0, 1, 2, 3], sizes=[(64, 4), (128, 12), (300, 8), (1000, 10), (2000, 2)])
+def test_a_plan_has_the_pages_that_are_taken(stage: int, sizes: tuple[int, int], pool: RankPool) -> None:
+    """The last ones are messages."""
+    found = pool.succeed(take_pages, stage, *sizes)
+    planned, taken = (sum(each) for each in zip(*found, strict=True))
+    assert 0 < taken <= planned <= 6 * taken + 2 * WORLD_SIZE * NEAR_LEAST

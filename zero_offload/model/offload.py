@@ -191,7 +191,7 @@ class Builder:
         self.model, self.undo, self.errors, self.counters = model, undo, FirstError(), Counters()
         join()
         callers = Callers.of(mesh)
-        num_here = callers.take_gpus()
+        num_here, most_here = callers.take_gpus()
         # With DTensors the ranks that hold the other parts are told as well.
         tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
         notice = Notice()
@@ -204,7 +204,7 @@ class Builder:
             make_what_came_later(model)
             _check_params(model.named_parameters(), mesh_problems(mesh, self.device.torch_device.type, tensor_mesh))
             self.skips_values = lacks_values(tensor for _, tensor in offloaded_tensors(model))
-            partition = partition_of(self.config, mesh)
+            partition = partition_of(self.config, mesh, most_here)
             self.spec = ModelSpec.from_module(model, units, experts=experts_in(model))
             dtypes = resolve(model, self.config)
             self.casts, self.buffer_dtypes = dtypes.casts, dtypes.buffers
@@ -219,7 +219,7 @@ class Builder:
             )
             notice.compared += _configs_of(model, len(callers.members))
         # From here on ranks talk: they agree on one machine, and place by that.
-        self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
+        self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers, most_here)
         self.collectives = Collectives(group, self.device.torch_device, self.config, self.counters)
         self.ranks = CommitGroup(group)
         hardware, self.config = _agree(own_hardware, self.config, self.ranks)
@@ -710,7 +710,7 @@ def _saying_how_to_read(
 
 
 def _hardware(config: OffloadConfig, device: Device, num_here: int) -> HardwareProfile:
-    """The machine as each of its `num_here` ranks has it: with a share of the host's memory."""
+    """The machine as each of its `num_here` ranks has it: with a share of the host's memory, and of its drives."""
     free_bytes = device.free_bytes()
     for directory in config.nvme_dirs:
         with naming_errors("reach", directory):
@@ -719,7 +719,8 @@ def _hardware(config: OffloadConfig, device: Device, num_here: int) -> HardwareP
         found = probe_hardware(config.nvme_dirs, device_name=device.name, device_memory_bytes=free_bytes)
     share = found.cpu_memory_bytes // num_here
     found = replace(found, cpu_memory_bytes=share, device_memory_bytes=share if free_bytes is None else free_bytes)
-    return count_reusable(found, config.nvme_dirs)
+    found = count_reusable(found, config.nvme_dirs)
+    return replace(found, nvme_free_bytes=found.nvme_free_bytes // num_here)
 
 
 def _agree(
@@ -914,15 +915,17 @@ def plan(
     if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
         raise ConfigError("\n".join(problems))
     partition = partition_of(config, mesh)
+    # A rank's share of the machine.
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it; `offload` asks the ranks
+    num_here = max(int(launched), 1) if launched.isdecimal() and partition.world_size > 1 else 1
+    partition = replace(partition, num_here=num_here)
     spec = ModelSpec.from_module(model, units, experts=experts_in(model))
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     without = sections_without_values(layout, dict(offloaded_tensors(model)))
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
     kept = None if optimizer is None else planned_states(layout, dict(model.named_parameters()), optimizer)
-    # A rank's share of the machine, then a placement for one micro-batch as `offload` makes it.
-    launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun sets it; `offload` asks the ranks
-    num_here = int(launched) if launched.isdecimal() and partition.world_size > 1 else 1
-    hardware = _hardware(config, device, max(num_here, 1))
+    # A placement for one micro-batch, as `offload` makes it.
+    hardware = _hardware(config, device, num_here)
     budget = tier_budget(config, hardware)
     work = work_of(model, spec)
     outlook = _outlook(unit_bytes, work.units, config, partition, hardware)

@@ -77,6 +77,18 @@ GRAD_RING_UNITS = 5
 one is a leftover that backward completes at its end. One is still summed by a GPU, one waits for its update, and one is
 updated.
 """
+NEAR_ROOM = 32 << 20
+"""Pages of a rank, for parameters and as many for gradients, in which it leaves bytes for other ranks of its machine.
+Memory is taken when it is first used."""
+NEAR_LARGEST = 12 << 20
+"""Bytes of the largest buffer that ranks exchange so."""
+NEAR_LEAST = 256 << 10
+"""Of such pages, for the table of what lies where, and for gaps."""
+BYTES_AHEAD = 2 << 20
+"""Gathers of CPU ranks run ahead of their use until there are so many bytes of them, of one unit at least."""
+NEAR_AT_ONCE = 4
+"""Units, or times `BYTES_AHEAD` of small ones, that lie there at once: others may be as far behind as a rank is
+ahead."""
 WALKED_AT_ONCE = 3
 """Sections on drives that are in memory while an optimizer of others steps: one is read, one stepped, one written."""
 CHUNKS_IN_FLIGHT = 4
@@ -450,6 +462,8 @@ class MemoryPlan:
     """Bytes of parameters that come to a device and may stay there, those in flight included. Without a `device_memory`
     they may from the second step on, less the bytes of activations. 0 where the CPU computes.
     """
+    near_bytes: int
+    """The part of `staging_bytes` that is pages in which ranks of one machine leave bytes for each other."""
 
     @property
     def nvme_written_bytes_per_step(self) -> int:
@@ -520,6 +534,9 @@ class MemoryPlan:
             lines.append(
                 f"parameters on the device: up to {format_bytes(self.kept_params_bytes)}, less what activations take"
             )
+        if self.near_bytes:
+            shown = format_bytes(self.near_bytes)
+            lines.append(f"of {IN_FLIGHT}, up to {shown} are pages in which ranks of one machine leave bytes")
         lines.append(f"written to NVMe per step: {format_bytes(self.nvme_written_bytes_per_step)}")
         if self.least_bytes and self.fits and self.used_bytes(Tier.DEVICE) > self.budget.device_bytes:
             lines.append(self._of_units_at_once())
@@ -585,8 +602,10 @@ def estimate_memory(
         rest[Tier.NVME, kind] += nbytes
     wear = Wear(written + grads, committed, config.commit_every, grads)
     staging = _staging_bytes(units, placement, config, partition)
+    near = near_bytes(units, partition) if shared else 0
+    staging[Tier.CPU] += near
     least = _least_bytes(units, placement, partition)
-    plan = MemoryPlan(rest, generations, staging, wear, placement.budget, least, 0)
+    plan = MemoryPlan(rest, generations, staging, wear, placement.budget, least, 0, near)
     if shared:
         return plan
     return replace(plan, kept_params_bytes=_kept_params_bytes(plan, units, placement, config, partition))
@@ -716,6 +735,28 @@ def _staging_bytes(
         + activation_bytes * (Tier.NVME in config.activation_fractions),
         Tier.NVME: 0,
     }
+
+
+def near_bytes(units: Iterable[UnitBytes], partition: Partition) -> int:
+    """Pages in which a rank leaves bytes for others of its machine, where CPUs compute. Between machines each rank
+    hands parts of others on, too. A rank leaves no more there than two steps do, since others are as far by then.
+    """
+    sharers, shards = partition.world_size // partition.num_replicas, partition.optimizer_shards
+    here = min(partition.num_here, sharers)
+    if here < 2:
+        return 0
+    machines, gathered, reduced = divide_up(sharers, here), [0], [0]
+    for unit in units:
+        trained, frozen = (nbytes * partition.param_shards for nbytes in (unit.trained_bytes, unit.frozen_bytes))
+        # Forward and backward gather all that is divided, and one update what each rank has changed.
+        buffers = [trained, trained, frozen, frozen] if partition.divides_params else [trained] * (shards > 1)
+        gathered += [divide_up(nbytes * machines, sharers) for nbytes in buffers if nbytes <= NEAR_LARGEST]
+        if trained <= NEAR_LARGEST:
+            sums = unit.trained_numel * 4
+            reduced.append(divide_up(sums * (here - 1 + machines * (shards == 1)), sharers))
+    found = [reduced] if shards == 1 else [gathered, reduced]
+    at_once = (NEAR_AT_ONCE * max(*each, BYTES_AHEAD) for each in found)
+    return sum(min(NEAR_LEAST + min(2 * sum(each), most), NEAR_ROOM) for each, most in zip(found, at_once, strict=True))
 
 
 def walk_bytes(sections: Sequence[tuple[WalkBytes, Tier, Tier]]) -> int:

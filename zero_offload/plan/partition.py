@@ -28,10 +28,12 @@ class Partition:
     """Groups of ranks that each divide the states among themselves (hybrid sharding) and hold the same."""
     any_branches: bool = False
     """True if each rank may use other units: which gradients there are is known to all only after backward."""
+    num_here: int = 1
+    """Ranks of one machine, of the largest where these differ; no count of bytes at rest asks for it."""
 
     @classmethod
-    def of(cls, config: OffloadConfig, world_size: int, num_replicas: int = 1) -> Partition:
-        return cls(config.stage, world_size, num_replicas, config.branches == Branches.ANY)
+    def of(cls, config: OffloadConfig, world_size: int, num_replicas: int = 1, num_here: int = 1) -> Partition:
+        return cls(config.stage, world_size, num_replicas, config.branches == Branches.ANY, num_here)
 
     @property
     def optimizer_shards(self) -> int:

@@ -20,6 +20,7 @@ from zero_offload.base.errors import CapacityError
 from zero_offload.base.spans import Cause, Track
 from zero_offload.base.types import FRAME, format_bytes
 from zero_offload.plan.buffers import UNLIMITED_FRAMES
+from zero_offload.plan.memory import BYTES_AHEAD
 from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -36,8 +37,6 @@ from zero_offload.storage.shards.store import ShardStore
 
 NEVER = 1 << 62
 """Position of the next use of a unit that the rest of the cycle does not need."""
-BYTES_AHEAD = 2 << 20
-"""Gathers of CPU ranks run ahead of their use until there are so many bytes of them, of one unit at least."""
 UNITS_AHEAD = 2
 """In a cycle that repeats, memory for so many units of a usual size is what prefetch takes from others: one arrives,
 one is next. See [Note: what stays between tokens]."""

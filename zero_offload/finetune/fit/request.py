@@ -180,7 +180,7 @@ class Request:
 
     @property
     def partition(self) -> Partition:
-        return Partition.of(self.config, self.cluster.ranks, self.cluster.num_replicas)
+        return Partition.of(self.config, self.cluster.ranks, self.cluster.num_replicas, self.cluster.ranks_per_node)
 
     def machine(self) -> Machine:
         """One rank's share."""

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from zero_offload.base.ends import exit_gate
 from zero_offload.base.events import Counters
+from zero_offload.plan.memory import NEAR_LARGEST
 from zero_offload.runtime.ranks.group import Course, Group, RankGroup, all_gather, reduce_scatter
-from zero_offload.runtime.ranks.near_bytes import LARGEST, NearBytes, open_near_bytes
+from zero_offload.runtime.ranks.near_bytes import NearBytes, open_near_bytes
 
 _COURSE_BITS, _TAGS = 20, 1 << 10
 """Of a tag: bits of the course, and how many exchanges are told apart by their number."""
@@ -271,7 +272,7 @@ class HostExchange:
 
     def _by_pages(self, nbytes: int) -> bool:
         """Whether a buffer of so many bytes crosses in pages inside of a machine. All ranks there say the same."""
-        return self._pages is not None and nbytes <= LARGEST
+        return self._pages is not None and nbytes <= NEAR_LARGEST
 
     def _receive(self, target: torch.Tensor, rank: int, meeting: _Meeting) -> Any:
         return dist.irecv(target, group=self._group, group_src=rank, tag=meeting.tag) if target.numel() else None

@@ -120,9 +120,9 @@ class Callers:
         ranks = range(len(self.members)) if mesh is None else map(self.members.index, mesh.mesh.flatten().tolist())
         return list(ranks) if mesh is None or mesh.ndim == 1 else [mesh.size(0), *ranks]
 
-    def take_gpus(self) -> int:
-        """Give each rank a GPU of its own; returns how many ranks this machine has. Raises ConfigError on all where two
-        have one GPU. Collective."""
+    def take_gpus(self) -> tuple[int, int]:
+        """Give each rank a GPU of its own; returns how many ranks this machine has, and the one with the most. Raises
+        ConfigError on all where two ranks have one GPU. Collective."""
         with self.together():
             mine = DeviceChoice.here()
         choices = [mine]
@@ -133,7 +133,8 @@ class Callers:
         place = 0 if self.group is None else dist.get_rank(self.group)
         with self.together():
             use_gpu(mine, choose_gpus(choices, self.members)[place])
-        return sum(each.host == mine.host for each in choices)
+        counts = Counter(each.host for each in choices)
+        return counts[mine.host], max(counts.values())
 
 
 CALL = "zo.offload, which all ranks call"
@@ -185,14 +186,15 @@ class RankGroup:
         mesh: DeviceMesh | None = None,
         tensor_mesh: DeviceMesh | None = None,
         callers: Callers | None = None,
+        num_here: int = 1,
     ) -> RankGroup:
         """The group that `mesh`, checked by `mesh_problems`, describes; without one, all ranks.
 
-        `tensor_mesh` is that of the model's DTensors. Collective.
+        `tensor_mesh` is that of the model's DTensors, `num_here` as in `Partition`. Collective.
         """
         callers = callers or Callers.of(mesh)
         made, watch = callers.group, callers.watch
-        partition = partition_of(config, mesh)
+        partition = partition_of(config, mesh, num_here)
         if mesh is None:
             rank = 0 if made is None else dist.get_rank()
             return cls(partition, rank, callers.members, agreement_group=made, callers_watch=watch)
@@ -258,11 +260,11 @@ class RankGroup:
             self.near.leave()
 
 
-def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:
-    """The partition by the number of ranks alone: no other rank is asked."""
+def partition_of(config: OffloadConfig, mesh: DeviceMesh | None, num_here: int = 1) -> Partition:
+    """The partition by the number of ranks alone: no other rank is asked. `num_here` as in `Partition`."""
     if mesh is None:
-        return Partition.of(config, launched_ranks()[1])
-    return Partition.of(config, mesh.size(), mesh.size(0) if mesh.ndim == 2 else 1)
+        return Partition.of(config, launched_ranks()[1], num_here=num_here)
+    return Partition.of(config, mesh.size(), mesh.size(0) if mesh.ndim == 2 else 1, num_here)
 
 
 _num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()

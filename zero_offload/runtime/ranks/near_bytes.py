@@ -16,12 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from zero_offload.plan.memory import NEAR_ROOM
 from zero_offload.runtime.ranks.neighbours import Neighbours, Page, open_pages
 
-LARGEST = 12 << 20
-"""Bytes of the largest buffer that ranks exchange so."""
-ROOM = 32 << 20
-"""Of each rank and exchange. Memory is taken when it is first used."""
 _TAKEN = 2
 """Word of a page: this rank has ended all exchanges with numbers up to that."""
 _HEAD, _SLOTS, _LANES, _SLOT_WORDS = 8, 1024, 2, 3
@@ -104,7 +101,7 @@ class NearBytes(Neighbours):
             if begin + nbytes <= used:
                 break
             begin = -(-end // _ALIGNED) * _ALIGNED
-        if begin + nbytes > ROOM:
+        if begin + nbytes > NEAR_ROOM:
             return _NOWHERE
         self._held = sorted([*self._held, (begin, begin + nbytes, number)])
         return begin
@@ -119,7 +116,7 @@ def open_near_bytes(
 ) -> tuple[NearBytes | None, list[list[int]]]:
     """Pages of those of the program's ranks `members` that this machine runs, and the members of each machine, by
     number. Collective over `group`, which are the same ranks, ascending."""
-    pages, machines = open_pages(group, members, _HEAD_WORDS + ROOM // 8)
+    pages, machines = open_pages(group, members, _HEAD_WORDS + NEAR_ROOM // 8)
     numbers = {rank: number for number, rank in enumerate(members)}
     near = None
     if len(pages) > 1:
