@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,36 @@ def fill_again(rank: int, world_size: int) -> int:
 
 def test_room_is_used_again(pool: RankPool) -> None:
     assert max(pool.succeed(fill_again)) <= 4 * 4096
+
+
+def lose_the_other_machine(rank: int, world_size: int) -> str:
+    """The error of a gather of which nothing comes from the other machine, on ranks 2 and 3; each hands on to one."""
+    wait_for = exchange._wait_for
+
+    def fail(works: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("Connection timed out")
+        wait_for(works)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankProcess, "here", lambda: RankProcess("aabb"[rank], "pid:[1]", os.getpid()))
+        patch.setattr(neighbours, "time_limit", lambda: timedelta(seconds=20))
+        group = dist.new_group(list(range(world_size)))
+        made = HostExchange(group, Course(), open_near_bytes(group, range(world_size)), Counters())
+        patch.setattr(exchange, "_wait_for", fail if rank > 1 else wait_for)
+        try:
+            made.gather(torch.ones(world_size * 1000))()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_wait_for_each_other_learn_that_a_machine_is_gone(pool: RankPool) -> None:
+    """Neither control thread waits for the other machine itself."""
+    found = pool.succeed(lose_the_other_machine)
+    assert found[:2] == ["", ""]
+    assert all(each in ("Connection timed out", "rank 2 has left", "rank 3 has left") for each in found[2:]), found
+    pool.renew()
 
 
 # Plans

@@ -223,7 +223,13 @@ class HostExchange:
             return [self._send(piece, rank, meeting) for rank in routes.near for piece in pieces]
 
         def carry() -> list[Any]:
-            _wait_for(arriving)
+            try:
+                _wait_for(arriving)
+            except RuntimeError as error:
+                if pages is not None:
+                    # Control threads here wait in pages, each for its neighbour, and would not look at this call.
+                    pages.give_up(str(error))
+                raise
             return leave(_CARRIED)
 
         def take(rank: int, lane: int) -> None:

@@ -49,6 +49,8 @@ class NearBytes(Neighbours):
         """Begin and end of what lies in the room, in their order, and the exchange whose bytes these are."""
         self._open: weakref.WeakValueDictionary[int, _Flight] = weakref.WeakValueDictionary()
         self._last = 0
+        self._why = ""
+        """The error by which this rank hands nothing on any more; empty while it does."""
 
     def begin(self, number: int) -> _Flight:
         """Numbers ascend."""
@@ -91,6 +93,16 @@ class NearBytes(Neighbours):
             self._look_after(slot, number + 1, deadline)
         at = int(page.words[slot + 2])
         return None if at == _NOWHERE else self._bytes_of[member][at:]
+
+    def give_up(self, why: str) -> None:
+        """This rank hands nothing on any more: waits for it end, here and on its neighbours. Any thread may call."""
+        self._why = why
+        self.leave()
+
+    def _look_after(self, word: int, at_least: int, deadline: float) -> None:
+        if self._why:
+            raise RuntimeError(self._why)
+        super()._look_after(word, at_least, deadline)
 
     def _place(self, nbytes: int, number: int) -> int:
         """The first place with room for so many bytes: where little is under way, the same memory is used again."""

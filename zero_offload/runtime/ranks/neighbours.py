@@ -104,6 +104,10 @@ class Neighbours:
         self._limit_s = time_limit().total_seconds()
         self._num_ends = sockets.num_ends
 
+    def leave(self) -> None:
+        """This rank posts nothing more: ranks that wait for it learn so at once."""
+        self._mine.words[_LEFT] = 1
+
     def _wait_until(self, page: Page, word: int, at_least: int) -> None:
         """Return when that word of the page is at least so large.
 
@@ -205,10 +209,6 @@ class Channel(Neighbours):
     def late(self) -> list[int]:
         """Ranks that have not taken this rank's turn yet. Any thread may ask."""
         return [page.rank for page in self._others if page.words[_POSTED] < self._turn]
-
-    def leave(self) -> None:
-        """This rank takes no further turn: ranks that wait for it learn so at once."""
-        self._mine.words[_LEFT] = 1
 
 
 @dataclass(frozen=True)
