@@ -20,6 +20,7 @@ from tests.fake_gpu.device import LATE, TYPE, Policy
 from tests.helpers.disk import close_broken
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
+from zero_offload.base.types import Tier
 from zero_offload.hardware.device import read_memory
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -229,6 +230,38 @@ def test_a_step_takes_the_memory_that_there_is(room: int) -> None:
     with device.on_host():
         expected = masters_after_steps(on_device=False)
     assert differing(masters_after_steps(on_device=True), expected) == []
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("cpu", "cpu", "nvme"), ("cpu", "cpu", "device")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_takes_the_memory_of_its_plan(precision: str, placement: Any, tmp_path: Path) -> None:
+    params, grads, optimizer = placement
+    config = zo.OffloadConfig(
+        params=params, grads=grads, optimizer=optimizer, precision=precision, nvme=tmp_path, durability="scratch"
+    )
+
+    def muon(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon(matrices([*model.parameters()]), 1e-2)
+
+    model: Any = build(lambda: TinyLM(num_blocks=4, dim=WIDE))
+    adamw, plan = zo.plan(model, config), zo.plan(model, config, optimizer=muon(model))
+    assert "the GPU makes the step: " in str(plan)
+    # Two states fit into so much, and a step of whole sections does not.
+    small = dataclasses.replace(config, device_memory=adamw.used_bytes(Tier.DEVICE))
+    assert zo.plan(model, small).fits
+    assert optimizer == "device" or not zo.plan(model, small, optimizer=muon(model)).fits
+    zo.offload(model, config)
+    stepper, taken = zo.unitwise(muon(model)), []
+    for step in range(3):
+        model(tokens_of(step)).backward()
+        device.synchronize()
+        before, module = allocated(), getattr(torch, TYPE)
+        module.reset_peak_memory_stats()
+        stepper.step()
+        taken.append(module.max_memory_allocated() - before)
+    zo.close(model)
+    assert max(taken) <= plan.staging_bytes[Tier.DEVICE]
+    assert max(taken) > adamw.staging_bytes[Tier.DEVICE] or optimizer == "device"
 
 
 def test_an_error_has_the_memory_that_a_step_needs() -> None:

@@ -143,7 +143,7 @@ def adapted(place: Place, seed: int = 0) -> nn.Module:
     return plain
 
 
-def plain_losses(place: Place, method: str, lora: bool, **settings: Any) -> tuple[list[float], nn.Module]:
+def plain_losses(place: Place, method: str, lora: bool, kind: Any = zo.AdamW) -> tuple[list[float], nn.Module]:
     """The log of TRL's trainer of the plain model, with the same kernel of AdamW."""
     tools.reset_accelerate()
     data = place.preferences if method == "dpo" else place.chat
@@ -177,7 +177,7 @@ def plain_losses(place: Place, method: str, lora: bool, **settings: Any) -> tupl
         processing_class=open_folder(place.model).tokenizer,
         **given,
     )
-    made.optimizer_cls_and_kwargs = zo.AdamW, {"lr": 1e-3}
+    made.optimizer_cls_and_kwargs = kind, {"lr": 1e-3}
     made.train()
     return [each["loss"] for each in made.state.log_history if "loss" in each], made.model
 
@@ -201,6 +201,35 @@ def test_losses_are_those_of_trl_without_offload(place: Place, tmp_path: Path, m
     trained = (AutoPeftModelForCausalLM if lora else AutoModelForCausalLM).from_pretrained(tmp_path / "nvme")
     theirs = {name: value.detach() for name, value in model.named_parameters()}
     assert tools.distance({name: value.detach() for name, value in trained.named_parameters()}, theirs) == 0
+
+
+def test_an_optimizer_of_others_trains_and_goes_on(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, model = plain_losses(place, "sft", lora=False, kind=torch.optim.NAdam)
+    out, flags = tmp_path / "out", ("--optimizer", "torch.optim.NAdam", "--optimizer-tier", "nvme", *UNCLIPPED)
+    ours = run(place, out, *flags)
+    assert "stepped by torch.optim.NAdam: 12" in capsys.readouterr().out
+    assert column(ours) == losses
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    theirs = {name: value.detach() for name, value in model.named_parameters()}
+    assert tools.distance({name: value.detach() for name, value in trained.named_parameters()}, theirs) == 0
+    for other, says in (
+        (("--optimizer", "torch.optim.Adam", *flags[2:]), 'this one has optimizer="torch.optim.Adam"'),
+        (flags[2:], 'holds a run with optimizer="torch.optim.NAdam", this one has'),
+    ):
+        run(place, out, *other, code=2)
+        assert says in capsys.readouterr().err
+    more = run(place, out, *flags, steps=STEPS + 1)
+    assert more[:STEPS] == ours and len(more) == STEPS + 1
+
+
+def test_muon_of_ours_trains_matrices_and_the_rest(place: Place, tmp_path: Path) -> None:
+    on_drives = run(place, tmp_path / "nvme", "--optimizer", "zo.Muon", "--optimizer-tier", "nvme", steps=2)
+    in_memory = run(place, tmp_path / "cpu", "--optimizer", "zo.Muon", "--optimizer-tier", "cpu", steps=2)
+    adamw = run(place, tmp_path / "adamw", steps=2)
+    assert on_drives == in_memory
+    assert column(on_drives)[0] == column(adamw)[0] and column(on_drives)[1] != column(adamw)[1]
 
 
 def test_chat_templates_by_names_come_along(place: Place, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import copy
 import json
 import re
 import shlex
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +23,10 @@ import zero_offload as zo
 from tests.helpers import folders
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
-from zero_offload.base.types import GIB, MIB, Tier
+from zero_offload.base.types import GIB, MIB, StateKind, Tier
 from zero_offload.cli.main import build_parser, main
 from zero_offload.finetune.choices import CAUSAL, Lora
+from zero_offload.finetune.classes import arguments_of, optimizer_class, planned_optimizer
 from zero_offload.finetune.fit.figures import FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
@@ -32,7 +35,9 @@ from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.finetune.model import build
 from zero_offload.finetune.model.build import build_model, meta_model
 from zero_offload.finetune.model.folder import ModelFolder, open_folder
+from zero_offload.finetune.settings import OUR_OPTIMIZERS, FinetuneConfig
 from zero_offload.hardware.machines import default_machine, parse_drives
+from zero_offload.integrations.transformers import OffloadTrainer
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
 from zero_offload.plan.model_spec import ModelSpec
@@ -229,9 +234,9 @@ def _job(folder: ModelFolder, nvme: Path, lora: Lora | None = None, **settings: 
     return replace(FolderJob(folder, offload, lora, batch=2, accumulate=2, seq=64, steps=10), **settings)
 
 
-def _step(model: Any, num_micro_batches: int) -> None:
+def _step(model: Any, num_micro_batches: int, optimizer: Any = None) -> None:
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = zo.AdamW(trained, lr=1e-3)
+    optimizer = optimizer or zo.AdamW(trained, lr=1e-3)
     for _ in range(num_micro_batches):
         ids = torch.arange(128).view(2, 64)
         model(input_ids=ids, labels=ids).loss.backward()
@@ -259,6 +264,95 @@ def test_a_run_is_placed_as_planned(folder: ModelFolder, tmp_path: Path, lora: L
     planned = plan.planned.memory.used_bytes(Tier.NVME)
     numel = sum(unit.numel.trained + unit.numel.frozen for unit in plan.planned.workload.work)
     assert planned <= swap + MIB and swap <= planned + 40 * numel  # sections are padded to sectors
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.optim.NAdam", "torch.optim.Adafactor", "torch.optim.SGD", "zo.Lion", "zo.Muon"]
+)
+def test_states_of_the_optimizer_are_planned(folder: ModelFolder, tmp_path: Path, name: str) -> None:
+    """As `zo.plan` has them of the same model, and the swap file as a run takes it."""
+    job = replace(_job(folder, tmp_path / "nvme"), optimizer=name, lr=1e-3)
+    job = replace(job, offload=replace(job.offload, optimizer="nvme", params="nvme", grads="cpu"))
+    plan = plan_job(job, tmp_path, tries=False)
+    assert plan.fits
+    model = meta_model(folder, None)
+    alike = zo.plan(
+        model, plan.offload, optimizer=planned_optimizer(name, model, 1e-3, 0.0), micro_batches=job.accumulate
+    )
+    memory = plan.planned.memory
+    assert memory.rest_bytes == alike.rest_bytes
+    assert memory.staging_bytes == alike.staging_bytes
+    adamw = plan_job(replace(job, optimizer=""), tmp_path, tries=False).planned.memory
+    at_rest = [each.rest_bytes[Tier.NVME, StateKind.OPTIMIZER] for each in (memory, adamw)]
+    assert (at_rest[0] < at_rest[1]) is (name != "torch.optim.NAdam")
+    shown = as_text(plan)
+    assert f"stepped by {name}: " in shown
+    assert ("sections in memory at once" in shown) is (name != "zo.Lion")
+    model = build_model(folder, plan.offload, None)
+    try:
+        made = optimizer_class(name)(list(model.parameters()), **arguments_of(name, 1e-3))
+        _step(model, job.accumulate, OffloadTrainer.taken(made))
+    finally:
+        zo.close(model)
+    swap = sum(each.stat().st_size for each in (tmp_path / "nvme").glob("*swap*"))
+    numel = sum(unit.numel.trained + unit.numel.frozen for unit in plan.planned.workload.work)
+    assert memory.used_bytes(Tier.NVME) <= swap + MIB and swap <= memory.used_bytes(Tier.NVME) + 40 * numel
+
+
+def test_a_plan_for_other_states_fits_where_two_states_fit(folder: ModelFolder, tmp_path: Path) -> None:
+    job = replace(_job(folder, tmp_path / "nvme"), optimizer="torch.optim.SGD", lr=1e-3)
+    job = replace(job, offload=replace(job.offload, optimizer="cpu", params="cpu", grads="cpu", durability="scratch"))
+    needed = plan_job(replace(job, optimizer=""), tmp_path, tries=False).states_bytes
+    plan = plan_job(replace(job, offload=replace(job.offload, cpu_memory=needed - MIB // 8)), tmp_path, tries=False)
+    assert plan.states_bytes < needed - MIB // 8
+    assert not plan.fits
+    assert "zo.offload, with two states of each parameter: " in as_text(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("torch.optim.Nadam", "torch.optim has no optimizer of that name; did you mean NAdam"),
+        ("torch.optim.Optimizer", "cannot be built for this model"),
+        ("torch.optim.Muon", "cannot be built for this model: Muon only supports 2D parameters"),
+        ("torch.optim.LBFGS", "cannot step one section of a model after the other: coupled: its step needs closure"),
+        ("torch.optim.Rprop", "has no weight decay; leave --weight-decay 0.1 out"),
+        ("heavyball.None", "heavyball cannot be imported"),
+        ("came_pytorch.Modes", "weights of training and of evaluation are two kinds there"),
+        ("came_pytorch.GaLore", "is AdamW without a rank in its param groups"),
+    ],
+)
+def test_classes_that_do_not_train_a_folder(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    modes: Any = type("Modes", (torch.optim.SGD,), {"train": print, "eval": print})
+    others: Any = types.SimpleNamespace(Modes=modes, GaLore=type("GaLore", (torch.optim.AdamW,), {}))
+    monkeypatch.setitem(sys.modules, "came_pytorch", others)
+    monkeypatch.setitem(sys.modules, "heavyball", None)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        planned_optimizer(name, meta_model(folder, None), 1e-3, 0.1 if "Rprop" in name else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"optimizer": "nvme", "lr": 1e-3}, "optimizer='nvme' is a tier"),
+        ({"optimizer": "os.path", "lr": 1e-3}, "optimizer='os.path' is unknown; name a class"),
+        ({"optimizer": "zo.Adamw", "lr": 1e-3}, "There are zo.AdamW"),
+        ({"optimizer": "zo.Lion"}, "give --lr"),
+        ({"optimizer": "zo.Lion", "lr": 1e-3, "live_blocks": 2}, "leave one out"),
+        ({"optimizer": 3, "lr": 1e-3}, "optimizer=3 is unknown"),
+    ],
+)
+def test_names_of_optimizers_are_checked(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        FinetuneConfig.from_tables({"model": "m", "data": "d", **settings}, {})
+
+
+def test_names_of_our_optimizers_are_those_of_the_package() -> None:
+    public = [getattr(zo, name) for name in zo.__all__]
+    kinds = {each.__name__ for each in public if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
+    assert kinds == {*OUR_OPTIMIZERS}
 
 
 def test_what_the_run_gets_leaves_room_for_activations(folder: ModelFolder, tmp_path: Path) -> None:

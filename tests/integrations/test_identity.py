@@ -274,6 +274,7 @@ def test_fields_that_another_version_lacks_have_their_defaults(folder: Path) -> 
 def test_each_setting_is_named_or_in_the_list(name: str, tmp_path: Path) -> None:
     given = {"model": "m", "data": ["d"], "method": "sft", "seq": 64, "lr": 1e-3, "lora": 4, "out": str(tmp_path)}
     given |= {"lora": 0, "live_blocks": 2, "live_every": 3, "live_master": "drop"} if name.startswith("live_") else {}
+    given |= {"optimizer": "zo.Lion"} if name == "optimizer" else {}
     config = FinetuneConfig.from_tables(given, {})
     (tmp_path / "nvme").mkdir()
     (tmp_path / "nvme" / "run.json").write_text("{}")

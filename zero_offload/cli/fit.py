@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import user_path
-from zero_offload.cli.flags import FOLDER_SETTINGS, flag_of
+from zero_offload.cli.flags import FOLDER_SETTINGS, flag_of, tier_flag_of
 from zero_offload.finetune.fit import measure
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
@@ -142,10 +142,12 @@ def _job(
 
 def _words(args: argparse.Namespace, drives: Drives | None) -> Iterator[str]:
     """The arguments of the run's command beside the folder: given flags that `finetune` takes too."""
-    for name, value in _given(args, (*FOLDER_SETTINGS, *_SHARED, *_PLACES)).items():
-        if name == "nvme" and drives is not None:
+    given = [(flag_of(name), value) for name, value in _given(args, (*FOLDER_SETTINGS, *_SHARED)).items()]
+    given += [(tier_flag_of(name), vars(args)[name]) for name in _PLACES if name != "nvme" or drives is None]
+    for flag, value in given:
+        if value is None:
             continue
-        yield flag_of(name)
+        yield flag
         if not isinstance(value, bool):
             yield from map(str, value if isinstance(value, list) else [value])
     if args.finetune_data is None:

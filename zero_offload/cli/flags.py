@@ -17,6 +17,7 @@ from zero_offload.plan.turns import PERIODS
 FOLDER_SETTINGS = (
     *("data", "eval_data", "split", "method", "out", "steps", "epochs", "batch", "seq", "lora", "quantize", "merge"),
     *("packing", "lora_targets", "group_size", "live_blocks", "live_order", "live_every", "live_master"),
+    *("optimizer", "lr"),
 )
 """Settings of `finetune` whose flags `plan` has for folders alone."""
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
@@ -126,10 +127,13 @@ def add_budget_flags(group: argparse._ArgumentGroup, prefix: str = "") -> None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting, in both commands."""
-    if name == "packing":
-        return "--no-packing"
-    return f"--{name.replace('_', '-')}" + "-tier" * (name in ("params", "grads", "optimizer", "activations"))
+    """The flag of a setting of `finetune`."""
+    return "--no-packing" if name == "packing" else f"--{name.replace('_', '-')}"
+
+
+def tier_flag_of(name: str) -> str:
+    """The flag of a setting of tiers and storage."""
+    return flag_of(name) + "-tier" * (name in ("params", "grads", "optimizer", "activations"))
 
 
 # A folder that is only read
@@ -202,6 +206,7 @@ def add_finetune_flags(group: argparse._ArgumentGroup, names: Sequence[str] | No
     )
     add("--warmup", "steps until the peak; below 1 a share of all steps, none if that is less than one", type=float)
     add("--weight-decay", "decay of the matrices (default 0)", type=float)
+    add("--optimizer", "the class that steps, such as torch.optim.NAdam or zo.Muon (default: AdamW)", metavar="CLASS")
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of new weights and of the data's order (default 0)", type=int)
     # The trained part and the frozen one.

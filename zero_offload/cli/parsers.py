@@ -21,9 +21,9 @@ from zero_offload.cli.flags import (
     add_folder_flags,
     add_offload_flags,
     add_tier_flags,
-    flag_of,
     flag_values,
     steps_or_duration,
+    tier_flag_of,
 )
 from zero_offload.finetune.gpt_config import PRESETS
 from zero_offload.finetune.pretrain.settings import TrainConfig
@@ -214,7 +214,7 @@ def _add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     for name, text in PLAN_SETTINGS.items():
         if defaults[name] is not None and name != "commit_every":
             text = f"{text} (default {defaults[name]})"
-        parser.add_argument(flag_of(name), dest=name, help=text, type=_PLAN_TYPES.get(name, str))
+        parser.add_argument(tier_flag_of(name), dest=name, help=text, type=_PLAN_TYPES.get(name, str))
     # The machine.
     parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")

@@ -25,7 +25,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import QUANTIZATIONS
 from zero_offload.base.problems import list_problems, unknown_names
-from zero_offload.base.types import Existing, StateKind, user_path
+from zero_offload.base.types import Existing, StateKind, Tier, user_path
 from zero_offload.finetune.choices import CAUSAL, CLASSIFY, MASKED, LiveChoice, Lora
 from zero_offload.plan.turns import MASTERS, PERIODS
 from zero_offload.runs.settings import RUNS, is_count, is_real, out_problems, place_problems, with_offload
@@ -37,6 +37,19 @@ _RATES = {"sft": (1e-5, 2e-4), "dpo": (5e-7, 5e-6), "mlm": (5e-5, 5e-4), "classi
 """By method, the learning rate of all parameters and of adapters."""
 _ASKED = ("mlm", "classify")
 """Methods that no data tell: without `method` the same data are trained by another one."""
+OUR_OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "SGD", "Lion", "Muon")
+LIBRARIES = {
+    "torch.optim": "torch",
+    "prodigyopt": "prodigyopt",
+    "came_pytorch": "came-pytorch",
+    "bitsandbytes.optim": "bitsandbytes",
+    "torchao.optim": "torchao",
+    "heavyball": "heavyball",
+    "pytorch_optimizer": "pytorch_optimizer",
+}
+"""Modules of docs/OPTIMIZERS.md whose classes need no more than parameters and a rate, and the packages that bring
+them. No other module is imported.
+"""
 _SEQ = 1024
 _HOW_IT_STARTS = ("existing", "generation")
 RECOMPUTE = ("block", "none")
@@ -75,7 +88,9 @@ class FinetuneConfig:
     warmup: float = 0.03
     """Steps until the peak; below 1 a share of all steps, and none where that is less than one."""
     weight_decay: float = 0.0
-    """Decay of AdamW."""
+    """Decay of the matrices."""
+    optimizer: str = ""
+    """The class that steps, as docs/OPTIMIZERS.md names it: "torch.optim.NAdam", "zo.Muon"; "" is AdamW."""
     clip: float = 1.0
     """The largest norm of all gradients, to which larger ones are clipped."""
     seed: int = 0
@@ -206,7 +221,9 @@ class FinetuneConfig:
     def arguments(self) -> dict[str, Any]:
         """Plain values that decide the run, flat; two runs are the same run where these are equal."""
         values = self._plain()
-        if not self.live_blocks:  # as in the files of runs from before these settings
+        if not self.optimizer:  # as in the files of runs from before these settings
+            del values["optimizer"]
+        if not self.live_blocks:
             values = {name: value for name, value in values.items() if not name.startswith("live_")}
         elif self.live_master == FinetuneConfig.live_master:
             del values["live_master"]
@@ -252,6 +269,22 @@ def _live_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
                 f"{kind.value} is divided over tiers, by units that are trained at the start, and blocks take turns "
                 f"later; give one tier, such as --{kind.value}-tier cpu"
             )
+
+
+def _optimizer_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
+    """Settings that do not go with a class of the user's choice."""
+    ours = [f"zo.{each}" for each in OUR_OPTIMIZERS]
+    if config.optimizer in [*(tier.value for tier in Tier), "auto"]:
+        yield f"optimizer={config.optimizer!r} is a tier; where states rest is for --optimizer-tier to say"
+    elif config.optimizer not in ours and str(config.optimizer).rpartition(".")[0] not in LIBRARIES:
+        yield (
+            f"optimizer={config.optimizer!r} is unknown; name a class as docs/OPTIMIZERS.md does, such as "
+            f"torch.optim.NAdam. There are {', '.join(ours)}, and classes of {', '.join(LIBRARIES)}"
+        )
+    if config.lr == 0:
+        yield f"optimizer={config.optimizer!r} has its own learning rates, and the usual ones are AdamW's; give --lr"
+    if config.live_blocks:
+        yield f"live_blocks is planned for AdamW alone, and optimizer={config.optimizer!r}; leave one out"
 
 
 def usual_rate(method: str, *, is_adapter: bool) -> float:
@@ -359,6 +392,8 @@ def _find_problems(config: FinetuneConfig | SimpleNamespace) -> Iterator[str]:
             "live_order, live_every and live_master are of blocks that take turns; give --live-blocks N, such as "
             "--live-blocks 2"
         )
+    if config.optimizer:
+        yield from _optimizer_problems(config)
     if config.quantize not in ("", *QUANTIZATIONS):
         yield f"quantize={config.quantize!r} is unknown; use {', '.join(QUANTIZATIONS)}"
     if not config.lora and (config.lora_alpha or config.lora_targets):

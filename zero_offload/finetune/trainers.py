@@ -34,6 +34,7 @@ from zero_offload.base.errors import NonFiniteError
 from zero_offload.checkpoint.extras import capture_rng, restore_rng
 from zero_offload.checkpoint.format import History
 from zero_offload.finetune.choices import CAUSAL, LiveChoice
+from zero_offload.finetune.classes import arguments_of, optimizer_class
 from zero_offload.finetune.data.prepare import Prepared
 from zero_offload.finetune.data.rendering import Renderer
 from zero_offload.finetune.learning import Learning
@@ -119,6 +120,8 @@ class FinetuneMixin(OffloadMixin):
         self._num_non_finite = 0
         self._live: zo.LiveBlocks | None = None
         super().__init__(*args, **kwargs)
+        if name := context.config.optimizer:
+            self.optimizer_cls_and_kwargs: Any = optimizer_class(name), arguments_of(name, context.config.lr)
         if (live := context.live) is not None:
             blocks = blocks_of(self.model)
             turns, self._block_names = live.of(len(blocks)), list(blocks)

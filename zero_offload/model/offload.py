@@ -26,7 +26,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import Branches, Durability, HardwareProfile, StateKind, Tier, UpdateOverlap, format_bytes
+from zero_offload.base.types import Branches, Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes
 from zero_offload.checkpoint.extras import note_forms
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.run_files import RunFiles
@@ -61,7 +61,6 @@ from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import (
-    WALKED_AT_ONCE,
     MemoryPlan,
     Placement,
     Sizes,
@@ -71,6 +70,7 @@ from zero_offload.plan.memory import (
     estimate_memory,
     measure_units,
     numels_in_turns,
+    walk_notes,
 )
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
@@ -857,22 +857,6 @@ def _numels(
     ]
 
 
-def _notes_of_walk(layout: ShardLayout, kept: PlannedStates, placement: Placement) -> Iterator[str]:
-    """A line about sections on a drive that an optimizer of others steps."""
-    read = [
-        (kept.walks[section.index].rest_bytes, unit.name)
-        for unit, tiers in zip(layout.units, placement.tiers, strict=True)
-        for section in unit.sections
-        if tiers[StateKind.OPTIMIZER] is Tier.NVME and section.index in kept.walks
-    ]
-    if read:
-        nbytes, name = max(read)
-        yield (
-            f"a step has values, masters and states of {WALKED_AT_ONCE} sections in memory at once; the largest is of "
-            f"{name}, {format_bytes(nbytes)}"
-        )
-
-
 def plan(
     model: nn.Module,
     config: OffloadConfig,
@@ -923,7 +907,9 @@ def plan(
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     without = sections_without_values(layout, dict(offloaded_tensors(model)))
     unit_bytes = _unit_bytes(layout.units, spec, config, partition, without)
-    kept = None if optimizer is None else planned_states(layout, dict(model.named_parameters()), optimizer)
+    kept, params = None, dict(model.named_parameters())
+    if optimizer is not None:
+        kept = planned_states(layout, params, optimizer, has_gpu=not device.is_host)
     # A placement for one micro-batch, as `offload` makes it.
     hardware = _hardware(config, device, num_here)
     budget = tier_budget(config, hardware)
@@ -956,7 +942,7 @@ def plan(
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
     memory = replace(memory, wear=memory.wear.of_backwards(batch.num_passes))
     if kept is not None:
-        notes += [*kept.notes, *_notes_of_walk(layout, kept, placement)]
+        notes += [*kept.notes, *walk_notes(unit_bytes, placement)]
     found = replace(Plan.of(memory, workload, placement, machine), notes=tuple(notes), refused=refused)
     if live is None:
         return found

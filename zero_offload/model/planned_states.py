@@ -16,10 +16,11 @@ from torch import nn
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.optim.optimizer import FusedOptimizer
+from zero_offload.optim.unitwise.products import multiplies_matrices
 from zero_offload.optim.unitwise.state_sizes import state_sizes
 from zero_offload.optim.whole_params import gathered_bytes
-from zero_offload.plan.layout import SectionLayout, ShardLayout
-from zero_offload.plan.memory import WalkBytes
+from zero_offload.plan.layout import ShardLayout
+from zero_offload.plan.memory import WalkBytes, copied_bytes
 from zero_offload.storage.shards.rows import room
 from zero_offload.storage.shards.shard import ADAM_STATES, Component, master_components, shard_bytes
 
@@ -37,15 +38,18 @@ class PlannedStates:
     notes: tuple[str, ...]
 
 
-def planned_states(layout: ShardLayout, params: Mapping[str, nn.Parameter], given: Optimizers) -> PlannedStates:
-    """Count the states of these optimizers; `params` are the model's, by name. Raises ConfigError for a parameter that
-    is not the model's, or that two of them have."""
+def planned_states(
+    layout: ShardLayout, params: Mapping[str, nn.Parameter], given: Optimizers, *, has_gpu: bool
+) -> PlannedStates:
+    """Count the states of these optimizers; `params` are the model's, by name. `has_gpu`: one computes the model, and
+    makes the steps of classes that multiply matrices. Raises ConfigError for a parameter that is not the model's, or
+    that two of them have."""
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     _check(optimizers, params.values())
     names = {id(param): name for name, param in params.items()}
     arrays: dict[str, tuple[str, ...]] = {}
     rows: dict[str, tuple[int, str]] = {}
-    unknown: set[str] = set()
+    unknown, by_products = set[str](), set[str]()
     notes: list[str] = []
     for optimizer in optimizers:
         own = [param for group in optimizer.param_groups for param in group["params"]]
@@ -54,6 +58,8 @@ def planned_states(layout: ShardLayout, params: Mapping[str, nn.Parameter], give
                 hyper = optimizer.hyper_of(param)
                 arrays[names[id(param)]] = () if hyper is None else hyper.states
             continue
+        if has_gpu and multiplies_matrices(optimizer):
+            by_products.update(names[id(param)] for param in own)
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         sizes = state_sizes(optimizer)
         if sizes.unknown:
@@ -79,7 +85,17 @@ def planned_states(layout: ShardLayout, params: Mapping[str, nn.Parameter], give
                 is_alone = arrays.keys().isdisjoint(named)
                 walked = [piece for piece in section.params if piece.spec.name in rows]
                 gathered = gathered_bytes(section, walked, shard)
-                walks[section.index] = _walk_of(section, nbytes, gathered, is_alone=is_alone)
+                rows_bytes = shard_bytes(section, [each for each in components if each.is_rows])
+                walks[section.index] = WalkBytes(
+                    rest_bytes=shard_bytes(section, master_components(section)) + nbytes,
+                    grad_bytes=section.shard_numel * 4,
+                    grads_are_wide=section.dtype == torch.float32,
+                    copied_bytes=section.shard_numel * 4 * (section.dtype == torch.bfloat16) + gathered,
+                    is_alone=is_alone,
+                    has_products=not by_products.isdisjoint(named),
+                    gpu_bytes=copied_bytes(section, 4, rows_bytes, on_device=False) + gathered,
+                    brought_bytes=section.shard_numel * 4 + rows_bytes,
+                )
     return PlannedStates(found, walks, tuple(notes))
 
 
@@ -90,16 +106,6 @@ def _busiest(layout: ShardLayout, rows: Mapping[str, tuple[int, str]]) -> int:
         for piece in section.params if section.trainable else ():
             kept[section.steppers[piece.begin]] += rows.get(piece.spec.name, (0,))[0]
     return kept.index(max(kept))
-
-
-def _walk_of(section: SectionLayout, state_bytes: int, gathered: int, *, is_alone: bool) -> WalkBytes:
-    return WalkBytes(
-        rest_bytes=shard_bytes(section, master_components(section)) + state_bytes,
-        grad_bytes=section.shard_numel * 4,
-        grads_are_wide=section.dtype == torch.float32,
-        copied_bytes=section.shard_numel * 4 * (section.dtype == torch.bfloat16) + gathered,
-        is_alone=is_alone,
-    )
 
 
 def _check(optimizers: Sequence[torch.optim.Optimizer], params: Iterable[nn.Parameter]) -> None:

@@ -66,6 +66,7 @@ class DeviceSection:
             split_on_device(master, arrays[Component.VALUE], arrays[Component.RESIDUAL])
         elif Component.MASTER in arrays and Component.VALUE in arrays:
             arrays[Component.VALUE].copy_(master)
+        self.grads, self.master = [], None  # nothing is made of them while arrays are on their way back
 
     def wait_on_host(self) -> None:
         """Return when downloads are in host memory, and uploads are done with theirs."""

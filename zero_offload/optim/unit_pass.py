@@ -34,6 +34,7 @@ from zero_offload.optim.unitwise.packing import KeptStates, content_of, keep_sta
 from zero_offload.optim.unitwise.state_rows import unpack
 from zero_offload.optim.whole_params import Peers, WholeParams
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
+from zero_offload.plan.memory import copied_bytes
 from zero_offload.standins.sources import ParamTensors, UnitStep
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Need, Region
@@ -249,11 +250,9 @@ class UnitPass:
 
     def _copied_bytes(self, task: _SectionStep) -> int:
         """Bytes of a device's memory for a section's gradients, and for what does not rest there."""
-        shard = task.section.shard
-        layout, rows = shard.layout, shard.rows
-        grads, joined = 4 + task.section.grads.dtype.itemsize, 4 * (layout.dtype == torch.bfloat16)
-        nbytes = layout.shard_numel * (grads + joined + 4 * (not shard.on_device))
-        return nbytes + (0 if rows is None or shard.on_device else shard_bytes(layout, [rows]))
+        shard, grads = task.section.shard, task.section.grads
+        rows_bytes = 0 if shard.rows is None else shard_bytes(shard.layout, [shard.rows])
+        return copied_bytes(shard.layout, grads.dtype.itemsize, rows_bytes, on_device=shard.on_device)
 
     def _no_room(self, task: _SectionStep) -> CapacityError:
         nbytes, where = format_bytes(self._copied_bytes(task)), self._device.torch_device
@@ -326,6 +325,7 @@ class UnitPass:
         if device is None:
             return
         device.put()
+        task.master = task.whole = None
         rows = task.rows if kept.array is None else None
         if not shard.on_device:
             assert task.chunks is not None

@@ -7,7 +7,7 @@ Owns the questions; each is answered by predicting again with one thing changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,11 @@ def forecast(workload: StepWorkload, placement: Placement, machine: Machine) -> 
     )
 
 
+def refusals(reasons: Iterable[str]) -> tuple[str, ...]:
+    """Why `zo.offload` raises, which counts two states of each parameter, in the place of other states."""
+    return tuple(f"zo.offload, with two states of each parameter: {reason}" for reason in reasons)
+
+
 @dataclass(frozen=True)
 class Plan(MemoryPlan):
     """Bytes per tier, and how long a step takes: what `zo.plan` returns."""
@@ -138,8 +143,7 @@ class Plan(MemoryPlan):
         return cls(**vars(memory), predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
 
     def shortages(self, table: PlanTable) -> tuple[str, ...]:
-        refused = (f"zo.offload, with two states of each parameter: {reason}" for reason in self.refused)
-        return super().shortages(table) or tuple(refused)
+        return super().shortages(table) or refusals(self.refused)
 
     def table(self) -> str:
         seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck}\nrates: {self.rates}"

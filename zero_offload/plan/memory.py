@@ -29,6 +29,8 @@ import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import (
     FRAME,
@@ -42,7 +44,7 @@ from zero_offload.base.types import (
 )
 from zero_offload.hardware.abi import STATE_BLOCK
 from zero_offload.plan.expert_groups import GROUPS_IN_FLIGHT, group_bytes
-from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout, UnitLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout, UnitLayout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.table import (
@@ -91,6 +93,10 @@ NEAR_AT_ONCE = 4
 ahead."""
 WALKED_AT_ONCE = 3
 """Sections on drives that are in memory while an optimizer of others steps: one is read, one stepped, one written."""
+WALKED_BY_GPU = 2
+"""More of them where a GPU makes the step: one is on its way to it, and one back. With the stepped one, so many and one
+more are in its memory.
+"""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4
@@ -151,6 +157,12 @@ class WalkBytes:
     """Of masters that are copies, and of parameters that ranks bring together."""
     is_alone: bool
     """True if no optimizer of ours updates a part of the section."""
+    has_products: bool = False
+    """True if a GPU that computes makes the step, wherever states rest: its class multiplies matrices."""
+    gpu_bytes: int = 0
+    """Of a GPU's memory while that makes the step of the section, beside what rests there."""
+    brought_bytes: int = 0
+    """The part of `gpu_bytes` that comes from other memory, unless it rests there."""
 
 
 @dataclass(frozen=True)
@@ -601,7 +613,7 @@ def estimate_memory(
     for kind, nbytes in generations.items():
         rest[Tier.NVME, kind] += nbytes
     wear = Wear(written + grads, committed, config.commit_every, grads)
-    staging = _staging_bytes(units, placement, config, partition)
+    staging = _staging_bytes(units, placement, config, partition, rest)
     near = near_bytes(units, partition) if shared else 0
     staging[Tier.CPU] += near
     least = _least_bytes(units, placement, partition)
@@ -657,7 +669,11 @@ def _least_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Pa
 
 
 def _staging_bytes(
-    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
+    units: Sequence[UnitBytes],
+    placement: Placement,
+    config: OffloadConfig,
+    partition: Partition,
+    rest: Mapping[tuple[Tier, StateKind], int],
 ) -> dict[Tier, int]:
     shared = placement.budget.shared_memory
     landing = list[int]()
@@ -665,7 +681,6 @@ def _staging_bytes(
     sources_of_device = set()
     """Where gradients rest, of each unit that a device updates in its own memory."""
     reads_states = reads_grads = lands_groups = False
-    walked = list[tuple[WalkBytes, Tier, Tier]]()
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params, grads, optimizer = (tiers[kind] for kind in PLACED_KINDS)
         made_bytes = unit.live_bytes * partition.param_shards
@@ -699,7 +714,6 @@ def _staging_bytes(
             continue
         if optimizer is Tier.DEVICE and not shared:
             sources_of_device.add(grads)
-        walked += [(each, grads, optimizer) for each in unit.walks]
         if unit.walks and all(each.is_alone for each in unit.walks):
             continue
         reads_states |= optimizer is Tier.NVME
@@ -714,15 +728,20 @@ def _staging_bytes(
     blocks_back = max(ahead_bytes // ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + blocks_back)
     groups_bytes = _groups_bytes(units, placement, partition)
-    return {
-        Tier.DEVICE: in_flight_sum(_arriving(units, placement, partition), units)
+    on_its_host, by_gpu = _walked(units, placement)
+    on_device_bytes = (
+        in_flight_sum(_arriving(units, placement, partition), units)
         + groups_bytes
-        + max(made)
-        + beside_made_bytes(made, sent)
-        + ahead_bytes
         + to_drives_bytes * shared
         + ring_bytes(on_device)
-        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE}),
+        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE})
+    )
+    at_rest = sum(nbytes for (tier, _), nbytes in rest.items() if tier is Tier.DEVICE)
+    room = placement.budget.device_bytes - at_rest - on_device_bytes
+    return {
+        # Gradients and activations of backward are gone when a step begins.
+        Tier.DEVICE: on_device_bytes
+        + max(max(made) + beside_made_bytes(made, sent) + ahead_bytes, gpu_walk_bytes(by_gpu, room)),
         Tier.CPU: in_flight_sum(landing, units)
         + groups_bytes * lands_groups
         + BASE_BUFFER_BYTES * any(unit.base_bytes for unit in units)
@@ -730,7 +749,7 @@ def _staging_bytes(
         + to_drives_bytes * (not shared)
         + ring_bytes(on_host)
         + CHUNKS_IN_FLIGHT * update_bytes
-        + walk_bytes(walked)
+        + walk_bytes(on_its_host, by_gpu)
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * (Tier.NVME in config.activation_fractions),
         Tier.NVME: 0,
@@ -759,15 +778,84 @@ def near_bytes(units: Iterable[UnitBytes], partition: Partition) -> int:
     return sum(min(NEAR_LEAST + min(2 * sum(each), most), NEAR_ROOM) for each, most in zip(found, at_once, strict=True))
 
 
-def walk_bytes(sections: Sequence[tuple[WalkBytes, Tier, Tier]]) -> int:
-    """Host memory for steps of an optimizer of others, of sections with the tiers of their gradients and states."""
-    read = [each.rest_bytes for each, _, optimizer in sections if optimizer is Tier.NVME]
+_Walked = tuple[WalkBytes, Tier, Tier]
+"""A section that an optimizer of others steps, with the tiers of its gradients and states."""
+
+
+def _walked(units: Sequence[UnitBytes], placement: Placement) -> tuple[list[_Walked], list[_Walked]]:
+    """Sections that the host steps, and those that a GPU does: by the class, or all if some states rest there."""
+    placed = [
+        (each, tiers[StateKind.GRADS], tiers[StateKind.OPTIMIZER])
+        for unit, tiers in zip(units, placement.tiers, strict=True)
+        for each in unit.walks
+    ]
+    has_gpu = not placement.budget.shared_memory
+    rests_there = any(
+        tiers[StateKind.OPTIMIZER] is Tier.DEVICE and unit.trained_numel
+        for unit, tiers in zip(units, placement.tiers, strict=True)
+    )
+    by_gpu = [has_gpu and (rests_there or each.has_products) for each, _, _ in placed]
+    found = [[each for each, by in zip(placed, by_gpu, strict=True) if by is which] for which in (False, True)]
+    return found[0], found[1]
+
+
+def gpu_walk_bytes(sections: Sequence[_Walked], room: int) -> int:
+    """A GPU's memory for steps of an optimizer of others. The step itself makes as much again as one section has. With
+    less than `room` for all three sections a step has fewer there at once, and one at least.
+    """
+    sizes = [each.gpu_bytes - each.brought_bytes * (optimizer is Tier.DEVICE) for each, _, optimizer in sections]
+    largest = max(sizes, default=0)
+    return max(min(sum_of_largest(sizes, 1 + WALKED_BY_GPU) + largest, room), 2 * largest)
+
+
+def walk_bytes(sections: Sequence[_Walked], by_gpu: Sequence[_Walked] = ()) -> int:
+    """Host memory for steps of an optimizer of others, of sections with the tiers of their gradients and states.
+    Sections `by_gpu` are stepped by one: no copy of them is on the host.
+    """
+    read, through = (
+        max((each.rest_bytes for each, _, optimizer in some if optimizer is Tier.NVME), default=0)
+        for some in (sections, by_gpu)
+    )
     copied = [
         each.grad_bytes * (not each.grads_are_wide or grads is not Tier.CPU) + each.copied_bytes
         for each, grads, _ in sections
     ]
-    from_drive = CHUNK_NUMEL * 4 * any(grads is not Tier.CPU for _, grads, _ in sections)
-    return WALKED_AT_ONCE * max(read, default=0) + max(copied, default=0) + from_drive
+    from_drive = any(grads is not Tier.CPU for _, grads, _ in sections) or any(
+        grads is Tier.NVME for _, grads, _ in by_gpu
+    )
+    regions = max(WALKED_AT_ONCE * read, (WALKED_AT_ONCE + WALKED_BY_GPU) * through)
+    return regions + max(copied, default=0) + CHUNK_NUMEL * 4 * from_drive
+
+
+def copied_bytes(section: SectionLayout, grad_bytes: int, rows_bytes: int, *, on_device: bool) -> int:
+    """Bytes of a GPU's memory for a section while it is stepped there. They are gradients as they come, `grad_bytes` of
+    each element, and in fp32. Beside them are joined masters of bf16, and what does not rest `on_device`."""
+    joined = 4 * (section.dtype == torch.bfloat16)
+    copies = section.shard_numel * (4 + grad_bytes + joined)
+    return copies + (0 if on_device else section.shard_numel * 4 + rows_bytes)
+
+
+def walk_notes(units: Sequence[UnitBytes], placement: Placement) -> Iterator[str]:
+    """Lines about sections on a drive that an optimizer of others steps, and about a GPU that makes the step."""
+    read = [
+        (each.rest_bytes, unit.name)
+        for unit, tiers in zip(units, placement.tiers, strict=True)
+        for each in unit.walks
+        if tiers[StateKind.OPTIMIZER] is Tier.NVME
+    ]
+    _, by_gpu = _walked(units, placement)
+    if read:
+        nbytes, name = max(read)
+        yield (
+            f"a step has values, masters and states of {WALKED_AT_ONCE + WALKED_BY_GPU * bool(by_gpu)} sections in "
+            f"memory at once; the largest is of {name}, {format_bytes(nbytes)}"
+        )
+    if by_gpu:
+        most = gpu_walk_bytes(by_gpu, placement.budget.device_bytes)
+        yield (
+            f"the GPU makes the step: {format_bytes(most)} of its memory hold {1 + WALKED_BY_GPU} sections, and what "
+            f"is made of one. With less there are fewer at once; the least is {format_bytes(gpu_walk_bytes(by_gpu, 0))}"
+        )
 
 
 def grad_staging_bytes(whole: Iterable[int], sliced: Iterable[int]) -> int:

@@ -20,9 +20,13 @@ from zero_offload.plan.memory import (
     MemoryPlan,
     Placement,
     UnitNumel,
+    WalkBytes,
     estimate_memory,
+    gpu_walk_bytes,
     margin_bytes,
     measure_units,
+    walk_bytes,
+    walk_notes,
 )
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
@@ -432,3 +436,51 @@ def test_parameters_on_a_gpu_have_their_values_in_the_hosts_memory(optimizer: st
         assert found["device", "params"] == trained
     else:
         assert ("device", "params") not in found
+
+
+def walk(gpu_bytes: int, *, has_products: bool = True) -> WalkBytes:
+    """A section at rest in 12 bytes of each element, that brings 8 of 16 to a GPU."""
+    return WalkBytes(12 * N, 4 * N, False, 0, True, has_products, gpu_bytes, gpu_bytes // 2)
+
+
+def test_a_gpu_that_makes_a_step_has_three_sections_or_as_many_as_fit() -> None:
+    sections = [(walk(size), Tier.CPU, Tier.CPU) for size in (10, 40, 20, 30)]
+    assert gpu_walk_bytes(sections, 1000) == 40 + 30 + 20 + 40
+    assert gpu_walk_bytes(sections, 100) == 100
+    assert gpu_walk_bytes(sections, 0) == 2 * 40
+    there = [(each, Tier.CPU, Tier.DEVICE) for each, _, _ in sections]
+    assert gpu_walk_bytes(there, 1000) == 20 + 15 + 10 + 20
+    assert gpu_walk_bytes([], 1000) == 0
+
+
+def test_sections_that_a_gpu_steps_pass_through_the_hosts_memory_on_their_ways() -> None:
+    on_drive = [(walk(40), Tier.CPU, Tier.NVME)]
+    assert walk_bytes(on_drive) == 3 * 12 * N + 4 * N
+    assert walk_bytes([], on_drive) == 5 * 12 * N
+    assert walk_bytes([], [(walk(40), Tier.DEVICE, Tier.CPU)]) == 0
+    assert walk_bytes([], [(walk(40), Tier.NVME, Tier.CPU)]) == CHUNK_NUMEL * 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "optimizer", "has_products", "is_there"),
+    [
+        (GPU, "cpu", True, True),
+        (GPU, "cpu", False, False),
+        (GPU, "device", False, True),
+        (ROOMY, "cpu", True, False),
+    ],
+)
+def test_a_gpu_steps_products_and_what_rests_with_it(
+    budget: Budget, optimizer: str, has_products: bool, is_there: bool
+) -> None:
+    """In the place of backward's gradients, which are gone by then."""
+    config, huge = OffloadConfig(nvme="x"), 10 * GIB
+    placed = dict(zip(PLACED_KINDS, (Tier.CPU, Tier.CPU, Tier(optimizer)), strict=True))
+    plain = measure_units([UnitNumel("a", N)], config, ONE_RANK)
+    walked = [replace(each, walks=(walk(huge, has_products=has_products),)) for each in plain]
+    placement = Placement((placed,), budget)
+    of_gpu = [estimate_memory(each, placement, config).staging_bytes[Tier.DEVICE] for each in (plain, walked)]
+    more = of_gpu[1] - of_gpu[0]
+    whole = 2 * (huge if optimizer == "cpu" else huge // 2)
+    assert whole - 20 * N < more <= whole if is_there else more == 0
+    assert any("the GPU makes the step" in line for line in walk_notes(walked, placement)) is is_there

@@ -81,9 +81,9 @@ def _changes(job: FolderJob) -> Iterator[list[_SettingsChange]]:
     if set(config.activation_fractions) == {Tier.DEVICE} and (activations == "cpu" or config.nvme_dirs):
         yield [_SettingsChange(("--activations-tier", activations), offload={"activations": activations})]
     compact = replace(config.numerics, states="compact")
-    if config.numerics != compact:
+    if config.numerics != compact and not job.optimizer:
         yield also_with_tiers(_SettingsChange(("--states", "compact"), offload={"precision": compact}))
-    if not is_adapter and (job.live is None or job.live.num_live != 1):
+    if not is_adapter and not job.optimizer and (job.live is None or job.live.num_live != 1):
         yield also_with_tiers(_SettingsChange(("--live-blocks", "1"), {"live": LiveChoice(1, "random", 0, 0)}))
     if job.live is not None:
         return

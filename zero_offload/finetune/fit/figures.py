@@ -14,7 +14,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Tier, format_bytes
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import Planned, Request, Upgrade, drive_wear
-from zero_offload.plan.forecast import Bottleneck, Forecast
+from zero_offload.plan.forecast import Bottleneck, Forecast, refusals
 from zero_offload.plan.step_time import Prediction
 from zero_offload.plan.table import ACTIVATIONS, GPU, MEMORY, NVME, PROGRAM, REFERENCE, PlanTable, by_place, shortage
 from zero_offload.plan.turns import BlockTurns
@@ -151,7 +151,7 @@ class FolderPlan:
         found += [
             shortage(each.name, each.total, each.free_bytes) for each in self.places if each.total > each.free_bytes
         ]
-        return tuple(found)
+        return tuple(found) or tuple(refusals(self.planned.refused))
 
     @property
     def activations_share(self) -> float:

@@ -30,6 +30,10 @@ class FolderJob:
     lora: Lora | None = None
     live: LiveChoice | None = None
     """Blocks that take turns, if some do."""
+    optimizer: str = ""
+    """As in `FinetuneConfig`."""
+    lr: float = 0.0
+    weight_decay: float = 0.0
     batch: int = 4
     """Samples (with packing: sequences; with DPO: pairs) per micro-batch and rank."""
     accumulate: int = 4
@@ -68,6 +72,9 @@ class FolderJob:
             config.offload,
             config.adapters(),
             config.turns(),
+            optimizer=config.optimizer,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
             batch=config.batch,
             accumulate=config.accumulate,
             seq=config.seq,

@@ -43,7 +43,7 @@ from zero_offload.finetune.fit.work import FolderWork, with_saved
 from zero_offload.hardware.machines import DRIVE_BYTES, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
 from zero_offload.plan.forecast import NOTICED, break_even_tokens, find_bottleneck
-from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes
+from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes, walk_notes
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import weight
 from zero_offload.plan.step_time import Prediction, kept_bytes, predict
@@ -120,6 +120,7 @@ class Planner:
         self._adapted, self._notes = model.adapted[job.lora, job.folder.quantize], model.notes
         self._drawn = model.drawn
         self._rehearsal = model.rehearsal(job)
+        self._kept = model.kept(job, Partition.of(config, job.ranks).optimizer_shards)
         self._work = with_saved(work, self._rehearsal, value_bytes(config), recompute=job.recompute)
         self._here = job.cluster.ranks_per_node
         self._gpu_here = None if job.gpu is not None else find_gpu_here()
@@ -197,7 +198,7 @@ class Planner:
             self._with_one_more_drive(planned, prediction) if config.nvme_dirs else None,
             self._hidden_tokens(planned),
             *self._adapted,
-            self._notes,
+            (*self._notes, *walk_notes(planned.workload.units, planned.placement)),
             self._drawn,
         )
 
@@ -215,7 +216,16 @@ class Planner:
         name = job.folder.path.name or str(job.folder.path)
         gpu = None if job.gpu is None else find_gpu(job.gpu)[0]
         return FolderRequest(
-            name, self._work, 0, config, job.cluster, job.micro_batch(), gpu, self._gpu_here, job.drives
+            name,
+            self._work,
+            0,
+            config,
+            job.cluster,
+            job.micro_batch(),
+            gpu,
+            self._gpu_here,
+            job.drives,
+            kept=self._kept,
         )
 
     def _with_fractions(self, config: OffloadConfig) -> OffloadConfig:
@@ -321,7 +331,7 @@ class Planner:
             replace(unit, numel=UnitNumel(unit.numel.name, 0, unit.numel.trained + unit.numel.frozen))
             for unit in self._work
         )
-        memory = plan_request(replace(self._request(config), work=frozen)).memory
+        memory = plan_request(replace(self._request(config), work=frozen, kept=())).memory
         return {tier: memory.used_bytes(tier) for tier in Tier}
 
     # Disks

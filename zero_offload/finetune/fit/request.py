@@ -31,7 +31,15 @@ from zero_offload.hardware.machines import (
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
 from zero_offload.plan.forecast import NOTICED, next_memory
-from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, UnitNumel, estimate_memory, value_bytes
+from zero_offload.plan.memory import (
+    PLACED_KINDS,
+    MemoryPlan,
+    Placement,
+    UnitNumel,
+    estimate_memory,
+    measure_units,
+    value_bytes,
+)
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import AUTO_FRACTION, Outlook, Variant, assign_tiers, suggestions_to_fit, tier_budget
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
@@ -99,6 +107,8 @@ class Request:
     """Rank of adapters on all linear layers; 0 trains all parameters."""
     program_bytes: int = 0
     """Of this process, beside a budget; 0 where a machine's memory is given whole, of which `RAM_SHARE` leaves room."""
+    kept: tuple[UnitNumel, ...] = ()
+    """The units with the states of another optimizer than AdamW, if it is another."""
 
     def with_budgets(self, ram: str | None) -> Request:
         """With one rank's share of a machine that is given whole; `ram` is its memory."""
@@ -257,6 +267,8 @@ class Planned:
     placement: Placement
     machine: Machine
     memory: MemoryPlan
+    refused: tuple[str, ...] = ()
+    """Budgets that two states of each parameter exceed, where an optimizer has others: `zo.offload` counts two."""
 
 
 def plan_request(request: Request, machine: Machine | None = None) -> Planned:
@@ -266,11 +278,16 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     budget = tier_budget(config, request.hardware())
     placement = assign_tiers(workload.units, config, budget, partition, Outlook(workload, machine))
     workload = workload.as_run(placement.tiers, machine)
+    refused = tuple[str, ...]()
+    if request.kept:
+        refused = estimate_memory(workload.units, placement, config, partition).reasons
+        units = measure_units(request.kept, config, partition, request.batch.micro_batches)
+        workload = replace(workload, units=units)
     memory = estimate_memory(workload.units, placement, config, partition)
     wear = memory.wear.of_backwards(workload.batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
     memory = replace(memory, wear=replace(wear, activation_bytes=activations))
-    return Planned(workload, placement, machine, memory)
+    return Planned(workload, placement, machine, memory, refused)
 
 
 def suggestions_of(request: Request, planned: Planned) -> list[str]:

@@ -98,6 +98,9 @@ def _what_lines(plan: FolderPlan) -> Iterator[str]:
         yield f"  adapters on {', '.join(plan.adapted)}"
     if plan.not_adapted and job.lora is not None and not job.lora.targets:
         yield f"  none on other linear layers: {', '.join(plan.not_adapted)}"
+    if job.optimizer:
+        kept = sum(each.optimizer_bytes for each in plan.planned.workload.units) * job.ranks / max(trained, 1)
+        yield f"  stepped by {job.optimizer}: {kept:.1f} bytes per trained parameter, value and master among them"
     if plan.drawn:
         yield f"  in no file, and so drawn by the seed: {', '.join(plan.drawn)}"
     if job.folder.is_quantized:

@@ -15,12 +15,15 @@ from torch import nn
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.finetune.choices import LiveChoice
+from zero_offload.finetune.classes import planned_optimizer
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.rehearsal import Rehearsal, rehearse
+from zero_offload.finetune.fit.request import find_gpu_here
 from zero_offload.finetune.model.build import blocks_of, drawn_heads, group_frozen_experts, meta_model
 from zero_offload.finetune.model.folder import ModelFolder
 from zero_offload.finetune.model.targets import adapted, not_adapted
 from zero_offload.hardware.probe import is_remote
+from zero_offload.model.planned_states import PlannedStates, planned_states
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.layout import SectionLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import UnitNumel, numels_in_turns, value_bytes
@@ -40,6 +43,7 @@ class FolderWork:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
         self._work: dict[object, tuple[UnitWork, ...]] = {}
+        self._kept: dict[object, tuple[UnitNumel, ...]] = {}
         self._in_turns: dict[object, nn.Module] = {}
         """The model whose blocks take turns, by all but how many of them live."""
         self._rehearsals: dict[object, Rehearsal] = {}
@@ -51,7 +55,7 @@ class FolderWork:
     def work(self, job: FolderJob, shards: int) -> tuple[UnitWork, ...]:
         """Of each unit, as `zo.offload` finds it."""
         folder, config = job.folder, job.offload
-        key = (job.lora, job.live, folder.quantize, folder.group_size, str(config.numerics), shards)
+        key = self._key_of(job, shards)
         if key not in self._work:
             if job.live is not None:
                 self._work[key] = self._work_in_turns(job, job.live, shards)
@@ -62,12 +66,30 @@ class FolderWork:
             spec = ModelSpec.from_module(model, experts=experts_in(model))
             layout = make_layout(spec, resolve(model, config), shards)
             found = work_of(model, spec)
-            self.notes = found.notes
+            self.notes, kept = found.notes, None
+            if job.optimizer:
+                optimizer = planned_optimizer(job.optimizer, model, job.lr, job.weight_decay)
+                has_gpu = job.gpu is not None or find_gpu_here() is not None
+                kept = planned_states(layout, dict(model.named_parameters()), optimizer, has_gpu=has_gpu)
+                self.notes = (*found.notes, *kept.notes)
+            placed = list(enumerate(zip(found.units, layout.units, strict=True)))
             self._work[key] = tuple(
-                replace(each, numel=self._numel(each, unit, spec.in_use_with(index)))
-                for index, (each, unit) in enumerate(zip(found.units, layout.units, strict=True))
+                replace(each, numel=self._numel(each, unit, spec.in_use_with(index))) for index, (each, unit) in placed
+            )
+            self._kept[key] = tuple(
+                self._numel(each, unit, spec.in_use_with(index), kept) for index, (each, unit) in placed if kept
             )
         return self._work[key]
+
+    def kept(self, job: FolderJob, shards: int) -> tuple[UnitNumel, ...]:
+        """The same units with the states of the job's own optimizer; none where that is AdamW."""
+        self.work(job, shards)
+        return self._kept.get(self._key_of(job, shards), ())
+
+    def _key_of(self, job: FolderJob, shards: int) -> object:
+        folder = job.folder
+        key = (job.lora, job.live, folder.quantize, folder.group_size, str(job.offload.numerics), shards)
+        return key, job.optimizer, job.optimizer and job.gpu is not None
 
     def blocks(self, job: FolderJob) -> list[nn.Module]:
         """The blocks that take turns, on meta, frozen as they are before their turn."""
@@ -101,11 +123,20 @@ class FolderWork:
         self.adapted[None, job.folder.quantize], self.notes = ((), ()), found.notes
         return tuple(replace(each, numel=numel) for each, numel in zip(found.units, numels, strict=True))
 
-    def _numel(self, work: UnitWork, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...]) -> UnitNumel:
-        """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for."""
+    def _numel(
+        self,
+        work: UnitWork,
+        unit: UnitLayout,
+        in_use_with: tuple[tuple[int, ...], ...],
+        kept: PlannedStates | None = None,
+    ) -> UnitNumel:
+        """Bytes of a unit as it is laid out, and elements of the weights that quantized ones stand for. `kept`: states
+        in the place of AdamW's."""
         frozen = [section for section in unit.sections if not section.trainable]
         in_base = {section.index for section in frozen if self._is_in_files(section)}
-        return replace(UnitNumel.of(unit, in_use_with, in_base), frozen=work.numel.frozen)
+        states, walks = (None, None) if kept is None else (kept.nbytes, kept.walks)
+        found = UnitNumel.of(unit, in_use_with, in_base, states_of=states, walks=walks)
+        return replace(found, frozen=work.numel.frozen)
 
     def _is_in_files(self, section: SectionLayout) -> bool:
         """True if the folder's files have a frozen section as it is used."""
