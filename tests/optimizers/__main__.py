@@ -20,11 +20,10 @@ import torch
 from tests.optimizers import checks, page
 from tests.optimizers.classes import PACKAGES, entries
 from tests.unit.optim.unitwise.test_grades import TRAPS, verdict
-from zero_offload.optim.unitwise import grades
 
 FOLDER = Path(sys.prefix) / "optimizers"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
-OTHERS = ("opt_einsum",)
+OTHERS = ("einops", "opt_einsum")
 """Packages that those need, beside torch."""
 
 
@@ -41,7 +40,6 @@ def main(arguments: list[str]) -> None:
     if FOLDER.is_dir():
         sys.path.append(str(FOLDER))
     torch.set_num_threads(1)
-    grades.SECONDS = checks.SECONDS  # of `zo.unitwise`, which tests each class too
     results = page.load() if page.RESULTS.exists() else {"rows": []}
     rows = {row["name"]: row for row in results["rows"]}
     for module in modules:

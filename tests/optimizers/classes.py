@@ -148,7 +148,7 @@ def _with_groups(kind: Any, arguments: dict[str, Any]) -> Make:
     def make(params: list[Any]) -> torch.optim.Optimizer:
         try:
             made: torch.optim.Optimizer = kind(params, **arguments)
-        except (AssertionError, KeyError, ValueError):
+        except (AssertionError, KeyError, RuntimeError, ValueError):
             made = kind([{"params": params, "use_muon": True}], **arguments)
         return made
 
