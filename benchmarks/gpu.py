@@ -5,8 +5,10 @@
 
 Sections run in order of worth (--list), each in a process of its own, which is killed when its time is up. FILE has
 every figure as soon as it is measured: the same command again goes on with the sections that it does not have. With
---until MINUTES no section starts that might not end by then, so three commands of ten minutes make a half hour. A
-shorter section that fits runs in its place. A part that fails has its traceback in FILE, and the next one runs.
+--until MINUTES no section starts that is not expected to end by then, so three commands of ten minutes make a half
+hour. A section is expected to take what it took in the newest record of benchmarks/results and a third more; without
+one, its limit. At MINUTES it is killed. A shorter section that fits runs in its place, and the end says what is left
+for a later loan. A part that fails has its traceback in FILE, and the next one runs.
 
 Needs 128 GiB of memory and 64 GiB of disk for all of it. Where the host has less memory than a section plans, the
 section says so and is skipped. Where the disk has less, its model has fewer layers. `--rehearse` runs every line of
@@ -59,6 +61,8 @@ ENDING_SHARE = 0.1
 STDERR = 2
 STDERR_LINES = 200
 """Lines that are kept of a failed section, the last of all."""
+EXPECTED_SHARE = 4 / 3
+"""Of the seconds in the record: machines differ."""
 MACHINE = "machine"
 """Of the figures: what each section says of where it ran."""
 
@@ -86,9 +90,9 @@ def serve(name: str, rehearses: bool, directory: Path, seconds: float, result: P
         sys.exit(1)
 
 
-def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """One section in a process of its own, killed with all that it started when its time is up."""
-    limit_s = REHEARSAL_LIMIT_S if args.rehearse else SECTIONS[name].limit_s
+def run_apart(name: str, args: argparse.Namespace, directory: Path, left_s: float) -> dict[str, Any]:
+    """One section in a process of its own, killed with all that it started when its time, or `left_s`, is up."""
+    limit_s = min(left_s, REHEARSAL_LIMIT_S if args.rehearse else SECTIONS[name].limit_s)
     result, states = directory / "result.json", directory / "states"
     states.mkdir()
     # CUDA bears no fork. Without it one saves the imports, most of a rehearsal's time.
@@ -125,8 +129,12 @@ def _now() -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", metavar="A,B", help=f"only these, in this order: {', '.join(SECTIONS)}")
-    parser.add_argument("--until", type=float, metavar="MINUTES", help="start no section that might not end by then")
-    parser.add_argument("--list", action="store_true", help="print the sections, and the seconds each may take")
+    parser.add_argument(
+        "--until", type=float, metavar="MINUTES", help="end by then; start no section that is expected to take longer"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the sections, and the seconds that each took and may take"
+    )
     parser.add_argument("--again", action="store_true", help="run sections that FILE has already")
     parser.add_argument("--json", type=Path, metavar="FILE", help="figures and rows; goes on where it exists")
     parser.add_argument("--nvme", type=Path, metavar="DIR", help="where the disk to use is (default: here)")
@@ -180,10 +188,26 @@ def _rehearsed(each: Row) -> Row:
     return each | {"name": f"rehearsal, {each['name']}", "ok": each["ok"] if each["reach"] == 0.0 else None}
 
 
+def recorded_s() -> dict[str, float]:
+    """Seconds that sections took in the newest record of a GPU; of those that ended by themselves."""
+    records = sorted(RESULTS.glob("*-gpu-*.json"))
+    sections = json.loads(records[-1].read_text())["sections"] if records else {}
+    return {name: each["seconds"] for name, each in sections.items() if each["status"] in ("ok", "failed")}
+
+
+def expected_s(names: Sequence[str]) -> dict[str, float]:
+    """Seconds that sections may take, by the newest record where it has them."""
+    recorded = recorded_s()
+    return {name: min(SECTIONS[name].limit_s, EXPECTED_SHARE * recorded.get(name, float("inf"))) for name in names}
+
+
 def show_list(names: Sequence[str]) -> None:
+    recorded, expected = recorded_s(), expected_s(names)
     for name in names:
-        print(f"  {name:<13} {SECTIONS[name].limit_s:4d} s at most  {SECTIONS[name].what}")
-    print(f"  in all        {sum(SECTIONS[name].limit_s for name in names)} s at most", flush=True)
+        took = f"took {recorded[name]:3.0f} s," if name in recorded else "not recorded,"
+        print(f"  {name:<13} {took:<13} {SECTIONS[name].limit_s:4d} s at most  {SECTIONS[name].what}")
+    at_most = sum(SECTIONS[name].limit_s for name in names)
+    print(f"  in all        {sum(expected.values()):.0f} s expected, {at_most} s at most", flush=True)
 
 
 def main() -> int:
@@ -195,22 +219,26 @@ def main() -> int:
         print(lack)
         return 3
     document = open_document(args)
+    expected, left = expected_s(args.sections), list[str]()
     for name in args.sections:
         if name in document["sections"] and not args.again:
             print(f"{name}: in {args.json} already")
             continue
         left_s = float("inf") if args.until is None else 60 * args.until - (time.perf_counter() - started)
-        if SECTIONS[name].limit_s > left_s:
-            print(f"{name}: may take {SECTIONS[name].limit_s} s, and {left_s:.0f} s are left")
+        if expected[name] > left_s:
+            print(f"{name}: is expected to take {expected[name]:.0f} s, and {left_s:.0f} s are left")
+            left.append(name)
             continue
         print(f"{name}:", flush=True)
         with tempfile.TemporaryDirectory(prefix="gpu_", dir=args.nvme or Path.cwd()) as directory:
-            section = run_apart(name, args, Path(directory))
+            section = run_apart(name, args, Path(directory), left_s)
         document |= section["figures"].pop(MACHINE, {})
         document["sections"][name] = section
         write(document, args.json)
         print(f"{name}: {section['status']}, {section['seconds']:.0f} s", flush=True)
     show(document["rows"])
+    if left:
+        print(f"left for a later loan, {sum(expected[name] for name in left):.0f} s: {', '.join(left)}")
     return 3 if any(_lacks_peer(each) for each in document["rows"]) else 0
 
 

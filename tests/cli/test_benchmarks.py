@@ -172,9 +172,31 @@ def test_a_second_command_goes_on(gpu: Any, capsys: pytest.CaptureFixture[str]) 
     assert third["sections"]["works"]["seconds"] != first["sections"]["works"]["seconds"]
 
 
-def test_no_section_starts_that_might_not_end(gpu: Any) -> None:
+def test_no_section_starts_that_might_not_end(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, written = gpu.command("--until", "0.6")
     assert list(written["sections"]) == ["fails", "works"], "the first may take 300 s"
+    assert "left for a later loan, 300 s: hangs" in capsys.readouterr().out
+
+
+def test_a_section_is_expected_to_take_what_it_took(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the newest record; it ends by `--until` all the same."""
+    results = tmp_path / "results"
+    results.mkdir()
+    for date, seconds in (("01", 250.0), ("02", 1.5)):
+        sections = {"hangs": {"status": "ok", "seconds": seconds}, "works": {"status": "killed", "seconds": 0.1}}
+        (results / f"2026-01-{date}-gpu-h100.json").write_text(json.dumps({"sections": sections}))
+    monkeypatch.setattr(gpu, "RESULTS", results)
+    monkeypatch.setattr(gpu, "REHEARSAL_LIMIT_S", 60)
+    began = time.perf_counter()
+    _, written = gpu.command("--until", "0.1", "--sections", "hangs,works")
+    assert written["sections"]["hangs"]["status"] == "killed" and time.perf_counter() - began < 30
+    assert list(written["sections"]) == ["hangs"]
+    gpu.show_list(["hangs", "works"])
+    out = capsys.readouterr().out
+    assert re.search(r"hangs +took +2 s, +300 s at most", out) and re.search(r"works +not recorded, +20 s at most", out)
+    assert "in all        22 s expected, 320 s at most" in out
 
 
 def test_the_file_of_another_machine_or_of_a_rehearsal_is_refused(

@@ -18,6 +18,7 @@ from harness.rows import Row, missing, row, ungraded
 from zero_offload.base.types import GIB
 
 REACH, REACH_MFU, REACH_IDLE, REACH_MEMORY = 1.05, 1 / 0.5, 0.05, 1 / 2
+REACH_MUON = 1.15
 REACH_FSDP2, REACH_DEEPSPEED = 1 / 1.5, 1 / 2
 PUBLISHED_TOKENS_PER_S, PUBLISHED = 14_000, "LLMQ, 7B on an H100, 14,000 tokens/s"
 
@@ -63,6 +64,8 @@ PAIRS = (
     Pair('8b: tiers "auto"', ("8b-auto", ""), "all in CPU memory", ("8b", ""), 1.0),
     Pair("2b: optimizer on the device", ("2b", "optimizer device: "), "no offload", ("plain", "2b: ")),
     Pair("2b: overlap backward", ("2b", "overlap backward: "), "overlap forward", ("2b", "cpu: ")),
+    Pair("2b: zo.Muon, in CPU memory", ("muon", "cpu: "), "no offload", ("muon", "plain: "), REACH_MUON),
+    Pair("2b: zo.Muon, on the device", ("muon", "optimizer device: "), "no offload", ("muon", "plain: "), REACH_MUON),
     Pair("2b: in CPU memory", ("2b", "cpu: "), "FSDP2, CPU offload", ("fsdp2", ""), REACH_FSDP2),
     Pair("2b: in CPU memory", ("2b", "cpu: "), "DeepSpeed ZeRO-3, CPU", ("deepspeed", ""), REACH_DEEPSPEED),
     Pair("long: activations in CPU memory", ("long", "cpu: "), "on the device", ("long", "device: ")),

@@ -30,7 +30,19 @@ from harness.gpu.machine import (
 )
 from harness.gpu.model import SHAPES, Batch, Llama, Shape, TransformersLlama, TransformersMoe, batch_of
 from harness.gpu.record import Figures, Skip
-from harness.gpu.training import Bench, Trainer, deepspeed, fsdp2, in_turn, measure, ours, plain, profile, time_steps
+from harness.gpu.training import (
+    Bench,
+    Trainer,
+    deepspeed,
+    fsdp2,
+    in_turn,
+    measure,
+    muon_of,
+    ours,
+    plain,
+    profile,
+    time_steps,
+)
 
 import zero_offload as zo
 from zero_offload.base.types import GIB, MIB
@@ -285,6 +297,24 @@ def modes_2b(bench: Bench) -> None:
         in_turn(bench, f"{name} in all", make, timed, 10)
 
 
+def muon_2b(bench: Bench) -> None:
+    """zo.Muon with states in CPU memory, the same without offload, then with states on the device."""
+    shape, (tokens, seq) = _shape(bench.machine, "2b"), _sizes(bench.machine, 4096, 16384)
+
+    def offloaded(**settings: Any) -> Trainer:
+        config = zo.OffloadConfig(precision=EXACT, **settings)
+        return ours(bench, partial(Llama, shape, seq), config, optimizer_of=muon_of)
+
+    makes: dict[str, Callable[[], Trainer]] = {
+        "cpu": offloaded,
+        "plain": partial(plain, bench, partial(Llama, shape, seq, recomputes=True), has_masters=True, has_muon=True),
+        "optimizer device": partial(offloaded, params="device", grads="device", optimizer="device"),
+    }
+    for name, make in makes.items():
+        timed = partial(measure, bench, shape=shape, tokens=tokens, seq=seq, prefix=f"{name}: ")
+        in_turn(bench, f"{name} in all", make, timed, 10)
+
+
 def peer_fsdp2(bench: Bench) -> None:
     shape, (tokens, seq) = _shape(bench.machine, "2b"), _sizes(bench.machine, 4096, 16384)
     make = partial(fsdp2, bench, partial(Llama, shape, seq, recomputes=True))
@@ -477,6 +507,7 @@ SECTIONS = {
     "plain": Section(90, "no offload: 8B in bf16, 2B with fp32 masters", no_offload),
     "two-ranks": Section(60, "two processes on one device over gloo", two_ranks),
     "tests": Section(150, "tests/gpu, without its kernel tests", tests_of_placements),
+    "muon": Section(90, "2B by zo.Muon: in CPU memory, without offload, on the device", muon_2b),
     "2b": Section(130, '2B: in CPU memory, overlap="backward", optimizer="device", zo.accumulate', modes_2b),
     "fsdp2": Section(90, "2B with torch's FSDP2 and CPU offload", peer_fsdp2),
     "transformers": Section(110, "transformers' Llama, 3B, beside no offload", transformers_3b),

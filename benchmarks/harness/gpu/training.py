@@ -61,7 +61,28 @@ class Trainer:
     optimizer: torch.optim.Optimizer | None = None
 
 
-def ours(bench: Bench, build: Build, config: zo.OffloadConfig, *, clips: bool = True) -> Trainer:
+def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Of an offloaded model."""
+    return zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=LEARNING_RATE)
+
+
+def muon_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Of an offloaded model: torch's Muon for matrices of blocks, AdamW for the rest."""
+    return zo.Muon(model.named_parameters(), LEARNING_RATE, use_muon=_is_muons, adamw={"lr": LEARNING_RATE})
+
+
+def _is_muons(name: str, param: Tensor) -> bool:
+    return name.startswith("blocks.") and param.dim() == 2
+
+
+def ours(
+    bench: Bench,
+    build: Build,
+    config: zo.OffloadConfig,
+    *,
+    clips: bool = True,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw_of,
+) -> Trainer:
     """Raises Skip where the host has too little memory for the plan."""
     started = time.perf_counter()
     with zo.deferred_init():
@@ -74,7 +95,7 @@ def ours(bench: Bench, build: Build, config: zo.OffloadConfig, *, clips: bool = 
         room = f"{needed / GIB:.1f} GiB of host memory are needed, {free / GIB:.1f} GiB are free"
         raise Skip("; ".join([*plan.reasons, room]))
     zo.offload(model, config)
-    optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], lr=LEARNING_RATE)
+    optimizer = optimizer_of(model)
     ready_s = time.perf_counter() - started
 
     def step(batch: Batch) -> Tensor:
@@ -95,12 +116,21 @@ def ours(bench: Bench, build: Build, config: zo.OffloadConfig, *, clips: bool = 
     return Trainer(step, tell, partial(zo.close, model), model, optimizer)
 
 
-def plain(bench: Bench, build: Build, *, has_masters: bool) -> Trainer:
-    """Everything in the device's memory: bf16 weights, and fp32 masters and moments, or all of it in bf16."""
+def plain(bench: Bench, build: Build, *, has_masters: bool, has_muon: bool = False) -> Trainer:
+    """Everything in the device's memory: bf16 weights, and fp32 masters and moments, or all of it in bf16.
+
+    `has_muon`: torch's Muon steps the matrices of blocks, and AdamW the rest.
+    """
     model = build().to(bench.machine.device)
     weights = list(model.parameters())
     masters = [weight.detach().float().requires_grad_() for weight in weights] if has_masters else weights
-    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
+    is_muons = [has_muon and _is_muons(name, param) for name, param in model.named_parameters()]
+    matrices, rest = list(itertools.compress(masters, is_muons)), masters
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        rest = [master for master, each in zip(masters, is_muons, strict=True) if not each]
+        optimizers.append(torch.optim.Muon(matrices, lr=LEARNING_RATE))
+    optimizers.append(torch.optim.AdamW(rest, lr=LEARNING_RATE, fused=True))
 
     @torch.no_grad()
     def update() -> None:
@@ -109,8 +139,9 @@ def plain(bench: Bench, build: Build, *, has_masters: bool) -> Trainer:
                 if weight.grad is not None:
                     master.grad, weight.grad = weight.grad.float(), None
         nn.utils.clip_grad_norm_(masters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if has_masters:
             torch._foreach_copy_(weights, masters)
 
