@@ -5,7 +5,7 @@ ZeRO partitioning with parameters, gradients and optimizer states on device, CPU
     optimizer = zo.AdamW(model.parameters(), lr=3e-4)
 Everything else is a plain PyTorch loop; README.md shows it.
 
-Names that need torch are imported at their first use, so that help of a command need not wait for torch.
+Names that need torch are imported, all of them, as the first one is used: help of a command need not wait for torch.
 """
 
 from zero_offload.base import startup as startup  # first of all
@@ -136,13 +136,17 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-    """A public name at its first use: Python asks here for what the package does not have yet."""
-    if name == "nn":
-        return import_module("zero_offload.nn")
-    if name not in _MODULE_OF:
+    """A public name at its first use: Python asks here for what the package does not have yet.
+
+    All come then. A later import, in a run of weeks, might find the files of another version, or no descriptor left.
+    """
+    if name != "nn" and name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"zero_offload.{_MODULE_OF[name]}"), name)
-    return value
+    found = {"nn": import_module("zero_offload.nn")}
+    for each, module in _MODULE_OF.items():
+        found[each] = getattr(import_module(f"zero_offload.{module}"), each)
+    globals().update(found)
+    return found[name]
 
 
 def __dir__() -> list[str]:

@@ -76,6 +76,17 @@ def test_all_names_come_by_a_star_and_are_listed() -> None:
     )
 
 
+def test_the_first_name_brings_all() -> None:
+    """A run of weeks imports nothing of another version at its end."""
+    _run(
+        "import sys, zero_offload as zo\n"
+        "zo.AdamW\n"
+        "before = {*sys.modules}\n"
+        "for name in (*zo.__all__, 'nn'): getattr(zo, name)\n"
+        "assert not {*sys.modules} - before, {*sys.modules} - before"
+    )
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'zero_offload' has no attribute 'no_such_name'"):
         zo.no_such_name  # type: ignore[attr-defined]  # noqa: B018

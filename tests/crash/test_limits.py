@@ -87,6 +87,7 @@ def _train_with_few_files(nvme: str, spare: int, engine: str) -> list[float]:
     import zero_offload.storage.files.engines  # noqa: F401 - imports need descriptors too
 
     build(TinyLM)
+    assert callable(zo.offload)  # all public names are imported with it
     in_use = {int(name) for name in os.listdir("/proc/self/fd")}
     # Numbers below the limit count, so holes do as well.
     holes = [os.open("/dev/null", os.O_RDONLY) for _ in range(max(in_use) + 1 - len(in_use))]
