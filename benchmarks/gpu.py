@@ -9,6 +9,7 @@ every figure as soon as it is measured: the same command again goes on with the 
 hour. A section is expected to take what it took in the newest record of benchmarks/results and a third more; without
 one, its limit. At MINUTES it is killed. A shorter section that fits runs in its place, and the end says what is left
 for a later loan. A part that fails has its traceback in FILE, and the next one runs.
+A section that --until cut runs again.
 
 Needs 128 GiB of memory and 64 GiB of disk for all of it. Where the host has less memory than a section plans, the
 section says so and is skipped. Where the disk has less, its model has fewer layers. `--rehearse` runs every line of
@@ -92,7 +93,8 @@ def serve(name: str, rehearses: bool, directory: Path, seconds: float, result: P
 
 def run_apart(name: str, args: argparse.Namespace, directory: Path, left_s: float) -> dict[str, Any]:
     """One section in a process of its own, killed with all that it started when its time, or `left_s`, is up."""
-    limit_s = min(left_s, REHEARSAL_LIMIT_S if args.rehearse else SECTIONS[name].limit_s)
+    full_s = REHEARSAL_LIMIT_S if args.rehearse else SECTIONS[name].limit_s
+    limit_s = min(left_s, full_s)
     result, states = directory / "result.json", directory / "states"
     states.mkdir()
     # CUDA bears no fork. Without it one saves the imports, most of a rehearsal's time.
@@ -114,6 +116,7 @@ def run_apart(name: str, args: argparse.Namespace, directory: Path, left_s: floa
     if "skipped" in figures.get("all", {}):
         status = "skipped"
     found = {"status": status, "exit_code": child.exitcode, "seconds": time.perf_counter() - began}
+    found |= {"is_cut": status == "killed" and limit_s < full_s}  # the next command takes it again
     found |= {"limit_s": limit_s, "date": _now(), "commit": args.commit, "figures": figures}
     stderr = result.with_suffix(".stderr")
     if status in ("failed", "killed") and stderr.exists():
@@ -221,7 +224,8 @@ def main() -> int:
     document = open_document(args)
     expected, left = expected_s(args.sections), list[str]()
     for name in args.sections:
-        if name in document["sections"] and not args.again:
+        known = document["sections"].get(name)
+        if known is not None and not known.get("is_cut") and not args.again:
             print(f"{name}: in {args.json} already")
             continue
         left_s = float("inf") if args.until is None else 60 * args.until - (time.perf_counter() - started)
@@ -235,6 +239,7 @@ def main() -> int:
         document |= section["figures"].pop(MACHINE, {})
         document["sections"][name] = section
         write(document, args.json)
+        left += [name] * section["is_cut"]
         print(f"{name}: {section['status']}, {section['seconds']:.0f} s", flush=True)
     show(document["rows"])
     if left:

@@ -193,6 +193,12 @@ def test_a_section_is_expected_to_take_what_it_took(
     _, written = gpu.command("--until", "0.1", "--sections", "hangs,works")
     assert written["sections"]["hangs"]["status"] == "killed" and time.perf_counter() - began < 30
     assert list(written["sections"]) == ["hangs"]
+    assert "left for a later loan, 22 s: hangs, works" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "REHEARSAL_LIMIT_S", 2)
+    gpu.command("--sections", "hangs")
+    assert "hangs: in " not in capsys.readouterr().out, "it was cut, and runs again"
+    gpu.command("--sections", "hangs")
+    assert "hangs: in " in capsys.readouterr().out, "its own time was up"
     gpu.show_list(["hangs", "works"])
     out = capsys.readouterr().out
     assert re.search(r"hangs +took +2 s, +300 s at most", out) and re.search(r"works +not recorded, +20 s at most", out)
