@@ -32,6 +32,8 @@ import zero_offload as zo
 from tests.helpers.models import AttentionBlock, TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups
 
+zo.offload  # noqa: B018  the first use of a public name imports all: here, and not in each child of the server
+
 DEADLINE_S = 120
 NUM_WORKERS = 2
 

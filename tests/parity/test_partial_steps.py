@@ -135,6 +135,21 @@ def norms_of_parts(model: nn.Module, rows: Rows, average: Average) -> Iterator[f
         optimizer.zero_grad()
 
 
+def norm_of_the_rest(model: nn.Module, rows: Rows, average: Average) -> Iterator[float]:
+    """Of the gradients of a backward, one is dropped, and a step takes others, before the norm of those left."""
+    params = list(model.parameters())
+    first, others = adamw(params[:3]), adamw(params[3:])
+    for step in range(NUM_STEPS):
+        yield backward(model, rows, step, average)
+        params[-1].grad = None
+        yield clip_norm(params[:-1], 1e9, model)
+        first.step()
+        first.zero_grad()
+        yield clip_norm(params[3:-1], 0.1, model)
+        others.step()
+        others.zero_grad()
+
+
 CLIPPING: list[Script] = [
     by_value,
     by_value_in_part,
@@ -142,6 +157,7 @@ CLIPPING: list[Script] = [
     value_then_norm,
     norm_then_value,
     norms_of_parts,
+    norm_of_the_rest,
 ]
 
 
@@ -156,7 +172,7 @@ def test_clipping_by_value_on_two_ranks(script: Script, stage: int, tier: str, p
         check(found, expected)
 
 
-@in_turn(script=[value_then_norm, norm_then_value], stage=[1, 3])
+@in_turn(script=[norm_of_the_rest, value_then_norm, norm_then_value], stage=[3, 1, 2, 0])
 def test_both_clippings_on_two_ranks(script: Script, stage: int, pool: RankPool, nvme: Path) -> None:
     """Norms are added up over ranks in another order: equal among placements, close to the plain model's."""
     in_memory = pool.succeed(run_both, script, make, {"stage": stage})

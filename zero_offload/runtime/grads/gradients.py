@@ -443,7 +443,7 @@ class Gradients:
             if by_program:
                 self.ledger.note_change("dropped", section, indices)
             self._remove(section, indices, GradState.EMPTY if by_program else GradState.TAKEN)
-        self._end_if_none()
+        self._end_removal()
 
     def end_exposed(self, params: Iterable[nn.Parameter]) -> None:
         """A step is about to take these parameters' gradients, of which the program may have some in hand."""
@@ -460,7 +460,7 @@ class Gradients:
             self._remove(section, indices, to)
             if section.local is not None and not section.waiting:
                 section.local.drop()
-        self._end_if_none()
+        self._end_removal()
         return found
 
     def reset(self) -> bool:
@@ -501,9 +501,11 @@ class Gradients:
             section.store.drop()
             section.reduced.clear()
 
-    def _end_if_none(self) -> None:
+    def _end_removal(self) -> None:
+        """Gradients are gone, maybe all of them."""
         if self.ledger.end_if_none():
             self.norms.clear()
+        self.norms.end_total()
 
 
 def _local_grad(param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Norms of the gradients that are held, and whether they are finite, from sums of squares that come with them.
 
-No gradient moves for a norm of order 2. The calls: `know` at the end of a backward, `clear` when a gradient changes;
-`squares`, `all_finite`, `finite`, `norm` and `is_finite`.
+No gradient moves for a norm of order 2. The calls: `know` at the end of a backward, `clear` when a gradient changes,
+`end_total` when one goes; `squares`, `all_finite`, `finite`, `norm` and `is_finite`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class GradNorms:
         """A gradient has changed."""
         self._by_order.clear()
         self._are_finite, self._whole = False, None
+
+    def end_total(self) -> None:
+        """Fewer gradients are held. Norms of the others stay known."""
+        self._whole = None
 
     def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
         """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
