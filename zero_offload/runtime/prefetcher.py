@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -138,13 +138,22 @@ class Evictor:
     """None where this rank has all of every unit."""
     _world_size: int
     num_evictions: int = 0
+    _here: dict[int, Unit] = field(default_factory=dict)
+    """By index: units that have arrived and not left."""
+
+    def arrived(self, unit: Unit) -> None:
+        """The unit's values are here."""
+        # First: a Ctrl-C in the midst must not leave a unit that never leaves.
+        if not unit.resident:
+            self._here[unit.index] = unit
+        unit.move_to(UnitState.PRESENT)
 
     def unused(self) -> list[Unit]:
         """Units that are here, may leave, and are not in use."""
-        # Runs at most uses, over all units: plain attributes, since properties are slow.
+        # Runs at most uses, over as many units as memory holds: plain attributes, since properties are slow.
         return [
             u
-            for u in self._units
+            for u in self._here.values()
             if u.state is UnitState.PRESENT
             and not (u.forward_uses or u.backward_uses or u.gathered_uses)
             and not (u.resident or u.stays)
@@ -154,7 +163,8 @@ class Evictor:
         """The unused unit whose next use is the furthest, if that is later than `later_than`."""
         next_use = self._schedule.next_use
         while units := self.unused():
-            unit = max(units, key=lambda each: next_use.get(each.index, NEVER))
+            # Of several that are not needed the first of the model: ranks choose alike.
+            unit = max(units, key=lambda each: (next_use.get(each.index, NEVER), -each.index))
             if next_use.get(unit.index, NEVER) <= later_than:
                 return None
             if not (unit.lent and self._held_views.keep_if_viewed(unit)):
@@ -178,6 +188,7 @@ class Evictor:
         self.cancel(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         unit.move_to(UnitState.AWAY)
+        self._here.pop(unit.index, None)
         if self._streams is not None:
             self._streams.release(unit)
         unit.detach()
@@ -647,7 +658,7 @@ class ParamPrefetcher:
         if not unit.to_read:
             if self.streams is not None:
                 self.streams.arrived(unit)
-            unit.move_to(UnitState.PRESENT)
+            self._evictor.arrived(unit)
             return
         unit.move_to(UnitState.FETCHING)
         opened = self.spans.open(Track.FETCH, unit.name)
@@ -668,7 +679,7 @@ class ParamPrefetcher:
         if self.streams is not None:
             self.streams.arrived(unit)
         unit.to_read = ()
-        unit.move_to(UnitState.PRESENT)
+        self._evictor.arrived(unit)
 
 
 def replaced(prefetcher: ParamPrefetcher, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:

@@ -4,6 +4,7 @@
 * Two ranks (gloo, CPU): a step of a 30M GPT under stage 3, all in CPU memory, against FSDP2 without and with its CPU
   offload. bf16 compute, gradients reduced in fp32, recomputed activations, clipping. FSDP2 has fp32 parameters, cast
   for compute, and torch's fused AdamW. The three step in turns in the same two processes.
+* Units on a drive: steps of 1,000 layers of 64 x 64, everything on the drive of the temporary directory.
 * Import: all public names, after `import torch`, in fresh processes.
 """
 
@@ -35,7 +36,7 @@ from zero_offload.finetune.gpt_config import GPTConfig, RecomputeMode
 NUM_UNITS = 48
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=128, recompute=RecomputeMode.BLOCK)
 RANKS, THREADS_PER_RANK = 2, 1
-REACH_HOOKS_US, REACH_FSDP, REACH_FSDP_OFFLOAD, REACH_IMPORT_S = 50.0, 1.0, 0.7, 0.3
+REACH_HOOKS_US, REACH_FSDP, REACH_FSDP_OFFLOAD, REACH_IMPORT_S, REACH_UNIT_MS = 50.0, 1.0, 0.7, 0.3, 1.0
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 
 Step = Callable[[], None]
@@ -57,6 +58,25 @@ def hooks_us(num_rounds: int) -> float:
                 param.grad = None
     medians = [statistics.median(times) for times in seconds.values()]
     return (medians[1] - medians[0]) / NUM_UNITS * 1e6
+
+
+def unit_ms(num_units: int) -> float:
+    """Milliseconds of the control thread's processor time per unit and step; the median of three steps."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        tiers: dict[str, Any] = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(num_units)))
+        zo.offload(model, zo.OffloadConfig(precision="fp32", nvme=folder, **tiers), units=list(model))
+        optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+        seconds = []
+        for _ in range(5):
+            start = time.thread_time()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.thread_time() - start)
+        zo.close(model)
+    return statistics.median(seconds[2:]) / num_units * 1e3
 
 
 def build_ours() -> tuple[GPT, Step]:
@@ -138,6 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     step_s = ranks_s(8 if args.quick else 20)
     rows = [
         row("hooks per unit and step", hooks_us(300), "us", "1 us", 1.0, REACH_HOOKS_US),
+        row("on a drive, per unit and step", unit_ms(200 if args.quick else 1000), "ms", "1 ms", 1.0, REACH_UNIT_MS),
         row("2 ranks, stage 3", step_s["ours"], "s", "FSDP2", step_s["fsdp"], REACH_FSDP),
         row("2 ranks, stage 3", step_s["ours"], "s", "FSDP2, CPU offload", step_s["fsdp_offload"], REACH_FSDP_OFFLOAD),
         row("import", import_s(5), "s", "1 s", 1.0, REACH_IMPORT_S),

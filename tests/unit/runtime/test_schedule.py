@@ -104,33 +104,45 @@ def test_the_rest_of_a_cycle_is_known_wherever_it_is(uses: list[int], followed: 
             assert schedule.position == (expected[used] + 1 if used in expected else before)
 
 
-@given(USES, st.lists(st.integers(0, 7), unique=True), st.integers(0, 40))
-def test_the_unit_that_leaves_is_used_last(uses: list[int], unused: list[int], num_used: int) -> None:
+def arriving(index: int, *, in_use: bool = False) -> Any:
+    uses = {"forward_uses": int(in_use), "backward_uses": 0, "gathered_uses": 0}
+    unit = SimpleNamespace(index=index, resident=False, stays=False, lent=False, **uses)
+    unit.move_to = lambda to: setattr(unit, "state", to)
+    return unit
+
+
+@given(USES, st.lists(st.integers(0, 7), unique=True), st.integers(0, 40), st.permutations(range(8)))
+def test_the_unit_that_leaves_is_used_last(
+    uses: list[int], unused: list[int], num_used: int, arrivals: list[int]
+) -> None:
+    """Of several with the same next use, the first of the model leaves, whichever came first."""
     schedule = FetchSchedule()
     cycle(schedule, uses)
     cycle(schedule, uses[:num_used])
-    units: Any = [
-        SimpleNamespace(
-            index=index,
-            state=UnitState.PRESENT,
-            forward_uses=int(index not in unused),
-            backward_uses=0,
-            gathered_uses=0,
-            resident=False,
-            stays=False,
-            lent=False,
-        )
-        for index in range(8)
-    ]
+    units = [arriving(index, in_use=index not in unused) for index in range(8)]
     nothing: Any = None
     evictor = Evictor(units, schedule, nothing, nothing, None, None, 1)
+    for index in arrivals:
+        evictor.arrived(units[index])
     victim = evictor.choose()
     if victim is None:
         assert not unused
         return
     furthest = max(schedule.next_use.get(index, NEVER) for index in unused)
-    assert victim.index in unused and schedule.next_use.get(victim.index, NEVER) == furthest
+    assert victim.index == min(index for index in unused if schedule.next_use.get(index, NEVER) == furthest)
     assert evictor.choose(furthest) is None and evictor.choose(furthest - 1) is victim
+
+
+def test_units_that_are_away_are_not_looked_at() -> None:
+    """A choice takes time by the units that memory holds, not by the layers of the model."""
+    nothing: Any = None
+    evictor = Evictor([nothing] * 5000, FetchSchedule(), nothing, nothing, None, None, 1)
+    units = [arriving(index) for index in (7, 4999)]
+    for unit in units:
+        evictor.arrived(unit)
+    assert evictor.unused() == units
+    units[0].state = UnitState.AWAY
+    assert evictor.choose() is units[1]
 
 
 def test_first_uses_name_every_unit_once() -> None:
