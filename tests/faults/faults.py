@@ -2377,6 +2377,13 @@ FAULTS = [
         STEPS_OF_RANKS + "test_a_start_without_drives_goes_on_from_what_was_published",
     ),
     fault(
+        "a step of an optimizer of others goes on without the autocast of its thread",
+        "optim/unitwise/optimizer.py",
+        " and not _has_modes(),",
+        ",",
+        "tests/parity/test_unitwise_beside.py::test_a_step_computes_as_its_thread",
+    ),
+    fault(
         "an optimizer whose parameters depend on each other steps unit by unit",
         "optim/unitwise/optimizer.py",
         "    if not verdict.may_walk:\n",

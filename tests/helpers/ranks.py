@@ -357,7 +357,7 @@ def train_and_record(rank: int, world_size: int, store: str, case: Case, out: st
         zo.close(model)
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 150) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "the ranks hang"

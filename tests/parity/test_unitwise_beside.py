@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import zero_offload as zo
 from tests.helpers.disk import close_broken
@@ -148,6 +150,59 @@ def test_optimizers_of_torch_go_on(name: str, tmp_path: Path, gone_on: list[str]
     for ours, entries in zip(found, theirs, strict=True):
         for one, other in zip(ours, entries, strict=True):
             assert all(torch.equal(one[key], other[key]) for key in one)
+    zo.close(model)
+
+
+class Products(torch.optim.Optimizer):
+    """SGD whose update is a product of matrices, with a state of subnormal numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                flat = param.grad.reshape(1, -1)
+                param.sub_((flat.mT @ torch.full((1, 1), 1.001) * group["lr"]).reshape(param.shape))
+                self.state[param]["small"] = param.grad * 1e-38
+
+
+class Doubled(TorchFunctionMode):
+    """A mode of torch in which products are doubled."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 2 if function is Tensor.matmul else found
+
+
+@contextlib.contextmanager
+def without_subnormals() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: torch.autocast("cpu", torch.bfloat16), Doubled, without_subnormals],
+    ids=["autocast", "mode", "subnormals"],
+)
+def test_a_step_computes_as_its_thread(mode: Callable[[], Any], tmp_path: Path, gone_on: list[str]) -> None:
+    """Autocast, modes and subnormal numbers are of a thread: such a step is made on that of the program."""
+    plain = build(TinyLM)
+    model, ours = offloaded(tmp_path, "nvme", Products)
+    theirs = Products(groups_of([*plain.parameters()]))
+    for step in range(4):
+        for each, optimizer in ((plain, theirs), (model, ours)):
+            backward(each, step)
+            with contextlib.nullcontext() if step % 2 == 0 else mode():
+                optimizer.step()
+            optimizer.zero_grad()
+    assert len(gone_on) == 1
+    assert_same(read_masters(model), {name: param.detach() for name, param in plain.named_parameters()})
+    small = {name: ours.state[param]["small"] for name, param in model.named_parameters()}
+    assert_same(small, {name: theirs.state[param]["small"] for name, param in plain.named_parameters()})
     zo.close(model)
 
 

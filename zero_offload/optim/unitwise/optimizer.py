@@ -8,6 +8,7 @@ and `optimizer.state` reads and writes them there.
 from __future__ import annotations
 
 import base64
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -159,6 +160,13 @@ def _owners_of(call: str, optimizer: torch.optim.Optimizer) -> dict[Owner, list[
             "other parameters an optimizer of their own"
         )
     return {owner: owned for owner, owned in owners.items() if owner is not None}
+
+
+def _has_modes() -> bool:
+    """True if this thread computes in another way than a new one: under autocast, with modes of torch, or without
+    subnormal numbers."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or torch.is_autocast_enabled("cpu") or sys.float_info.min / 2 == 0.0
 
 
 def _check_one_model(call: str, owners: Mapping[Owner, object]) -> None:
@@ -399,7 +407,7 @@ class _Walker:
             self._optimizer.param_groups,
             comparison=comparison,
             steps_all=self._check is None,
-            may_go_on=comparison is None and len(owners) == 1 and self._is_settled(captured),
+            may_go_on=comparison is None and len(owners) == 1 and self._is_settled(captured) and not _has_modes(),
             records=partial(self._records, owners),
         )
         try:
