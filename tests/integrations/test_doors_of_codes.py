@@ -91,6 +91,10 @@ def test_dequantized_weights(scheme: str, tmp_path: Path) -> None:
     folder = compressed(tmp_path, scheme)
     model = dequantized(folder)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
+    if scheme == "W4A16":  # 0.20.1 refuses fp8 beside embeddings, whose names have the same end
+        convert: Any = pytest.importorskip("compressed_tensors.entrypoints.convert")
+        convert.convert_checkpoint(folder, tmp_path / "dense", convert.CompressedTensorsDequantizer(folder))
+        assert is_same(in_bf16(tmp_path / "dense").state_dict(), expected)
     model.save_pretrained(tmp_path / "theirs")
     offloaded(model, tmp_path / "nvme")
     zo.export_pretrained(model, tmp_path / "ours")
@@ -130,7 +134,8 @@ def test_compressed_weights(scheme: str, has_run: bool, tmp_path: Path) -> None:
         assert torch.equal(model(IDS).logits, expected)
     model.save_pretrained(tmp_path / "theirs")
     assert torch.equal(in_bf16(tmp_path / "theirs").eval()(IDS).logits, expected)
-    with pytest.raises(zo.ConfigError, match=r"^model\.\S+ is compressed by compressed-tensors.*dequantize=True"):
+    advice = r"^model\.\S+ is compressed by compressed-tensors.*dequantize=True.*convert_checkpoint"
+    with pytest.raises(zo.ConfigError, match=advice):
         offloaded(model, tmp_path / "nvme")
 
 

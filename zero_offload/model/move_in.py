@@ -70,9 +70,11 @@ def _moved_by_others(module: nn.Module) -> str | None:
     is_cache = type(module._parameters).__module__.startswith("compressed_tensors.")
     if is_cache or getattr(getattr(module, "quantization_status", None), "value", None) == "compressed":
         return (
-            "is compressed by compressed-tensors, which puts other parameters into it in the first forward. Load the "
-            "folder by from_pretrained(quantization_config=CompressedTensorsConfig(dequantize=True)), and call "
-            "zo.offload on that"
+            "is compressed by compressed-tensors, which puts other parameters into it in the first forward. Load a "
+            "folder of one config group by from_pretrained(quantization_config=CompressedTensorsConfig("
+            "dequantize=True)). That gives wrong weights where there are several groups, or experts in NVFP4: write a "
+            "folder of ordinary weights by convert_checkpoint(FOLDER, NEW, CompressedTensorsDequantizer(FOLDER)) of "
+            "compressed_tensors, and load that"
         )
     return None
 
