@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,16 +22,17 @@ import transformers
 
 import zero_offload as zo
 from tests.helpers import folders
+from tests.helpers.fresh import run_script
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import GIB, MIB, StateKind, Tier
 from zero_offload.cli.main import build_parser, main
-from zero_offload.finetune.choices import CAUSAL, Lora
+from zero_offload.finetune.choices import CAUSAL, MASKED, Lora
 from zero_offload.finetune.classes import arguments_of, optimizer_class, planned_optimizer
 from zero_offload.finetune.fit.figures import FolderPlan
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.plan import plan_job
-from zero_offload.finetune.fit.rehearsal import rehearse
+from zero_offload.finetune.fit.rehearsal import Rehearsal, rehearse
 from zero_offload.finetune.fit.text import as_json, as_text
 from zero_offload.finetune.model import build
 from zero_offload.finetune.model.build import build_model, meta_model
@@ -176,6 +178,88 @@ def test_a_rehearsal_keeps_what_a_step_keeps(folder: ModelFolder, lora: Lora | N
     # The batch itself is there before the operations that are counted.
     assert 0 <= sum(found.saved_bytes.values()) - saved.nbytes <= ids.nbytes + mask.nbytes
     assert found.peak_bytes >= sum(found.saved_bytes.values()) > 0
+
+
+_SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+_FEW_HEADS: dict[str, Any] = _SMALL | {"num_key_value_heads": 2, "head_dim": 16}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+REPEATED = {
+    "llama": (transformers.LlamaConfig(**_SMALL, num_hidden_layers=8), 5),
+    "tied": (transformers.Qwen3Config(**_FEW_HEADS, num_hidden_layers=6, tie_word_embeddings=True), 3),
+    "alternating": (
+        transformers.Gemma3TextConfig(
+            **_FEW_HEADS,
+            num_hidden_layers=10,
+            sliding_window=16,
+            layer_types=[*["sliding_attention", "sliding_attention", "full_attention"] * 3, "sliding_attention"],
+        ),
+        4,
+    ),
+    "experts": (transformers.Qwen3MoeConfig(**_FEW_HEADS, **_EXPERTS, num_hidden_layers=7), 4),
+    "encoder": (transformers.BertConfig(**_SMALL, num_hidden_layers=8), 5),
+}
+"""Configs, and how many blocks need not run."""
+
+
+def _of_config(config: Any, path: Path) -> ModelFolder:
+    is_encoder = isinstance(config, transformers.BertConfig)
+    kinds = transformers.MODEL_FOR_MASKED_LM_MAPPING if is_encoder else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    config = copy.deepcopy(config)
+    config.architectures = [kinds[type(config)].__name__]
+    config.save_pretrained(path)
+    task = MASKED if is_encoder else CAUSAL
+    return open_folder(path, task, needs_weights=False, needs_tokenizer=False)
+
+
+def _both(opened: ModelFolder, lora: Lora | None, rows: int, *, recompute: bool) -> list[Rehearsal]:
+    return [
+        rehearse(opened, lora, OffloadConfig(), rows, 48, recompute=recompute, whole=whole) for whole in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_blocks_that_are_left_out_count(name: str, tmp_path: Path) -> None:
+    """Of a whole vocabulary's logits few tokens make the peak; of many it is the blocks'."""
+    config, num_left_out = REPEATED[name]
+    opened = _of_config(config, tmp_path)
+    whole, found = _both(opened, None, 4, recompute=False)
+    assert found == whole and (whole.left_out, found.left_out) == (0, num_left_out)
+    whole, found = _both(opened, Lora(4, 8.0), 1, recompute=True)
+    # The peak of an encoder is where blocks have ended that keep something: a guess is not made.
+    assert found == whole and found.left_out == (0 if name == "encoder" else num_left_out)
+
+
+def test_a_model_whose_blocks_share_keys_runs_whole(tmp_path: Path) -> None:
+    config = transformers.Gemma3nTextConfig(
+        **_FEW_HEADS | {"intermediate_size": [128] * 10},
+        num_hidden_layers=10,
+        sliding_window=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=512,
+        layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2,
+        num_kv_shared_layers=5,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 10,
+    )
+    whole, found = _both(_of_config(config, tmp_path), None, 2, recompute=False)
+    assert found == whole and found.left_out == 0
+
+
+def test_packages_that_a_rehearsal_imports_have_their_tables(folder: ModelFolder) -> None:
+    """Tables that they make as they are imported have values: what computes with them comes later."""
+    script = """
+    import sys
+    from pathlib import Path
+    from zero_offload.base.config import OffloadConfig
+    from zero_offload.finetune.choices import CAUSAL
+    from zero_offload.finetune.fit.rehearsal import rehearse
+    from zero_offload.finetune.model.folder import open_folder
+    rehearse(open_folder(Path(sys.argv[1]), CAUSAL), None, OffloadConfig(), 1, 8, recompute=False)
+    from bitsandbytes.backends.utils import CODE
+    print(len(CODE["nf4"].tolist()))
+    """
+    ended = run_script(textwrap.dedent(script), str(folder.path), timeout_s=240)
+    assert ended.stdout.strip() == "16", ended.stderr
 
 
 def test_recompute_and_fewer_rows_take_less(folder: ModelFolder) -> None:
