@@ -167,7 +167,7 @@ def test_steps_on_the_gpu_have_the_bits_of_the_host(
 
 @pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme"), ("cpu", "cpu", "device")])
 def test_sections_of_several_chunks(placement: Any, tmp_path: Path) -> None:
-    check("Muon", "bf16", placement, LATE[1], tmp_path, dim=WIDE)
+    check("Growing", "bf16", placement, LATE[1], tmp_path, dim=WIDE)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "Muon", "Growing"])
