@@ -46,6 +46,7 @@ assert "invalid choice" in answer("no-such-command")[1]
 assert "required: COMMAND" in answer()[1]
 assert "required: RUN" in answer("verify")[1]
 assert "expected one argument" in answer("plan", "--tbw")[1]
+assert "did you mean rtx4090" in answer("plan", "--gpu", "4090")[1]
 found = {{"torch", "numpy", "transformers", "numba"}} & set(sys.modules)
 assert not found, found
 """

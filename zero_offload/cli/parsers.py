@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.precision import TORCH_NAMES
 from zero_offload.base.types import ADAPTERS
 from zero_offload.checkpoint.run_dir import RUN_HELP
@@ -28,7 +29,7 @@ from zero_offload.cli.flags import (
 from zero_offload.finetune.gpt_config import PRESETS
 from zero_offload.finetune.pretrain.settings import TrainConfig
 from zero_offload.finetune.settings import TASKS, default_offload
-from zero_offload.hardware.machines import GPUS
+from zero_offload.hardware.machines import GPUS, find_gpu
 from zero_offload.plan.wear import TBW_USUAL
 from zero_offload.runs.settings import PORT
 
@@ -188,6 +189,15 @@ def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
+def _gpu(name: str) -> str:
+    """A name that a GPU has; checked before torch is imported and a folder is read."""
+    try:
+        find_gpu(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
 def _add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
@@ -216,7 +226,7 @@ def _add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
             text = f"{text} (default {defaults[name]})"
         parser.add_argument(tier_flag_of(name), dest=name, help=text, type=_PLAN_TYPES.get(name, str))
     # The machine.
-    parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
+    parser.add_argument("--gpu", type=_gpu, help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
     parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are on (default 1)")

@@ -252,7 +252,7 @@ def find_gpu(name: str) -> tuple[str, Gpu]:
     if key not in GPUS:
         near = difflib.get_close_matches(key, GPUS, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"--gpu {name!r} is not known; {hint}there are {', '.join(GPUS)}")
+        raise ConfigError(f"GPU {name!r} is not known; {hint}there are {', '.join(GPUS)}")
     return key, GPUS[key]
 
 

@@ -48,7 +48,7 @@ def test_what_is_no_drive_is_a_directory() -> None:
 
 def test_gpus_by_name() -> None:
     assert find_gpu("RTX4090")[0] == "rtx4090" and find_gpu("a100")[0] == "a100-80"
-    with pytest.raises(ConfigError, match=r"--gpu 'rtx409' is not known; did you mean rtx4090"):
+    with pytest.raises(ConfigError, match=r"^GPU 'rtx409' is not known; did you mean rtx4090"):
         find_gpu("rtx409")
     assert all(gpu.host in HOSTS for gpu in GPUS.values())
 
