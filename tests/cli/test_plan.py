@@ -209,7 +209,6 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--step-time", "-1"], "both must be more than 0"),
         (["--stage", "5", "--precision", "fp8"], "has 2 problems"),
         (["--model", "llama8b"], "did you mean llama-8b"),
-        (["--gpu", "rtx409"], "did you mean rtx4090"),
         (["--nvme", "2x7GB/s", "/mnt/nvme0"], "mixes drives and directories"),
         (["--nvme", "2x7GBs"], "2x7GBs is not a speed of drives; write 2x7GB/s"),
         (["--ranks", "3", "--nodes", "2"], "as many ranks as the others"),
