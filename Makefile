@@ -7,6 +7,8 @@ EXTRAS ?= dev,hf
 ARGS ?=
 # Threads that wait give their core away: on a machine that is busy otherwise, a step then takes half the time.
 export OMP_WAIT_POLICY ?= passive
+# Processes that tests start find the package compiled: each would compile it for half a second otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 BIN := $(VENV)/bin
