@@ -62,14 +62,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         building.wait()
 
 
+IN_TWO_DAYS = ("crash", "fake_gpu", "integrations", "machines", "parity", "zoo")
+"""Folders whose tests take an hour and a half together, on two slow cores."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every second test of several machines and of the zoo runs today, the others tomorrow: together they take a
-    quarter of an hour. All of a file that is named run, all of one folder alone, and all where `full` ones do."""
+    """Every second test of these folders runs today, the others tomorrow. All of a file that is named run, all of one
+    folder alone, and all with `full` ones or under marks that are not those of the Makefile."""
     named = [Path(each.split("::")[0]).resolve() for each in config.args]
-    if not config.option.markexpr.startswith("not full") or (len(named) == 1 and named[0].name in ("machines", "zoo")):
+    if not config.option.markexpr.startswith("not full") or (len(named) == 1 and named[0].name in IN_TWO_DAYS):
         return
-    shared_out = [item for item in items if item.nodeid.startswith(("tests/machines/", "tests/zoo/"))]
+    shared_out = [item for item in items if item.nodeid.split("/")[1] in IN_TWO_DAYS]
     tomorrow = shared_out[1 - datetime.date.today().toordinal() % 2 :: 2]
     gone = {item for item in tomorrow if item.path not in named}
     config.hook.pytest_deselected(items=[*gone])
