@@ -25,6 +25,7 @@ on a GPU that it does not update are copies of values in the host's memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -283,6 +284,11 @@ class UnitBytes:
     left_bytes: int = 0
     walks: tuple[WalkBytes, ...] = ()
     """All three as in `UnitNumel`."""
+
+    @functools.cached_property
+    def likeness(self) -> UnitBytes:
+        """Equal for units of which all but the name is."""
+        return replace(self, name="", in_use_with=())
 
     @property
     def trained_bytes(self) -> int:

@@ -62,6 +62,11 @@ class UnitWork:
     kept, and no expert is read again for it.
     """
 
+    @functools.cached_property
+    def likeness(self) -> UnitWork:
+        """Equal for units of which all but the name and the counts is."""
+        return replace(self, numel=UnitNumel("", 0))
+
     def share_touched(self, tokens: int) -> float:
         """The share of experts that some of so many tokens meet, if each token chooses any with equal chances."""
         return 1.0 - (1.0 - self.share_met) ** tokens

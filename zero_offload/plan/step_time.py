@@ -38,7 +38,6 @@ from zero_offload.plan.memory import (
     Budget,
     Placement,
     UnitBytes,
-    UnitNumel,
     in_flight_sum,
     margin_bytes,
     measure_units,
@@ -172,9 +171,8 @@ class StepWorkload:
 
     def likeness(self, index: int) -> tuple[object, ...]:
         """Equal for units of which all but the name is."""
-        unit, work = self.units[index], self.work[index]
         measured = self.measured_s[index] if self.measured_s else None
-        return replace(unit, name="", in_use_with=()), replace(work, numel=UnitNumel("", 0)), measured
+        return self.units[index].likeness, self.work[index].likeness, measured
 
 
 def unit_seconds(workload: StepWorkload, index: int, at: Tiers, machine: Machine) -> Numbers:

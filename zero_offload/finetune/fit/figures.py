@@ -7,6 +7,7 @@ which, and whether the run fits. Never plans: plan.py does; text.py has the prin
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, Tier, format_bytes
 from zero_offload.finetune.fit.job import FolderJob
 from zero_offload.finetune.fit.request import Planned, Request, Upgrade, drive_wear
-from zero_offload.plan.forecast import Bottleneck, Forecast, refusals
-from zero_offload.plan.step_time import Prediction
+from zero_offload.plan.forecast import NOTICED, Bottleneck, Forecast, break_even_tokens, find_bottleneck, refusals
+from zero_offload.plan.step_time import Prediction, predict
 from zero_offload.plan.table import ACTIVATIONS, GPU, MEMORY, NVME, PROGRAM, REFERENCE, PlanTable, by_place, shortage
 from zero_offload.plan.turns import BlockTurns
 from zero_offload.plan.wear import Wear
@@ -57,7 +58,6 @@ class FolderPlan:
     """The settings that the run is planned with: budgets leave room for what is not states."""
     planned: Planned
     prediction: Prediction
-    bottleneck: Bottleneck
     wear: Wear
     """Of one drive."""
     num_drives: int
@@ -78,10 +78,6 @@ class FolderPlan:
     """Why activations are not a rehearsal's; empty where they are."""
     reference_bytes: dict[Tier, int]
     """Memory of DPO's reference model, where all parameters are trained: it reads its weights from the drives."""
-    one_more_drive: Prediction | None
-    """The step with one more drive of the same speed; None where it is as long, or no drive is used."""
-    hidden_tokens: int | None
-    """Tokens of a micro-batch from which on a step is as long as without offload; None if 2^24 are too few."""
     adapted: tuple[str, ...]
     """Layers with adapters, by the ends of names; empty without adapters."""
     not_adapted: tuple[str, ...]
@@ -98,6 +94,29 @@ class FolderPlan:
     """Where it does not fit."""
     by_tokens: tuple[FolderPlan, ...] = ()
     """With fewer and with more micro-batches in a step, those that fit; this one is among them."""
+
+    # Seconds
+
+    @functools.cached_property
+    def bottleneck(self) -> Bottleneck:
+        planned = self.planned
+        return find_bottleneck(planned.workload, planned.placement, planned.machine, self.prediction.step_s)
+
+    @functools.cached_property
+    def one_more_drive(self) -> Prediction | None:
+        """The step with one more drive of the same speed; None where it is as long, or no drive is used."""
+        if not self.offload.nvme_dirs:
+            return None
+        machine = self.planned.machine.with_drives((self.num_drives + 1) / self.num_drives)
+        found = predict(self.planned.workload, self.planned.placement, machine)
+        return found if found.step_s < self.prediction.step_s * NOTICED else None
+
+    @functools.cached_property
+    def hidden_tokens(self) -> int | None:
+        """Tokens of a micro-batch from which on a step is as long as without offload; None if 2^24 are too few."""
+        planned = self.planned
+        found = break_even_tokens(planned.workload, planned.placement, planned.machine)
+        return None if found is None else math.ceil(found / planned.workload.batch.micro_batches)
 
     # Sizes
 

@@ -42,11 +42,10 @@ from zero_offload.finetune.fit.request import (
 from zero_offload.finetune.fit.work import FolderWork, with_saved
 from zero_offload.hardware.machines import DRIVE_BYTES, Machine, find_gpu, gpu_memory_bytes
 from zero_offload.hardware.probe import existing_parent, free_memory_bytes, nvme_free_bytes, resident_bytes
-from zero_offload.plan.forecast import NOTICED, break_even_tokens, find_bottleneck
 from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, measure_units, value_bytes, walk_notes
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import weight
-from zero_offload.plan.step_time import Prediction, kept_bytes, predict
+from zero_offload.plan.step_time import kept_bytes, predict
 from zero_offload.plan.turns import most_live
 
 PROGRAM_BYTES = 900 * MIB
@@ -183,7 +182,6 @@ class Planner:
             config,
             planned,
             prediction,
-            find_bottleneck(planned.workload, planned.placement, planned.machine, prediction.step_s),
             wear,
             self._num_drives,
             self._activations,
@@ -195,21 +193,10 @@ class Planner:
             chosen,
             self._rehearsal.problem,
             self._reference_bytes,
-            self._with_one_more_drive(planned, prediction) if config.nvme_dirs else None,
-            self._hidden_tokens(planned),
             *self._adapted,
             (*self._notes, *walk_notes(planned.workload.units, planned.placement)),
             self._drawn,
         )
-
-    def _with_one_more_drive(self, planned: Planned, now: Prediction) -> Prediction | None:
-        machine = planned.machine.with_drives((self._num_drives + 1) / self._num_drives)
-        found = predict(planned.workload, planned.placement, machine)
-        return found if found.step_s < now.step_s * NOTICED else None
-
-    def _hidden_tokens(self, planned: Planned) -> int | None:
-        found = break_even_tokens(planned.workload, planned.placement, planned.machine)
-        return None if found is None else math.ceil(found / planned.workload.batch.micro_batches)
 
     def _request(self, config: OffloadConfig) -> FolderRequest:
         job = self._job
