@@ -68,8 +68,8 @@ IN_TWO_DAYS = ("crash", "fake_gpu", "integrations", "machines", "parity", "zoo")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every second test of these folders runs today, the others tomorrow. All of a file that is named run, all of one
-    folder alone, and all with `full` ones or under marks that are not those of the Makefile."""
+    """Every second test of these folders runs today, the others tomorrow. A file that is named runs whole, and a folder
+    that is named alone. So do all where marks other than the Makefile's choose."""
     named = [Path(each.split("::")[0]).resolve() for each in config.args]
     if not config.option.markexpr.startswith("not full") or (len(named) == 1 and named[0].name in IN_TWO_DAYS):
         return
