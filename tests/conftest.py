@@ -63,21 +63,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 IN_TWO_DAYS = ("crash", "fake_gpu", "integrations", "machines", "parity", "zoo")
-"""Folders whose tests take an hour and a half together, on two slow cores."""
+"""Folders whose tests take an hour together, on two cores without AVX-512."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    slow = ", ".join(IN_TWO_DAYS)
+    parser.addoption("--half", action="store_true", help=f"of {slow} every second test, tomorrow the others")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every second test of these folders runs today, the others tomorrow. A file that is named runs whole, and a folder
-    that is named alone. So do all where marks other than the Makefile's choose."""
-    named = [Path(each.split("::")[0]).resolve() for each in config.args]
-    if not config.option.markexpr.startswith("not full") or (len(named) == 1 and named[0].name in IN_TWO_DAYS):
+    """CI has an hour and a half, and takes two days for the tests of slow folders (`--half`)."""
+    if not config.getoption("--half"):
         return
-    shared_out = [item for item in items if item.nodeid.split("/")[1] in IN_TWO_DAYS]
-    tomorrow = shared_out[1 - datetime.date.today().toordinal() % 2 :: 2]
-    gone = {item for item in tomorrow if item.path not in named}
-    config.hook.pytest_deselected(items=[*gone])
-    items[:] = [item for item in items if item not in gone]
+    slow = [item for item in items if item.nodeid.split("/")[1] in IN_TWO_DAYS]
+    tomorrow = {*slow[1 - datetime.date.today().toordinal() % 2 :: 2]}
+    config.hook.pytest_deselected(items=[*tomorrow])
+    items[:] = [item for item in items if item not in tomorrow]
 
 
 def pytest_collection_finish() -> None:
