@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.agreeing import record, simulate
+from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_turn
 from tests.helpers.parting import ENOUGH_S, WAYS, Way, part
 from tests.helpers.parting import Outcome as Parting
@@ -175,6 +177,50 @@ def test_bytes_over_each_link_are_those_of_the_formulas(
     assert sum(sent.near for _, sent in found) == near
     if len(set(sizes)) == 1:
         assert len({(sent.near, sent.far) for _, sent in found}) == 1
+
+
+@in_turn(stage=[3, 1, 2], reduce=["fp32", "bf16"], micro_batches=[1, 2])
+def test_bytes_of_sums_by_levels_are_those_of_the_formulas(
+    stage: int, reduce: str, micro_batches: int, pool: RankPool
+) -> None:
+    """The machines are replicas: each adds up its own ranks' gradients, and sums alone cross."""
+    precision = zo.Precision("bf16", reduce=reduce)
+    settings = {"stage": stage, "precision": precision}
+    case = Case(settings, 4, micro_batches=micro_batches, max_norm=0.5, mesh=((0, 1), (2, 3)))
+    found = [sent for _, sent in pool.succeed(send, case, "aabb")]
+    num_machines, per_machine = 2, WORLD_SIZE // 2
+    sums, num_sums = 2 if reduce == "bf16" else 4, 1 if stage == 1 else micro_batches
+    parts = sums if stage == 1 else 2 * micro_batches
+    gathered, numel = found[0].gathered, found[0].whole
+    assert sum(sent.far for sent in found) == 2 * (num_machines - 1) * sums * num_sums * numel
+    assert sum(sent.near for sent in found) == num_machines * (per_machine - 1) * (gathered + parts * numel)
+
+
+def sum_up(rank: int, world_size: int, stage: int, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gradients of this rank alone, by the plain model; and sums of all ranks."""
+    numbers = tokens_of(rank)
+    plain = build(TinyLM)
+    plain(numbers).backward()
+    own = {name: param.grad for name, param in plain.named_parameters()}
+    model: Any = build(TinyLM)
+    zo.offload(model, zo.OffloadConfig(stage=stage, precision="fp32", grad_reduction="sum"), DeviceMesh("cpu", mesh))
+    model(numbers).backward()
+    with zo.gathered(model, kind="grads") as grads:
+        found = {name: grad.clone() for name, grad in grads.items()}
+    zo.close(model)
+    return own, found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_by_levels_are_those_of_machines_and_then_of_all(stage: int, pool: RankPool) -> None:
+    found = pool.succeed(sum_up, stage, [[0, 1], [2, 3]])
+    differ = False
+    for name in found[0][0]:
+        first, second, third, fourth = (own[name] for own, _ in found)
+        expected = (first + second) + (third + fourth)
+        assert all(torch.equal(sums[name], expected) for _, sums in found), name
+        differ |= not torch.equal(((first + second) + third) + fourth, expected)
+    assert differ, "one order of ranks has other bits"
 
 
 def part_on_machines(rank: int, world_size: int, way: Way, machines: str, num_before: int, on: int) -> Parting:
